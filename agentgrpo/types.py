@@ -1,0 +1,110 @@
+"""The few values that travel through a training step, in the order in which they are made.
+
+Task -> Rollout (a list of Segments) -> Group -> PackedBatch. Everything else is local to a module.
+Token ids and log-probabilities live in numpy arrays from the first token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+class Status(StrEnum):
+    """How a rollout ended."""
+
+    COMPLETED = "completed"
+    """The agent or its environment said so."""
+    TRUNCATED_LENGTH = "truncated_length"
+    """No token budget left: the last turn was cut, or no further turn fits."""
+    TRUNCATED_TURNS = "truncated_turns"
+    """No turn budget left."""
+    INFRA_ERROR = "infra_error"
+    """The machine failed, not the model: leaves the group and its baseline, is never trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to solve."""
+
+    id: str
+    messages: tuple[Mapping[str, str], ...]
+    """Chat messages the conversation starts from, as `{"role": ..., "content": ...}`."""
+    spec: Mapping[str, Any]
+    """What the environment needs to score it; the agent never sees this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens with one origin: sampled by the policy, or given to it.
+
+    Immutable and compared by identity, so forked rollouts share their common segments and a
+    shared one is trained once.
+
+    Raises:
+        ValueError: the arrays are not 1-d int32 / float32 of the same length.
+    """
+
+    token_ids: Int32
+    logprobs: Float32 | None = None
+    """Sampling log-probabilities in nats, one per token; None if the policy did not sample them."""
+
+    def __post_init__(self) -> None:
+        if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
+            raise ValueError(
+                f"token_ids must be 1-d int32, got {self.token_ids.ndim}-d {self.token_ids.dtype}"
+            )
+        if self.logprobs is not None and (
+            self.logprobs.dtype != np.float32 or self.logprobs.shape != self.token_ids.shape
+        ):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens need as many float32 logprobs, "
+                f"got {self.logprobs.shape} {self.logprobs.dtype}"
+            )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy sampled these tokens: the loss mask, said once."""
+        return self.logprobs is not None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One attempt at a task: the prompt, then sampled and observed segments in turn."""
+
+    task: Task
+    segments: list[Segment]
+    status: Status
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named parts; their sum is the reward."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Counts of the episode (turns, tool_calls, tool_errors, ...), for the metrics."""
+    advantage: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards.values())
+
+    @property
+    def token_ids(self) -> Int32:
+        return np.concatenate([segment.token_ids for segment in self.segments])
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """The rollouts of one task, in index order: the unit in which advantages are relative."""
+
+    task: Task
+    rollouts: list[Rollout]

@@ -1,0 +1,10 @@
+/* One method table per topic file; module.c collects them. */
+#ifndef AGENTGRPO_METHODS_H
+#define AGENTGRPO_METHODS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+extern PyMethodDef agentgrpo_delta_methods[];
+
+#endif

@@ -1,0 +1,39 @@
+/* The extension module agentgrpo._C: collects the method tables of the topic files, nothing else.
+ *
+ * Built against CPython's stable ABI (3.11), so that one binary serves every later Python.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "methods.h"
+
+static int
+add_methods(PyObject *module)
+{
+    PyMethodDef *const tables[] = {agentgrpo_delta_methods};
+    for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
+        if (PyModule_AddFunctions(module, tables[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, add_methods},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "agentgrpo._C",
+    .m_doc = "Hot loops of the rollout path and the sandbox's system calls, in C.",
+    .m_size = 0,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC
+PyInit__C(void)
+{
+    return PyModuleDef_Init(&definition);
+}
