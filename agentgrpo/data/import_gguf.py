@@ -66,7 +66,7 @@ class Metadata:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key`, or `default` if the file does not say."""
-        return self[key] if key in self else default
+        return self._fields[key].contents() if key in self else default
 
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> bool:
