@@ -6,5 +6,7 @@
 #include <Python.h>
 
 extern PyMethodDef agentgrpo_delta_methods[];
+extern PyMethodDef agentgrpo_ingest_methods[];
+extern PyMethodDef agentgrpo_pack_methods[];
 
 #endif

@@ -1,0 +1,98 @@
+"""Rollouts become prefix trees under a token budget: what one forward pass computes once.
+
+The tree spans the whole step: a system prompt that all groups share is laid out once per batch, a
+group's prompt once, a forked rollout's common turns once. The work is in csrc/tree.c and runs
+without the GIL, so it can overlap generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentgrpo import _C
+from agentgrpo.types import Float32, Group, Int32, PackedBatch
+
+
+def ids_from_list(ids: list[int]) -> Int32:
+    """The token ids an engine returned, as an int32 array.
+
+    Raises:
+        TypeError: not a list of ints.
+        ValueError: an id is negative or 2**31 or more.
+    """
+    return np.frombuffer(_C.ids_from_list(ids), np.int32)
+
+
+def logprobs_from_list(logprobs: list[float]) -> Float32:
+    """The log-probabilities an engine returned, as a float32 array.
+
+    Raises:
+        TypeError: not a list of floats.
+        ValueError: one is nan, infinite, or beyond float32.
+    """
+    return np.frombuffer(_C.logprobs_from_list(logprobs), np.float32)
+
+
+def pack_tree(
+    groups: Sequence[Group],
+    *,
+    max_tokens: int,
+    weights: Sequence[float] | None = None,
+    drop_zero_advantage: bool = True,
+) -> list[PackedBatch]:
+    """Lay the rollouts of a step out as prefix trees of at most `max_tokens` tokens.
+
+    Subtrees stay whole where they fit (first fit decreasing) and are otherwise cut at branch
+    points, the path above repeated. A rollout lies in one batch, so each of its sampled tokens is
+    one loss term of one batch. Tokens that no term needs (what follows the last sampled token, and
+    that token itself) are not laid out.
+
+    Args:
+        groups: all groups of the step; advantages are read from the rollouts.
+        max_tokens: budget of one batch in tokens, at least the longest rollout's.
+        weights: one finite number per rollout, in group and rollout order, copied to its terms;
+            1.0 if None. The caller thereby chooses the loss normaliser, over all rollouts of the
+            step, dropped ones included.
+        drop_zero_advantage: leave out rollouts whose advantage is exactly 0 and whatever tokens
+            only they need. Exact for losses without a KL or entropy term.
+
+    Returns:
+        The batches; none if nothing is to be learned. Deterministic.
+
+    Raises:
+        ValueError: a rollout has a negative id, a nan or infinite logprob, advantage or weight,
+            starts with a sampled token or exceeds `max_tokens`; the message says which rollout
+            and field. Or `weights` has another length.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    if weights is None:
+        weights = [1.0] * len(rollouts)
+    batches = _C.pack_tree(
+        [segment.token_ids for segment in segments],
+        [segment.logprobs for segment in segments],
+        np.array([len(rollout.segments) for rollout in rollouts], np.int32),
+        np.array([rollout.advantage for rollout in rollouts], np.float32),
+        np.array(weights, np.float32),
+        max_tokens,
+        drop_zero_advantage,
+    )
+    return [_packed_batch(*fields) for fields in batches]
+
+
+def _packed_batch(*fields: bytearray) -> PackedBatch:
+    ints = [np.frombuffer(field, np.int32) for field in fields[:6]]
+    floats = [np.frombuffer(field, np.float32) for field in fields[6:]]
+    return PackedBatch(
+        input_ids_T=ints[0],
+        positions_T=ints[1],
+        tout_T=ints[2],
+        row_N=ints[3],
+        target_N=ints[4],
+        sample_N=ints[5],
+        old_logp_N=floats[0],
+        advantage_N=floats[1],
+        weight_N=floats[2],
+    )
