@@ -10,7 +10,11 @@
 static int
 add_methods(PyObject *module)
 {
-    PyMethodDef *const tables[] = {agentgrpo_delta_methods};
+    PyMethodDef *const tables[] = {
+        agentgrpo_delta_methods,
+        agentgrpo_sandbox_spawn_methods,
+        agentgrpo_sandbox_step_methods,
+    };
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {
             return -1;
