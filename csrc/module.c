@@ -14,6 +14,8 @@ add_methods(PyObject *module)
         agentgrpo_delta_methods,
         agentgrpo_ingest_methods,
         agentgrpo_pack_methods,
+        agentgrpo_sandbox_spawn_methods,
+        agentgrpo_sandbox_step_methods,
     };
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {
