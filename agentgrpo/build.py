@@ -129,9 +129,7 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     )
 
 
-def _with_learner(
-    config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None
-) -> Parts:
+def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentgrpo._tmpk import grpo_loss, linear_logp
 from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
-from agentgrpo._tmpk import grpo_loss
-from agentgrpo._tmpk import linear_logp
 from agentgrpo.optimizer import MasterAdamW
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
 from agentgrpo.weights import CannotShare, install, parameters_on_meta, views_for
@@ -106,7 +105,9 @@ class Learner:
 
     def save_state(self, path: Path, **more: Any) -> None:
         """Write what a resumed run needs besides the weights: optimizer, step count, and `more`."""
-        torch.save({"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}, path)
+        torch.save(
+            {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}, path
+        )
 
     def load_state(self, path: Path) -> dict[str, Any]:
         """Restore what save_state() wrote (the weights came with the engine); returns `more`.
@@ -118,7 +119,9 @@ class Learner:
         try:
             self._optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
-            raise ValueError(f"{path} is of a run with other trained parameters: {error}") from error
+            raise ValueError(
+                f"{path} is of a run with other trained parameters: {error}"
+            ) from error
         self.step_count = state["step"]
         return dict(state)
 
@@ -227,7 +230,9 @@ def _policy(model: str | Path, engine: Engine, weights: str) -> tuple[str, Any]:
             install(policy, views_for(engine.model, policy))
         except CannotShare as error:
             if weights == "shared":
-                raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
+                raise ValueError(
+                    f"engine.weights = 'shared' is impossible here: {error}"
+                ) from error
             return f"copy ({error})", _loaded(model, engine, options)
         return "shared", policy.to(engine.device).eval()
     return "copy", _loaded(model, engine, options)
