@@ -70,7 +70,7 @@ def pack_tree(
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     if weights is None:
         weights = [1.0] * len(rollouts)
-    batches = _C.pack_tree(
+    numbers, sizes = _C.pack_tree(
         [segment.token_ids for segment in segments],
         [segment.logprobs for segment in segments],
         np.array([len(rollout.segments) for rollout in rollouts], np.int32),
@@ -78,20 +78,27 @@ def pack_tree(
         np.array(weights, np.float32),
         max_tokens,
         drop_zero_advantage,
+        lambda size: np.empty(size, np.int32),
     )
-    return [_packed_batch(*fields) for fields in batches]
+    bounds = np.cumsum([0] + [3 * tokens + 6 * terms for tokens, terms in sizes])
+    return [
+        _packed_batch(numbers[start:end], tokens)
+        for start, end, (tokens, _) in zip(bounds, bounds[1:], sizes, strict=False)
+    ]
 
 
-def _packed_batch(*fields: bytearray) -> PackedBatch:
-    ints = [np.frombuffer(field, np.int32) for field in fields[:6]]
-    floats = [np.frombuffer(field, np.float32) for field in fields[6:]]
+def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
+    """The fields of one tree, as views of the memory that _C.pack_tree filled."""
+    per_token = numbers[: 3 * num_tokens].reshape(3, -1)
+    per_term = numbers[3 * num_tokens :].reshape(6, -1)
+    floats = per_term[3:].view(np.float32)
     return PackedBatch(
-        input_ids_T=ints[0],
-        positions_T=ints[1],
-        tout_T=ints[2],
-        row_N=ints[3],
-        target_N=ints[4],
-        sample_N=ints[5],
+        input_ids_T=per_token[0],
+        positions_T=per_token[1],
+        tout_T=per_token[2],
+        row_N=per_term[0],
+        target_N=per_term[1],
+        sample_N=per_term[2],
         old_logp_N=floats[0],
         advantage_N=floats[1],
         weight_N=floats[2],

@@ -114,7 +114,7 @@ def steps(draw: st.DrawFn) -> list[Group]:
         rollouts = []
         for _ in range(size):
             segments = segment_lists(draw)
-            if earlier and draw(st.booleans()):
+            if draw(st.booleans()) and earlier:
                 parent = draw(st.sampled_from(earlier))
                 segments = parent[: draw(st.integers(1, len(parent)))] + segments
             earlier.append(segments)
