@@ -83,6 +83,8 @@ class Rollout:
     task: Task
     segments: list[Segment]
     status: Status
+    answer: str | None = None
+    """What the policy answered in the end; None if it never did in the asked form."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)
@@ -108,6 +110,10 @@ class Group:
 
     task: Task
     rollouts: list[Rollout]
+
+
+Metrics = dict[str, float]
+"""Numbers of a step by name; `area/name` once they are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

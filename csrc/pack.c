@@ -21,7 +21,7 @@ typedef struct {
     int32_t *open;
     Py_ssize_t num_views, num_segments;
     int32_t num_rollouts, num_paths, max_tokens;
-    int drop_zero;
+    int drop_zero, share;
 } Job;
 
 static void
@@ -309,10 +309,11 @@ lay_out(const Job *job, int32_t num_bins, PyObject *allocate_array)
 PyDoc_STRVAR(
     pack_tree_doc,
     "pack_tree($module, token_ids, logprobs, num_segments, advantages, weights, max_tokens,\n"
-    "          drop_zero_advantage, allocate, /)\n"
+    "          drop_zero_advantage, share_prefixes, allocate, /)\n"
     "--\n"
     "\n"
-    "Lay the rollouts of a step out as prefix trees of at most max_tokens tokens.\n"
+    "Lay the rollouts of a step out as prefix trees of at most max_tokens tokens, or side by side\n"
+    "if not share_prefixes.\n"
     "\n"
     "token_ids and logprobs list the segments of all rollouts in turn: 1-d int32 arrays, and\n"
     "float32 arrays of the same length or None where the policy did not sample. num_segments\n"
@@ -325,8 +326,8 @@ PyDoc_STRVAR(
 static PyObject *
 pack_tree(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 8) {
-        return PyErr_Format(PyExc_TypeError, "pack_tree() takes 8 arguments, got %zd", nargs);
+    if (nargs != 9) {
+        return PyErr_Format(PyExc_TypeError, "pack_tree() takes 9 arguments, got %zd", nargs);
     }
     const long max_tokens = PyLong_AsLong(args[5]);
     if (max_tokens == -1 && PyErr_Occurred() != NULL) {
@@ -336,14 +337,20 @@ pack_tree(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_ValueError, "max_tokens must be in [1, 2**31), got %ld",
                             max_tokens);
     }
-    Job job = {.max_tokens = (int32_t)max_tokens, .drop_zero = PyObject_IsTrue(args[6])};
+    Job job = {
+        .max_tokens = (int32_t)max_tokens,
+        .drop_zero = PyObject_IsTrue(args[6]),
+        .share = PyObject_IsTrue(args[7]),
+    };
     PyObject *result = NULL;
-    if (job.drop_zero >= 0 && get_rollouts(&job, args) == 0 && get_paths(&job, args) == 0) {
+    if (job.drop_zero >= 0 && job.share >= 0 && get_rollouts(&job, args) == 0 &&
+        get_paths(&job, args) == 0) {
         int32_t num_bins;
         Py_BEGIN_ALLOW_THREADS
-            num_bins = tree_plan(job.paths, job.num_paths, job.max_tokens, job.leaves, job.bins);
+            num_bins = tree_plan(job.paths, job.num_paths, job.max_tokens, job.share, job.leaves,
+                                 job.bins);
         Py_END_ALLOW_THREADS
-        result = num_bins < 0 ? PyErr_NoMemory() : lay_out(&job, num_bins, args[7]);
+        result = num_bins < 0 ? PyErr_NoMemory() : lay_out(&job, num_bins, args[8]);
     }
     release(&job);
     return result;

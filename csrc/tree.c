@@ -233,7 +233,7 @@ group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *
 }
 
 int32_t
-tree_plan(const Path *paths, int32_t n, int32_t max_tokens, Leaf *leaves, Bin *bins)
+tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves, Bin *bins)
 {
     if (n == 0) {
         return 0;
@@ -248,7 +248,9 @@ tree_plan(const Path *paths, int32_t n, int32_t max_tokens, Leaf *leaves, Bin *b
         for (int32_t i = 0; i < n; i++) {
             leaves[i] = (Leaf){.path = i};
         }
-        sort_leaves(paths, n, leaves, scratch);
+        if (share) {
+            sort_leaves(paths, n, leaves, scratch);
+        }
         num_bins = assign_bins(paths, leaves, n, max_tokens, loads, branches, next);
         group_by_bin(paths, leaves, n, scratch, next, bins, num_bins);
     }
