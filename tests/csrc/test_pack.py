@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import tracemalloc
 from array import array
 from typing import Any
 
@@ -46,7 +47,7 @@ def grow_all(call: list[Any]) -> None:
                 x.append(x[0])
 
 
-BAD_CALLS = [
+BAD_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"token_ids": (IDS, IDS)}, TypeError, "token_ids and logprobs must be lists"),
     ({"token_ids": [IDS]}, ValueError, "num_segments sums to 2, but there are 1 token_ids and 2"),
     ({"logprobs": [None]}, ValueError, "2 token_ids and 1 logprobs"),
@@ -86,6 +87,22 @@ def test_a_refused_call_keeps_nothing(
     grow_all(call)
     del call
     assert [sys.getrefcount(x) for x in (IDS, LOGP)] == before
+
+
+def test_calls_free_their_memory() -> None:
+    calls = [arguments(), *(arguments(**changed) for changed, *_ in BAD_CALLS)]
+    tracemalloc.start()
+    try:
+        for repeat in range(40):
+            if repeat == 20:  # caches are warm
+                before = tracemalloc.get_traced_memory()[0]
+            for call in calls:
+                with contextlib.suppress(TypeError, ValueError):
+                    _C.pack_tree(*call)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 20 * 8, f"{grown} bytes more after 20 rounds"
 
 
 def test_a_good_call_keeps_nothing_but_its_result() -> None:
