@@ -8,7 +8,7 @@ from setuptools import Extension, find_namespace_packages, setup
 LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the buffer protocol
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
-cflags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
+cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 ldflags = []
 if sanitize:
     cflags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
