@@ -59,6 +59,8 @@ def check_agreement(
     """Compare both sides on the probes.
 
     Args:
+        engine: samples the continuations.
+        learner: scores them.
         prompts: from probe_prompts().
         threshold: largest |delta logp| in nats that passes.
 

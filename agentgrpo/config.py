@@ -154,8 +154,6 @@ class LearnerConfig(Section):
     """Train the last so many transformer layers and nothing else; None trains everything."""
     max_tokens: Positive = 2048
     """Packed tokens of one forward and backward pass."""
-    num_threads: Positive | None = None
-    """CPU threads of the learner; None: all cores."""
 
 
 class LossConfig(Section):

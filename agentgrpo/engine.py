@@ -86,12 +86,14 @@ class Engine:
                     enable_prefix_caching=True,
                     enable_sleep_mode=self.device == "cuda",
                     disable_log_stats=True,
+                    use_tqdm_on_load=False,
                 )
             )
         torch.set_num_threads = set_num_threads
         if self.device == "cpu":
-            # typed as imported there, not defined there
-            vllm_sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+            vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
+                -1
+            )
 
     @property
     def model(self) -> torch.nn.Module:
@@ -241,7 +243,7 @@ def _plain_cpu_weights() -> Any:
     """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     packed = vllm_layers.dispatch_cpu_unquantized_gemm
     vllm_layers.dispatch_cpu_unquantized_gemm = keep
@@ -264,8 +266,8 @@ def _weights_stay_awake() -> Any:
     def without_weights(self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else pool(self, tag)
 
-    Worker._maybe_get_memory_pool_context = without_weights
+    Worker._maybe_get_memory_pool_context = without_weights  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Worker._maybe_get_memory_pool_context = pool
+        Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]
