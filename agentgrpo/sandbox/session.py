@@ -1,0 +1,263 @@
+"""One session: a namespace of variables and files that untrusted code works in, step by step."""
+
+import contextlib
+import os
+import signal
+import struct
+import time
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Self
+
+from agentgrpo import _C
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.result import Status, StepError, StepResult
+from agentgrpo.sandbox.zygote import Channels
+
+MIB = 1 << 20
+FRAME_OVERHEAD = 4096
+
+
+class Ending(IntEnum):
+    """``enum ending`` of csrc/sandbox_step.c."""
+
+    RUNNING = 0
+    ANSWERED = 1
+    KILLED_AT_DEADLINE = 2
+    OUTPUT_LIMIT = 3
+    PROTOCOL = 4
+    EXITED = 5
+    LOST = 6
+
+
+class MalformedAnswer(Exception):
+    """The session's answer is not of the form that guest/repl.py sends."""
+
+
+def encode_request(number: int, fields: list[bytes]) -> bytes:
+    """``length, id, count, (length, bytes)*``, little endian."""
+    body = struct.pack("<II", number, len(fields))
+    body += b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    return struct.pack("<I", len(body)) + body
+
+
+def decode_answer(body: bytes) -> list[bytes]:
+    """The fields of an answer whose length and id have been checked already."""
+    (count,) = struct.unpack_from("<I", body, 4)
+    fields, at = [], 8
+    if not 1 <= count <= 64:
+        raise MalformedAnswer(f"{count} fields")
+    for _ in range(count):
+        if at + 4 > len(body):
+            raise MalformedAnswer("truncated")
+        (size,) = struct.unpack_from("<I", body, at)
+        if at + 4 + size > len(body):
+            raise MalformedAnswer("truncated")
+        fields.append(body[at + 4 : at + 4 + size])
+        at += 4 + size
+    if at != len(body):
+        raise MalformedAnswer("trailing bytes")
+    return fields
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+class Session:
+    """A live session of a pool. Used by one thread at a time; different sessions are independent.
+
+    After anything that ends it (``state_lost``), every further step says how it ended.
+    """
+
+    def __init__(self, channels: Channels, limits: Limits, on_close: Any = None) -> None:
+        self.limits = limits
+        self._channels: Channels | None = channels
+        self._on_close = on_close
+        self._started = time.monotonic()
+        self._steps = 0
+        self._ended: StepResult | None = None
+        self._pid = _pid_of(channels.interpreter)
+
+    def step(self, code: str, timeout_s: float | None = None) -> StepResult:
+        """Run code in the session's namespace and say what happened.
+
+        Args:
+            code: Python source. What it does, and its size, are data: nothing of it is raised.
+            timeout_s: wall time, limits.timeout_s if None.
+
+        Raises:
+            ValueError: timeout_s is not a positive, finite number of seconds.
+            TypeError: code is not text.
+        """
+        timeout = self.limits.timeout_s if timeout_s is None else timeout_s
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+            raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
+        if not isinstance(code, str):
+            raise TypeError(f"code must be str, got {type(code).__name__}")
+        if self._ended is not None:
+            return self._ended
+        return self._refuse(code) or self._run(code, timeout)
+
+    def _refuse(self, code: str) -> StepResult | None:
+        """An answer without running anything, if a budget of the session is used up."""
+        if len(code) > self.limits.code_kib << 10:
+            return StepResult(
+                status=Status.ERROR,
+                error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
+            )
+        if self._steps >= self.limits.steps:
+            return self._end(Status.TIMEOUT_KILLED, f"over {self.limits.steps} steps")
+        if self._seconds_left() <= 0:
+            return self._end(
+                Status.TIMEOUT_KILLED, f"the session lived {self.limits.session_s:g} s"
+            )
+        return None
+
+    def _seconds_left(self) -> float:
+        return self._started + self.limits.session_s - time.monotonic()
+
+    def _end(self, status: Status, detail: str) -> StepResult:
+        self._ended = StepResult(status=status, state_lost=True, detail=detail)
+        self.close()
+        return self._ended
+
+    def _run(self, code: str, timeout: float) -> StepResult:
+        channels, limits = self._channels, self.limits
+        assert channels is not None
+        self._steps += 1
+        cpu_before = self._cpu_seconds()
+        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = (
+            _C.sandbox_run_step(
+                (
+                    channels.request,
+                    channels.response,
+                    channels.out,
+                    channels.err,
+                    channels.status,
+                ),
+                (channels.init, channels.interpreter),
+                encode_request(self._steps, [code.encode("utf-8", "surrogatepass")]),
+                self._steps,
+                min(timeout, self._seconds_left() + 1e-3),
+                limits.grace_s,
+                limits.output_kib << 9,
+                limits.output_max_mib * MIB,
+                (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+            )
+        )
+        facts: dict[str, Any] = {
+            "stdout": self._join(out),
+            "stderr": self._join(err),
+            "stdout_bytes": out[2],
+            "stderr_bytes": err[2],
+            "truncated": any(len(s[0]) + len(s[1]) < s[2] for s in (out, err)),
+            "wall_s": wall_s,
+            "background": _text(background),
+        }
+        if ending == Ending.ANSWERED:
+            facts["cpu_s"] = max(0.0, self._cpu_seconds() - cpu_before)
+            try:
+                return self._answered(decode_answer(answer or b""), interrupted, facts)
+            except MalformedAnswer as error:
+                return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", facts)
+        if ending == Ending.EXITED:
+            facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
+            return self._exited(how, facts)
+        return self._died(*self._meaning(Ending(ending), timeout), facts)
+
+    def _join(self, stream: tuple[bytes, bytes, int]) -> str:
+        head, tail, total = stream
+        missing = total - len(head) - len(tail)
+        if not missing:
+            return _text(head + tail)
+        return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
+
+    def _cpu_seconds(self) -> float:
+        try:  # the clock of another process, see clock_getcpuclockid(3)
+            return time.clock_gettime((~self._pid << 3) | 2)
+        except OSError:  # it has ended
+            return 0.0
+
+    def _answered(
+        self, fields: list[bytes], interrupted: bool, facts: dict[str, Any]
+    ) -> StepResult:
+        kind, *rest = fields
+        status = Status.TIMEOUT if interrupted else Status.OK
+        if kind == b"ok" and len(rest) <= 1:
+            return StepResult(status=status, value=_text(rest[0]) if rest else None, **facts)
+        if kind == b"error" and len(rest) == 3:
+            error = StepError(*map(_text, rest))
+            return StepResult(status=status if interrupted else Status.ERROR, error=error, **facts)
+        if kind == b"exit" and len(rest) == 1:
+            return StepResult(
+                status=status if interrupted else Status.EXIT,
+                detail=f"SystemExit({_text(rest[0])}); the session goes on",
+                **facts,
+            )
+        raise MalformedAnswer(f"kind {kind[:20]!r} with {len(rest)} fields")
+
+    def _exited(self, how: int, facts: dict[str, Any]) -> StepResult:
+        if os.WIFSIGNALED(how):
+            number = os.WTERMSIG(how)
+            name = signal.Signals(number).name if number < 32 else f"signal {number}"
+            facts["signal"] = number
+            return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", facts)
+        facts["exit_code"] = os.WEXITSTATUS(how)
+        detail = f"the interpreter ended with exit code {facts['exit_code']}"
+        return self._died(Status.EXIT, detail, facts)
+
+    def _meaning(self, ending: Ending, timeout: float) -> tuple[Status, str]:
+        limits = self.limits
+        return {
+            Ending.KILLED_AT_DEADLINE: (
+                Status.TIMEOUT_KILLED,
+                f"still running {limits.grace_s:g} s after the interrupt at {timeout:g} s",
+            ),
+            Ending.OUTPUT_LIMIT: (
+                Status.OUTPUT_LIMIT,
+                f"over {limits.output_max_mib} MiB of output in one step",
+            ),
+            Ending.PROTOCOL: (Status.PROTOCOL_ERROR, "the session broke the protocol"),
+            Ending.LOST: (Status.INFRA_ERROR, "the session vanished: is its zygote alive?"),
+        }[ending]
+
+    def _died(self, status: Status, detail: str, facts: dict[str, Any]) -> StepResult:
+        ended = self._end(status, detail)
+        return StepResult(status=ended.status, detail=detail, state_lost=True, **facts)
+
+    @property
+    def alive(self) -> bool:
+        """Whether another step can run."""
+        return self._ended is None
+
+    def close(self) -> None:
+        """End the session: its processes, its files. May be called twice."""
+        channels, self._channels = self._channels, None
+        if channels is None:
+            return
+        if self._ended is None:
+            self._ended = StepResult(
+                status=Status.EXIT, state_lost=True, detail="the session was closed"
+            )
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            signal.pidfd_send_signal(channels.init, signal.SIGKILL)
+        channels.close()
+        if self._on_close is not None:
+            self._on_close(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _pid_of(pidfd: int) -> int:
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        return int(next(line.split()[1] for line in info if line.startswith("Pid:")))
