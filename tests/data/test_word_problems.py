@@ -30,9 +30,9 @@ def oracle(kind: str, n: dict[str, int]) -> Fraction:
     if kind == "digit_sum":
         return Fraction(sum(map(int, f"{ia**ib:d}")))
     if kind == "doubling":
-        return a * Fraction(b ** int(c))
+        return a * Fraction(ib**ic)
     if kind == "doubling_gifts":
-        return a + b * (2 ** int(c) - 1)
+        return a + b * Fraction(2**ic - 1)
     if kind == "multiples":
         return Fraction(int(p) // ic - (ia - 1) // ic)
     if kind == "left_over":
