@@ -134,7 +134,7 @@ def test_a_taken_state_does_not_move_with_the_stream() -> None:
 
 def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text('{"question": "q", "answer": 1}\n')
+    other.write_text(rows.read_text().replace("q3", "Q3"))
     streams: list[Tasks] = [
         WordProblemTasks(seed=1), WordProblemTasks(seed=2), WordProblemTasks(levels=(1,), seed=1),
         JsonlTasks(rows), JsonlTasks(rows, seed=1), JsonlTasks(rows, shuffle=False),
