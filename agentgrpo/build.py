@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import DataConfig, SandboxConfig, TrainConfig
+from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.python import PythonEnv
@@ -101,10 +101,10 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     Raises:
         As build().
     """
-    heldout = _heldout_tasks(config.data)
+    heldout = heldout_tasks(config.data)
     progress = Progress(config.steps)
     progress.say("sandbox: checking that this machine can isolate code")
-    pool = _sandbox(config.sandbox)
+    pool = open_sandbox(config.sandbox)
     try:
         progress.say(f"sandbox: {_one_line(pool.describe())}")
         model = model or resolve_model(config.model)
@@ -123,7 +123,7 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
         engine=engine,
         sampler=Sampler(engine, CodeAgent(config.agent), env, chat, config.rollout),
         pool=pool,
-        reward=NumericReward(answer=config.reward.answer, format=config.reward.format),
+        reward=make_reward(config.reward),
         heldout=heldout,
         tokenizer=chat.tokenizer,
         progress=progress,
@@ -205,7 +205,8 @@ def _training_tasks(config: DataConfig, seed: int) -> Tasks:
     return JsonlTasks(config.train, seed=seed)
 
 
-def _heldout_tasks(config: DataConfig) -> list[Task]:
+def heldout_tasks(config: DataConfig) -> list[Task]:
+    """The tasks of every evaluation, in order."""
     if config.heldout == "word_problems":
         source = word_problems.generate("heldout", config.heldout_levels)
         return list(islice(source, config.num_heldout))
@@ -213,7 +214,13 @@ def _heldout_tasks(config: DataConfig) -> list[Task]:
     return rows.next(min(config.num_heldout, len(rows)))
 
 
-def _sandbox(config: SandboxConfig) -> SandboxPool:
+def make_reward(config: RewardConfig) -> Reward:
+    """What a rollout is worth."""
+    return NumericReward(answer=config.answer, format=config.format)
+
+
+def open_sandbox(config: SandboxConfig) -> SandboxPool:
+    """The pool that code runs in; the caller closes it."""
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
     return SandboxPool(limits=limits, max_live=config.max_live)
 

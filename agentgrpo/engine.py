@@ -6,7 +6,8 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   plain weight stays, so that the learner's parameters can be views of it (weights.py).
 * The rank of a sampled token is computed by a function that torch.compile builds in C++ on first
   use: 20 s on CPU for a number that nobody reads.
-* vLLM's CPU worker replaces torch.set_num_threads by a no-op for the whole process.
+* vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
+  no-op, for the whole process: the learner too would work on half of two cores.
 * On CUDA the weights stay out of vLLM's sleeping memory pool: the learner works on them while the
   engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 """
@@ -68,7 +69,7 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.asleep = False
         self._in_flight: set[str] = set()
-        set_num_threads = torch.set_num_threads
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         with _plain_cpu_weights(), _weights_stay_awake():
             self._engine = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -90,6 +91,7 @@ class Engine:
                 )
             )
         torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
         if self.device == "cpu":
             vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
                 -1
