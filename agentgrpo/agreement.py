@@ -28,8 +28,10 @@ class Scorer(Protocol):
 class Continuation(Protocol):
     """The part of engine.Completion that is compared."""
 
-    token_ids: Int32
-    logprobs: Float32
+    @property
+    def token_ids(self) -> Int32: ...
+    @property
+    def logprobs(self) -> Float32: ...
 
 
 class Prober(Protocol):

@@ -100,6 +100,11 @@ class RolloutConfig(Section):
     """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
     Costs the slowest tool call of each engine step."""
 
+    @property
+    def max_sampled_tokens(self) -> int:
+        """What one rollout may sample in all."""
+        return self.max_turns * self.max_turn_tokens
+
 
 class SandboxConfig(Section):
     """Where the policy's code runs (sandbox/)."""
@@ -122,6 +127,8 @@ class DataConfig(Section):
     """Held-out tasks per evaluation, always the same ones."""
     levels: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (1, 2)
     """Difficulty of the generated training tasks; easier levels come first."""
+    promote_at: float = 0.7
+    """Mean reward of the newest level's last 32 groups at which the next level joins."""
     heldout_levels: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (1, 2)
 
 
@@ -167,6 +174,11 @@ class LossConfig(Section):
     mismatch_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Truncate the sampler/learner importance weight of a token here (TIS); None: no correction."""
 
+    @property
+    def estimator(self) -> Literal["grpo", "dr_grpo"]:
+        """The name advantages.py knows scale_rewards by."""
+        return "grpo" if self.scale_rewards else "dr_grpo"
+
 
 class TrainConfig(Section):
     """A whole run."""
@@ -192,6 +204,10 @@ class TrainConfig(Section):
     reward: RewardConfig = RewardConfig()
     learner: LearnerConfig = LearnerConfig()
     loss: LossConfig = LossConfig()
+
+    def seed_of(self, step: int, refill: int) -> int:
+        """The seed of what is sampled in a step: another in each, the same in every repetition."""
+        return (self.seed * 1_000_003 + step) * 101 + refill
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:

@@ -90,11 +90,12 @@ class Engine:
             )
         torch.set_num_threads = set_num_threads
         if self.device == "cpu":
+            # typed as imported there, not defined there
             vllm_sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
 
     @property
     def model(self) -> torch.nn.Module:
-        """vLLM's own module, whose tensors the learner shares or writes to."""
+        """VLLM's own module, whose tensors the learner shares or writes to."""
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         return runner.get_model()  # type: ignore[no-any-return]
 
@@ -170,7 +171,9 @@ class Engine:
             RuntimeError: requests are in flight; vLLM would drop them and then wait for them.
         """
         if self._in_flight:
-            raise RuntimeError(f"engine asked to sleep with {len(self._in_flight)} requests in flight")
+            raise RuntimeError(
+                f"engine asked to sleep with {len(self._in_flight)} requests in flight"
+            )
         if not self.asleep and self.device == "cuda":
             self._engine.sleep(1)
             torch.cuda.empty_cache()

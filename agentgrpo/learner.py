@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentgrpo._tmpk import grpo_loss, linear_logp
+from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
-from agentgrpo.kernels.grpo_loss import grpo_loss
-from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.optimizer import MasterAdamW
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
 from agentgrpo.weights import CannotShare, install, parameters_on_meta, views_for
@@ -32,6 +32,8 @@ class Learner:
         config, loss: settings; total_steps is what the learning rate decays over.
         temperature: the rollouts' sampling temperature, which the log-probabilities are taken at.
         weights: "auto", "shared" or "copy"; see EngineConfig.
+        dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
+            sampled token; above it step() refuses to update.
 
     Raises:
         ValueError: weights="shared" where sharing is impossible, with the reason; or more
@@ -48,9 +50,11 @@ class Learner:
         total_steps: int,
         temperature: float,
         weights: str = "auto",
+        dlogp_limit: float,
     ) -> None:
         self._engine, self._config, self._loss = engine, config, loss
         self._total_steps, self._temperature = total_steps, temperature
+        self._dlogp_limit = dlogp_limit
         self.device = engine.device
         self._threads = config.num_threads or torch.get_num_threads()
         self.weights, self.model = _policy(model, engine, weights)
@@ -74,8 +78,8 @@ class Learner:
     def publish(self) -> Metrics:
         """Make the sampler's policy this one: a copy unless shared, then forget its cached keys."""
         started = time.perf_counter()
-        if self.weights == "copy":
-            self._engine.load_weights(self.model.named_parameters())
+        if self.weights != "shared":
+            self._engine.load_weights(self._named())
         self._engine.reset_prefix_cache()
         return {"publish_s": time.perf_counter() - started}
 
@@ -88,6 +92,39 @@ class Learner:
         logp, _ = linear_logp(hidden, self._head(), rows, ids[1:])
         return logp.cpu().numpy()
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids the model knows."""
+        return self._head().shape[0]
+
+    def save_model(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face model directory (weights and config; no tokenizer)."""
+        # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
+        state = {name: p.detach().to("cpu", copy=True) for name, p in self._named()}
+        self.model.save_pretrained(folder, state_dict=state)
+
+    def save_state(self, path: Path, **more: Any) -> None:
+        """Write what a resumed run needs besides the weights: optimizer, step count, and `more`."""
+        torch.save(
+            {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}, path
+        )
+
+    def load_state(self, path: Path) -> dict[str, Any]:
+        """Restore what save_state() wrote (the weights came with the engine); returns `more`.
+
+        Raises:
+            ValueError: the file is of a run that trained other parameters.
+        """
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is of a run with other trained parameters: {error}"
+            ) from error
+        self.step_count = state["step"]
+        return dict(state)
+
     def step(self, batches: Sequence[PackedBatch]) -> Metrics:
         """One optimizer step on all batches together; their weights are the normaliser."""
         started = time.perf_counter()
@@ -99,7 +136,10 @@ class Learner:
             value, metrics = self._loss_of(batch)
             value.backward()  # type: ignore[no-untyped-call]
             loss += value.item()
-            _merge(totals, metrics, share=len(batch.target_N))
+            for name, sum_or_max in metrics.items():
+                combine = max if name.endswith("_max") else sum
+                totals[name] = combine((totals.get(name, 0.0), sum_or_max))
+        require_agreement(totals["dlogp_max"], self._dlogp_limit, where="on the sampled tokens")
         self._optimizer.set_lr(self.learning_rate)
         grad_norm = self._optimizer.step(max_grad_norm=self._config.max_grad_norm)
         self.step_count += 1
@@ -145,8 +185,75 @@ class Learner:
         )
         return self._objective(logp, entropy, batch, on_device)
 
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return list(self.model.named_parameters())
+
     def _decoder(self) -> Any:
         return self.model.get_decoder()
 
     def _head(self) -> Tensor:
         return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
+
+    def _objective(
+        self, logp_N: Tensor, entropy_N: Tensor, batch: PackedBatch, on_device: Any
+    ) -> tuple[Tensor, dict[str, float]]:
+        c = self._loss
+        sampler_logp_N = on_device(batch.old_logp_N, torch.float32)
+        loss, metrics = grpo_loss(
+            logp_N,
+            logp_N.detach(),
+            on_device(batch.advantage_N, torch.float32),
+            on_device(batch.weight_N, torch.float32),
+            sampler_logp=sampler_logp_N,
+            epsilon=c.epsilon,
+            epsilon_high=c.epsilon_high,
+            mismatch_cap=c.mismatch_cap,
+        )
+        delta_N = (logp_N.detach() - sampler_logp_N).abs()
+        sums = {
+            "dlogp_max": delta_N.max().item(),
+            "dlogp_mean": delta_N.sum().item(),
+            "entropy": entropy_N.detach().sum().item(),
+        }
+        return loss, {**sums, **metrics}
+
+
+def _policy(model: str | Path, engine: Engine, weights: str) -> tuple[str, Any]:
+    """The transformers model, on the engine's own tensors where the two can share them."""
+    config = AutoConfig.from_pretrained(model)
+    dtype = getattr(torch, engine.dtype)
+    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    if weights != "copy":
+        with parameters_on_meta():
+            policy = AutoModelForCausalLM.from_config(config, **options)
+        try:
+            install(policy, views_for(engine.model, policy))
+        except CannotShare as error:
+            if weights == "shared":
+                raise ValueError(
+                    f"engine.weights = 'shared' is impossible here: {error}"
+                ) from error
+            return f"copy ({error})", _loaded(model, engine, options)
+        return "shared", policy.to(engine.device).eval()
+    return "copy", _loaded(model, engine, options)
+
+
+def _loaded(model: str | Path, engine: Engine, options: dict[str, Any]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, **options).to(engine.device).eval()
+
+
+def _freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
+    """Require gradients of the last layers only (None: of everything); returns those parameters."""
+    if trained_layers is None:
+        trained = list(model.parameters())
+    else:
+        layers = model.get_decoder().layers
+        if trained_layers > len(layers):
+            raise ValueError(
+                f"learner.trained_layers must be at most {len(layers)}, got {trained_layers}"
+            )
+        trained = [p for layer in layers[-trained_layers:] for p in layer.parameters()]
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return trained

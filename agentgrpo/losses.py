@@ -16,7 +16,7 @@ LossType = Literal["grpo", "dr_grpo", "dapo"]
 
 
 def token_weights(
-    groups: Sequence[Group], loss_type: LossType, *, max_sampled_tokens: int
+    groups: Sequence[Group], loss_type: LossType, max_sampled_tokens: int
 ) -> list[float]:
     """One weight per rollout, in group and rollout order, for each of its sampled tokens.
 

@@ -36,20 +36,27 @@ class RunLog:
             line.update({f"{area}/{name}": value for name, value in metrics.items()})
         self._append("metrics.jsonl", [line])
 
-    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """One line of rollouts.jsonl per rollout."""
+    def rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
+        """One line of rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
         self._append(
             "rollouts.jsonl",
             [
-                {"step": step, "group": g, "index": i, **rollout_record(rollout)}
+                {"step": step, "split": split, "group": g, "index": i, **rollout_record(rollout)}
                 for g, group in enumerate(groups)
                 for i, rollout in enumerate(group.rollouts)
             ],
         )
 
+    def describe(self, **record: Any) -> None:
+        """Write run.json: the resolved config, what was chosen, and the versions."""
+        text = json.dumps(record, indent=1, default=str)
+        (self._out_dir / "run.json").write_text(text + "\n")
+
     def offsets(self) -> dict[str, int]:
         """The files' lengths in bytes."""
-        return {name: path.stat().st_size for name in FILES if (path := self._out_dir / name).exists()}
+        return {
+            name: path.stat().st_size for name in FILES if (path := self._out_dir / name).exists()
+        }
 
     def cut_back(self, offsets: dict[str, int]) -> None:
         """Drop what was written after `offsets` were taken."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from agentgrpo.types import Metrics
+
 
 class Progress:
     """Says what the run is doing, and for how long it still will.
@@ -32,6 +34,26 @@ class Progress:
     def begin_step(self) -> None:
         """Note when a step starts: what the time left is computed from."""
         self._step_started.append(time.monotonic())
+
+    def step_done(self, step: int, rollout: Metrics, learner: Metrics, engine: Metrics) -> None:
+        """The line of a finished step."""
+        self.say(
+            f"step {step + 1}/{self._total}  reward {rollout['reward']:.3f}  "
+            f"solved {rollout['solved']:.0%}  live groups {rollout['live_groups']:.0f}/"
+            f"{rollout['groups']:.0f}  tool calls {rollout['tool_calls']:.2f}  "
+            f"sampled {rollout['decode_s'] + rollout['idle_s']:.1f}s  "
+            f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
+            f"agreement {max(engine['max_dlogp'], learner['dlogp_max']):.1e}  "
+            f"left {self.time_left(step + 1)}"
+        )
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """The line of an evaluation."""
+        self.say(
+            f"held-out after {step} steps: solved {metrics['solved']:.3f} of "
+            f"{metrics['rollouts']:.0f} tasks, greedy  (answered {metrics['answered']:.0%}, "
+            f"tool errors {metrics['tool_errors']:.2f} a rollout)"
+        )
 
     def time_left(self, next_step: int) -> str:
         """Estimate from the mean of the steps so far; "?" before the first has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentgrpo.agents.base import RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.sandbox import SandboxPool, Session, StepResult
+from agentgrpo.sandbox import SandboxInfraError, SandboxPool, Session, StepResult
 from agentgrpo.types import Task
 
 
@@ -36,7 +36,10 @@ class PythonEpisode:
     def step(self, action: RunCode) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told its state is gone."""
         if self._session is None:
-            self._session = self._pool.acquire()
+            try:
+                self._session = self._pool.acquire()
+            except SandboxInfraError as error:
+                raise InfrastructureError(str(error)) from error
         result = self._session.step(action.code, timeout_s=self._timeout_s)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))

@@ -37,13 +37,13 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; put a "
                 "chat_template.jinja beside its tokenizer.json"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         closing = self._after_turn({"role": "user", "content": "x"})
         ids = self._encode(closing)
         if not len(ids) or int(ids[0]) not in tokenizer.all_special_ids:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path!r} must end an assistant turn with a "
-                f"special token, but after the turn's text comes {closing[:40]!r}"
+                f"the chat template of {tokenizer.name_or_path!r} must end an assistant turn with "
+                f"a special token, but after the turn's text comes {closing[:40]!r}"
             )
         self.end_of_turn_id = int(ids[0])
         """The special token that closes an assistant turn; sampling it ends the turn."""
@@ -52,7 +52,7 @@ class ChatTemplate:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an assistant turn when sampled."""
-        eos = self._tokenizer.eos_token_id
+        eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([self.end_of_turn_id] + ([] if eos is None else [eos])))
 
     def prompt_ids(self, messages: Sequence[Message]) -> Int32:
@@ -72,12 +72,12 @@ class ChatTemplate:
 
     def clip(self, text: str, max_tokens: int) -> str:
         """Text cut to about max_tokens, head and tail kept, the cut marked."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= max_tokens:
             return text
         head = (max_tokens + 1) // 2
         tail = max_tokens - head
-        kept = self._tokenizer.decode(ids[:head]), self._tokenizer.decode(ids[len(ids) - tail :])
+        kept = self.tokenizer.decode(ids[:head]), self.tokenizer.decode(ids[len(ids) - tail :])
         return f"{kept[0]} ... [{len(ids) - max_tokens} tokens cut] ... {kept[1] if tail else ''}"
 
     def decode(self, token_ids: Int32) -> str:
@@ -85,7 +85,7 @@ class ChatTemplate:
         ids = token_ids.tolist()
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        return str(self._tokenizer.decode(ids))
+        return str(self.tokenizer.decode(ids))
 
     def _after_turn(self, message: Message) -> str:
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
@@ -93,17 +93,17 @@ class ChatTemplate:
         before, mark, after = text.rpartition(_MARK)
         if not mark or _MARK in before:
             raise ValueError(
-                f"the chat template of {self._tokenizer.name_or_path!r} does not show an assistant "
+                f"the chat template of {self.tokenizer.name_or_path!r} does not show an assistant "
                 f"turn exactly once when a {message['role']!r} message follows it"
             )
         return after
 
     def _render(self, messages: Sequence[Message]) -> str:
         return str(
-            self._tokenizer.apply_chat_template(
+            self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
         )
 
     def _encode(self, text: str) -> Int32:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

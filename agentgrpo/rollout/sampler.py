@@ -8,6 +8,7 @@ before the next, so that the batches (and with them every sampled bit) repeat fr
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +22,7 @@ from agentgrpo.agents.base import Action, Agent, Finish, Malformed, RunCode
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Environment, Episode, InfrastructureError, Observation
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Completion
@@ -63,9 +64,17 @@ class SamplerStats:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    infra_errors: int = 0
+    infra_failures: int = 0
     failures: list[str] = field(default_factory=list)
     """What infrastructure errors said."""
+
+    def metrics(self) -> Metrics:
+        """The numbers, by name."""
+        return {
+            name: float(value)
+            for name, value in dataclasses.asdict(self).items()
+            if name != "failures"
+        }
 
 
 class Sampler:
@@ -225,7 +234,7 @@ class _Play:
         future.add_done_callback(lambda _: self._answered.put(index))
 
     def _take_answers(self, *, block: bool) -> None:
-        """Continue the rollouts whose tools answered; wait for one if there is nothing else to do."""
+        """Continue the rollouts whose tools answered; wait for one if nothing decodes."""
         if not self._tools:
             return
         started = time.perf_counter()
@@ -247,7 +256,7 @@ class _Play:
         try:
             observation = future.result()
         except InfrastructureError as error:
-            self.stats.infra_errors += 1
+            self.stats.infra_failures += 1
             self.stats.failures.append(str(error))
             self._end(index, Status.INFRA_ERROR)
             return
