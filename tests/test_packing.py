@@ -195,6 +195,13 @@ def test_the_remainder_of_a_cut_subtree_is_filled_with_its_siblings() -> None:
     assert [len(b.input_ids_T) for b in batches] == [21, 21]
 
 
+def test_largest_first() -> None:
+    """Rests of 3, 6, 4, 7 tokens after a shared one fill two batches of 11, in no other pairs."""
+    rests = [sampled(10 + i, *[5] * (n - 1), 0) for i, n in enumerate((3, 6, 4, 7))]
+    batches = check([group(*(rollout(observed(1), rest) for rest in rests))], 11, [1.0] * 4)
+    assert sorted(sorted(set(b.sample_N.tolist())) for b in batches) == [[0, 3], [1, 2]]
+
+
 def test_rollouts_without_gradient_leave_no_trace() -> None:
     live = rollout(observed(1), sampled(2, 3))
     groups = [group(live, rollout(observed(1), sampled(4, 5), advantage=0.0))]
