@@ -7,20 +7,42 @@ primitive is bound before user code can replace it, and errors are formatted beh
 
 A request is ``length:u32, id:u32, count:u32, (length:u32, bytes) * count``; an answer has the same
 form. Little endian; the first field names the kind. No JSON, no pickle: nothing to recurse into.
+
+    run CODE (NAME VALUE)*    run a cell, these environment variables set for its duration
+    cell CODE (NAME VALUE)*   the same, and show the value's HTML, PNG ... forms as well
+    env (NAME VALUE)*         set environment variables for good
+    console                   from now on both streams are one, as on a terminal
+    push LINE                 a line typed at the interactive prompt
+
+    ok [TEXT (MIME DATA)*] | error NAME VALUE TRACEBACK | exit CODE | more
 """
 
 import ast
+import fcntl
 import linecache
 import os
 import signal
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Never
 
+sys.path.insert(0, os.path.dirname(__file__))
+from console import Console  # type: ignore[import-not-found]
+
 REQUEST_FD, RESPONSE_FD = 3, 4
+OURS = "/sandbox/guest/"
 ONLY_AST = ast.PyCF_ONLY_AST
+RICH_FORMS = {
+    "_repr_html_": b"text/html",
+    "_repr_markdown_": b"text/markdown",
+    "_repr_latex_": b"text/latex",
+    "_repr_svg_": b"image/svg+xml",
+    "_repr_png_": b"image/png",
+    "_repr_jpeg_": b"image/jpeg",
+}
 
 
 def reseed() -> None:
@@ -86,7 +108,8 @@ class Interpreter:
         self._flush = (sys.stdout.flush, sys.stderr.flush)
         self._cells = 0
         self._running = False
-        self._base = BaseException
+        self._base, self._length, self._environ = BaseException, len, os.environ
+        self._console: Console | None = None
         module = type(sys)("__main__")
         sys.modules["__main__"] = module
         self.namespace: dict[str, Any] = module.__dict__
@@ -97,13 +120,34 @@ class Interpreter:
         if self._running:
             raise KeyboardInterrupt
 
-    def run(self, source: str) -> list[bytes]:
-        """Run a cell; the fields of its answer."""
+    def serve(self, fields: list[bytes]) -> list[bytes]:
+        """Do what a request asks; the fields of its answer."""
+        kind, *rest = [field.decode("utf-8", "surrogatepass") for field in fields]
+        if kind == "push":
+            return self.run(lambda: self._push(rest[0]))
+        if kind == "console":
+            os.dup2(1, 2)
+            return [b"ok"]
+        if kind == "env":
+            os.environ.update(zip(rest[::2], rest[1::2], strict=True))
+            return [b"ok"]
+        environ = self._environ
+        before = dict(environ) if rest[1:] else None
+        environ.update(zip(rest[1::2], rest[2::2], strict=True))
+        try:
+            return self.run(lambda: self._evaluate(rest[0], rich=kind == "cell"))
+        finally:
+            if before is not None:
+                environ.clear()
+                environ.update(before)
+
+    def run(self, work: Callable[[], list[bytes]]) -> list[bytes]:
+        """Run user code under guard; the fields of its answer."""
         self._signal(self._sigint, self.on_interrupt)  # the last cell may have replaced it
         try:
             try:
                 self._running = True
-                answer = self._evaluate(source)
+                answer = work()
             finally:
                 self._running = False
         except SystemExit as stop:
@@ -118,7 +162,15 @@ class Interpreter:
         self._flush_streams()
         return answer
 
-    def _evaluate(self, source: str) -> list[bytes]:
+    def _push(self, line: str) -> list[bytes]:
+        if self._console is None:
+            self._console = Console(self.namespace)
+        more, error = self._console.push(line)
+        if error is not None:
+            return self._describe(error)
+        return [b"more"] if more else [b"ok"]
+
+    def _evaluate(self, source: str, *, rich: bool) -> list[bytes]:
         self._cells += 1
         name = f"<cell {self._cells}>"
         self._lines[name] = (len(source), None, source.splitlines(True), name)
@@ -133,7 +185,22 @@ class Interpreter:
         value = self._eval(self._compile(last, name, "eval"), self.namespace)
         if value is None:
             return [b"ok"]
-        return [b"ok", self._clip(self._repr(value), self._value_bytes)]
+        answer = [b"ok", self._clip(self._repr(value), self._value_bytes)]
+        return answer + self._rich(value) if rich else answer
+
+    def _rich(self, value: Any) -> list[bytes]:
+        """Jupyter's other forms of a value, as far as they fit: MIME type, data, MIME type ..."""
+        found: list[bytes] = []
+        room = 8 * self._value_bytes
+        for method, mime in RICH_FORMS.items():
+            show = getattr(self._type(value), method, None)
+            data: Any = show(value) if show is not None else None
+            if self._isinstance(data, self._str):
+                data = data.encode("utf-8", "backslashreplace")
+            if self._isinstance(data, bytes) and self._length(data) < room:
+                room -= self._length(data)
+                found += [mime, data]
+        return found
 
     def _clip(self, text: Any, limit: int) -> bytes:
         if not self._isinstance(text, self._str):
@@ -142,14 +209,18 @@ class Interpreter:
 
     def _guarded(self, produce: Any, limit: int) -> bytes:
         try:
-            return self._clip(produce(), limit)
+            try:
+                self._running = True  # __str__ may be as endless as anything else
+                return self._clip(produce(), limit)
+            finally:
+                self._running = False
         except self._base as error:
             return b"<unprintable: " + self._type(error).__name__.encode() + b">"
 
     def _describe(self, error: BaseException) -> list[bytes]:
         def text() -> str:
             told = self._format(self._type(error), error, error.__traceback__, limit=-40)
-            told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
+            told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
             if not told.stack:
                 told.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
             whole = "".join(told.format())
@@ -187,6 +258,14 @@ def run(environment: dict[str, str], value_bytes: int, traceback_bytes: int) -> 
     try:
         while True:
             number, fields = receive()
-            send(number, interpreter.run(fields[0].decode("utf-8", "surrogatepass")))
+            send(number, interpreter.serve(fields))
     finally:  # a protocol that cannot go on: closed descriptors, no memory left
         leave(70)
+
+
+if __name__ == "__main__":  # a further context of a session, started by its init
+    for _fd in (REQUEST_FD, RESPONSE_FD):
+        fcntl.fcntl(_fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
+    sys.path += sys.argv[3:]
+    run(dict(os.environ), int(sys.argv[1]), int(sys.argv[2]))
