@@ -24,7 +24,7 @@ import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
-import repl  # type: ignore[import-not-found]
+from load import isolated  # type: ignore[import-not-found]
 
 HOST_FD = 8
 REPORT = struct.Struct("<Iiiiqq")
@@ -123,6 +123,9 @@ def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
     try:
+        run = isolated("repl")["run"]
+        for name in ("load", "console"):  # the names are the user's
+            sys.modules.pop(name, None)
         settings = json.loads(host.recv(1 << 20))
         extension = load_extension(settings["extension"])
         preload(settings)
@@ -132,9 +135,8 @@ def main() -> None:
         os._exit(1)
     serve(host, extension, settings)
     host.detach()  # closed by the clone; its number may already mean something else
-    for name in ("repl", "_C", "__main__"):
-        sys.modules.pop(name, None)
-    repl.run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
+    sys.modules.pop("__main__", None)
+    run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
 
 
 main()
