@@ -14,6 +14,7 @@ from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
 from agentgrpo.sandbox.channels import Channels, pid_of
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.remedies import remedy
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
@@ -117,10 +118,13 @@ class Spawner:
                     self._zygotes.pop().close()
                 continue
             return rung
-        reasons = "\n".join(f"  {rung}: {why}" for rung, why in self.failures.items())
+        reasons = "\n".join(
+            f"  {rung}: {why}" + (f"\n  remedy: {cure}" if (cure := remedy(why)) else "")
+            for rung, why in self.failures.items()
+        )
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n{reasons}\n"
-            "remedy: `python -m agentgrpo.sandbox doctor` says what to change"
+            "`python -m agentgrpo.sandbox doctor` looks at this machine in detail"
         )
 
     def _prove(self) -> None:

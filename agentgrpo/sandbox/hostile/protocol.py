@@ -29,7 +29,7 @@ def os_exit_zero(s: Session) -> None:
 
 @on_session
 def abort(s: Session) -> None:
-    """abort() is reported as signal 6."""
+    """An abort is reported as signal 6."""
     assert expect(s.step("import os; os.abort()"), Status.SIGNAL, lost=True).signal == 6
 
 
