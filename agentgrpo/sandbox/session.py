@@ -1,18 +1,21 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
-import contextlib
 import os
+import select
 import signal
 import struct
 import time
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Self
 
 from agentgrpo import _C
+from agentgrpo.sandbox.cgroup import Group
+from agentgrpo.sandbox.channels import Channels, pid_of
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import Status, StepError, StepResult
-from agentgrpo.sandbox.zygote import Channels
+from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
@@ -60,6 +63,17 @@ def decode_answer(body: bytes) -> list[bytes]:
     return fields
 
 
+def _flat(env: Mapping[str, str]) -> list[bytes]:
+    return [text.encode("utf-8", "surrogatepass") for pair in env.items() for text in pair]
+
+
+def _pairs(code: str, env: Mapping[str, str] | None) -> list[bytes]:
+    if not isinstance(code, str):
+        raise TypeError(f"code must be str, got {type(code).__name__}")
+    check_environment("env", env or {})
+    return [code.encode("utf-8", "surrogatepass"), *_flat(env or {})]
+
+
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
@@ -70,38 +84,56 @@ class Session:
     After anything that ends it (``state_lost``), every further step says how it ended.
     """
 
-    def __init__(self, channels: Channels, limits: Limits, on_close: Any = None) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        limits: Limits,
+        *,
+        group: Group | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.limits = limits
         self._channels: Channels | None = channels
+        self._group = group
+        self._oom_before = group.oom_kills() if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
         self._steps = 0
         self._ended: StepResult | None = None
-        self._pid = _pid_of(channels.interpreter)
+        self._pid = pid_of(channels.interpreter)
 
-    def step(self, code: str, timeout_s: float | None = None) -> StepResult:
+    def step(
+        self, code: str, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
+    ) -> StepResult:
         """Run code in the session's namespace and say what happened.
 
         Args:
             code: Python source. What it does, and its size, are data: nothing of it is raised.
             timeout_s: wall time, limits.timeout_s if None.
+            env: environment variables for this step only.
 
         Raises:
-            ValueError: timeout_s is not a positive, finite number of seconds.
+            ValueError: timeout_s is not a positive, finite number of seconds, or env is malformed.
             TypeError: code is not text.
         """
+        return self._request([b"run", *_pairs(code, env)], timeout_s)
+
+    def set_env(self, env: Mapping[str, str]) -> StepResult:
+        """Set environment variables for the rest of the session; they never pass the zygote."""
+        check_environment("env", env)
+        return self._request([b"env", *_flat(env)], None)
+
+    def _request(self, fields: list[bytes], timeout_s: float | None) -> StepResult:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
-        if not isinstance(code, str):
-            raise TypeError(f"code must be str, got {type(code).__name__}")
         if self._ended is not None:
             return self._ended
-        return self._refuse(code) or self._run(code, timeout)
+        return self._refuse(fields) or self._run(fields, timeout)
 
-    def _refuse(self, code: str) -> StepResult | None:
+    def _refuse(self, fields: list[bytes]) -> StepResult | None:
         """An answer without running anything, if a budget of the session is used up."""
-        if len(code) > self.limits.code_kib << 10:
+        if sum(map(len, fields)) > self.limits.code_kib << 10:
             return StepResult(
                 status=Status.ERROR,
                 error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
@@ -122,7 +154,7 @@ class Session:
         self.close()
         return self._ended
 
-    def _run(self, code: str, timeout: float) -> StepResult:
+    def _run(self, fields: list[bytes], timeout: float) -> StepResult:
         channels, limits = self._channels, self.limits
         assert channels is not None
         self._steps += 1
@@ -137,7 +169,7 @@ class Session:
                     channels.status,
                 ),
                 (channels.init, channels.interpreter),
-                encode_request(self._steps, [code.encode("utf-8", "surrogatepass")]),
+                encode_request(self._steps, fields),
                 self._steps,
                 min(timeout, self._seconds_left() + 1e-3),
                 limits.grace_s,
@@ -155,6 +187,7 @@ class Session:
             "wall_s": wall_s,
             "background": _text(background),
         }
+        self._count_processes(facts)
         if ending == Ending.ANSWERED:
             facts["cpu_s"] = max(0.0, self._cpu_seconds() - cpu_before)
             try:
@@ -164,6 +197,8 @@ class Session:
         if ending == Ending.EXITED:
             facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
             return self._exited(how, facts)
+        if ending == Ending.LOST and facts.get("oom_kills"):
+            return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
         return self._died(*self._meaning(Ending(ending), timeout), facts)
 
     def _join(self, stream: tuple[bytes, bytes, int]) -> str:
@@ -172,6 +207,16 @@ class Session:
         if not missing:
             return _text(head + tail)
         return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
+
+    def _count_processes(self, facts: dict[str, Any]) -> None:
+        """What the control group says of the step: processes killed for memory, or left behind."""
+        if self._group is None:
+            return
+        killed = self._group.oom_kills()
+        facts["oom_kills"], self._oom_before = killed - self._oom_before, killed
+        if facts["oom_kills"]:
+            facts["max_memory_kib"] = self._group.peak_kib()
+        facts["processes_left"] = max(0, self._group.processes() - 2)
 
     def _cpu_seconds(self) -> float:
         try:  # the clock of another process, see clock_getcpuclockid(3)
@@ -184,8 +229,11 @@ class Session:
     ) -> StepResult:
         kind, *rest = fields
         status = Status.TIMEOUT if interrupted else Status.OK
-        if kind == b"ok" and len(rest) <= 1:
-            return StepResult(status=status, value=_text(rest[0]) if rest else None, **facts)
+        if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
+            rich = {_text(mime): data for mime, data in zip(rest[1::2], rest[2::2], strict=True)}
+            value = _text(rest[0]) if rest else None
+            more = kind == b"more"
+            return StepResult(status=status, value=value, rich=rich, more=more, **facts)
         if kind == b"error" and len(rest) == 3:
             error = StepError(*map(_text, rest))
             return StepResult(status=status if interrupted else Status.ERROR, error=error, **facts)
@@ -202,6 +250,8 @@ class Session:
             number = os.WTERMSIG(how)
             name = signal.Signals(number).name if number < 32 else f"signal {number}"
             facts["signal"] = number
+            if number == signal.SIGKILL and facts.get("oom_kills"):
+                return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
             return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", facts)
         facts["exit_code"] = os.WEXITSTATUS(how)
         detail = f"the interpreter ended with exit code {facts['exit_code']}"
@@ -226,6 +276,29 @@ class Session:
         ended = self._end(status, detail)
         return StepResult(status=ended.status, detail=detail, state_lost=True, **facts)
 
+    def begin(self, on_close: Callable[[], None]) -> None:
+        """Hand the session to a user: its time starts now, on_close() is called when it is over."""
+        self._started = time.monotonic()
+        self._steps = 0
+        release = self._on_close
+
+        def both() -> None:
+            if release is not None:
+                release()
+            on_close()
+
+        self._on_close = both
+
+    def warm_up(self) -> StepResult:
+        """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
+        return self._request([b"env"], None)
+
+    def healthy(self) -> bool:
+        """Whether nothing has been heard of an end of this session."""
+        if self._channels is None:
+            return False
+        return not select.select([self._channels.status], [], [], 0)[0]
+
     @property
     def alive(self) -> bool:
         """Whether another step can run."""
@@ -240,11 +313,9 @@ class Session:
             self._ended = StepResult(
                 status=Status.EXIT, state_lost=True, detail="the session was closed"
             )
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-            signal.pidfd_send_signal(channels.init, signal.SIGKILL)
-        channels.close()
+        channels.kill()
         if self._on_close is not None:
-            self._on_close(self)
+            self._on_close()
 
     def __enter__(self) -> Self:
         return self
@@ -256,8 +327,3 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _pid_of(pidfd: int) -> int:
-    with open(f"/proc/self/fdinfo/{pidfd}") as info:
-        return int(next(line.split()[1] for line in info if line.startswith("Pid:")))
