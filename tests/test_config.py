@@ -100,7 +100,7 @@ def test_what_has_no_default_is_required(tmp_path: Path, missing: str) -> None:
 
 
 def test_a_missing_file_names_the_shipped_configs() -> None:
-    with pytest.raises(ValueError, match="'nosuch.toml' is neither a file nor .*quickstart"):
+    with pytest.raises(ValueError, match=r"'nosuch.toml' is neither a file nor .*quickstart"):
         load_config("nosuch.toml")
 
 
