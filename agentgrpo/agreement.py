@@ -28,8 +28,10 @@ class Scorer(Protocol):
 class Continuation(Protocol):
     """The part of engine.Completion that is compared."""
 
-    token_ids: Int32
-    logprobs: Float32
+    @property
+    def token_ids(self) -> Int32: ...
+    @property
+    def logprobs(self) -> Float32: ...
 
 
 class Prober(Protocol):
@@ -57,6 +59,8 @@ def check_agreement(
     """Compare both sides on the probes.
 
     Args:
+        engine: samples the continuations.
+        learner: scores them.
         prompts: from probe_prompts().
         threshold: largest |delta logp| in nats that passes.
 

@@ -6,6 +6,7 @@ sandbox and the data before the model, the model before the engine.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -100,15 +101,15 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     Raises:
         As build().
     """
-    progress = Progress(config.steps)
     heldout = _heldout_tasks(config.data)
-    model = model or resolve_model(config.model)
-    chat = _chat(model)
+    progress = Progress(config.steps)
     progress.say("sandbox: checking that this machine can isolate code")
     pool = _sandbox(config.sandbox)
     try:
         progress.say(f"sandbox: {_one_line(pool.describe())}")
+        model = model or resolve_model(config.model)
         progress.say(f"engine: loading vLLM and {model}")
+        chat = _chat(model)
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
 
@@ -129,9 +130,7 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     )
 
 
-def _with_learner(
-    config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None
-) -> Parts:
+def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
 
@@ -173,6 +172,11 @@ def _with_learner(
     )
 
 
+def cache_dir() -> Path:
+    """Where imported models are kept: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
+    return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
+
+
 def resolve_model(model: str) -> str:
     """A model directory for `config.model`: itself, or what `package:NAME` imports to.
 
@@ -183,7 +187,7 @@ def resolve_model(model: str) -> str:
         from agentgrpo.data.import_gguf import find_in_package, import_gguf
 
         source = find_in_package(model.removeprefix("package:"))
-        folder = Path("models") / source.stem.split(".")[0]
+        folder = cache_dir() / "models" / source.stem.split(".")[0]
         import_gguf(source, folder)
         return str(folder)
     if Path(model).is_dir():
@@ -216,7 +220,9 @@ def _sandbox(config: SandboxConfig) -> SandboxPool:
 
 def _chat(model: str) -> ChatTemplate:
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:

@@ -100,7 +100,6 @@ class RolloutConfig(Section):
     """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
     Costs the slowest tool call of each engine step."""
 
-
     @property
     def max_sampled_tokens(self) -> int:
         """What one rollout may sample in all."""
@@ -155,8 +154,6 @@ class LearnerConfig(Section):
     """Train the last so many transformer layers and nothing else; None trains everything."""
     max_tokens: Positive = 2048
     """Packed tokens of one forward and backward pass."""
-    num_threads: Positive | None = None
-    """CPU threads of the learner; None: all cores."""
 
 
 class LossConfig(Section):
@@ -174,7 +171,6 @@ class LossConfig(Section):
     """... and from above at 1 + epsilon_high; 0.28 is DAPO's clip-higher."""
     mismatch_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Truncate the sampler/learner importance weight of a token here (TIS); None: no correction."""
-
 
     @property
     def estimator(self) -> Literal["grpo", "dr_grpo"]:

@@ -86,15 +86,18 @@ class Engine:
                     enable_prefix_caching=True,
                     enable_sleep_mode=self.device == "cuda",
                     disable_log_stats=True,
+                    use_tqdm_on_load=False,
                 )
             )
         torch.set_num_threads = set_num_threads
         if self.device == "cpu":
-            vllm_sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+            vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
+                -1
+            )
 
     @property
     def model(self) -> torch.nn.Module:
-        """vLLM's own module, whose tensors the learner shares or writes to."""
+        """VLLM's own module, whose tensors the learner shares or writes to."""
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         return runner.get_model()  # type: ignore[no-any-return]
 
@@ -170,7 +173,9 @@ class Engine:
             RuntimeError: requests are in flight; vLLM would drop them and then wait for them.
         """
         if self._in_flight:
-            raise RuntimeError(f"engine asked to sleep with {len(self._in_flight)} requests in flight")
+            raise RuntimeError(
+                f"engine asked to sleep with {len(self._in_flight)} requests in flight"
+            )
         if not self.asleep and self.device == "cuda":
             self._engine.sleep(1)
             torch.cuda.empty_cache()
@@ -238,7 +243,7 @@ def _plain_cpu_weights() -> Any:
     """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     packed = vllm_layers.dispatch_cpu_unquantized_gemm
     vllm_layers.dispatch_cpu_unquantized_gemm = keep
@@ -261,8 +266,8 @@ def _weights_stay_awake() -> Any:
     def without_weights(self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else pool(self, tag)
 
-    Worker._maybe_get_memory_pool_context = without_weights
+    Worker._maybe_get_memory_pool_context = without_weights  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Worker._maybe_get_memory_pool_context = pool
+        Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]

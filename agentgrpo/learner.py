@@ -17,8 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
-from agentgrpo._tmpk import grpo_loss
-from agentgrpo._tmpk import linear_logp
+from agentgrpo.kernels.grpo_loss import grpo_loss
+from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.kernels.logp import backend_for
+from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.reduce import Metrics as TermMetrics
+from agentgrpo.kernels.reduce import combine_metrics
 from agentgrpo.optimizer import MasterAdamW
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
 from agentgrpo.weights import CannotShare, install, parameters_on_meta, views_for
@@ -53,11 +57,11 @@ class Learner:
         weights: str = "auto",
         dlogp_limit: float,
     ) -> None:
-        self._engine, self._config, self._loss = engine, config, loss
+        self._engine, self._config = engine, config
         self._total_steps, self._temperature = total_steps, temperature
         self._dlogp_limit = dlogp_limit
+        self._objective = _objective(loss)
         self.device = engine.device
-        self._threads = config.num_threads or torch.get_num_threads()
         self.weights, self.model = _policy(model, engine, weights)
         self.trained = _freeze_all_but(self.model, config.trained_layers)
         self._optimizer = MasterAdamW(
@@ -73,7 +77,7 @@ class Learner:
             "dtype": self._engine.dtype,
             "trained_parameters": sum(p.numel() for p in self.trained),
             "all_parameters": sum(p.numel() for p in self.model.parameters()),
-            "loss_kernel": "triton" if self.device == "cuda" else "torch reference",
+            "kernels": backend_for(torch.device(self.device)),
         }
 
     def publish(self) -> Metrics:
@@ -86,7 +90,7 @@ class Learner:
 
     @torch.no_grad()
     def score(self, token_ids: Int32) -> Float32:
-        """Log-probability at temperature 1 of token_ids[1:], each given all before it; [T-1] fp32."""
+        """Log-probability at temperature 1 of token_ids[1:], each given all before; [T-1] fp32."""
         ids = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)
         hidden = self._decoder()(input_ids=ids[None]).last_hidden_state[0]
         rows = torch.arange(len(ids) - 1, device=self.device)
@@ -106,7 +110,9 @@ class Learner:
 
     def save_state(self, path: Path, **more: Any) -> None:
         """Write what a resumed run needs besides the weights: optimizer, step count, and `more`."""
-        torch.save({"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}, path)
+        torch.save(
+            {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}, path
+        )
 
     def load_state(self, path: Path) -> dict[str, Any]:
         """Restore what save_state() wrote (the weights came with the engine); returns `more`.
@@ -118,38 +124,40 @@ class Learner:
         try:
             self._optimizer.load_state_dict(state["optimizer"])
         except ValueError as error:
-            raise ValueError(f"{path} is of a run with other trained parameters: {error}") from error
+            raise ValueError(
+                f"{path} is of a run with other trained parameters: {error}"
+            ) from error
         self.step_count = state["step"]
         return dict(state)
 
     def step(self, batches: Sequence[PackedBatch]) -> Metrics:
-        """One optimizer step on all batches together; their weights are the normaliser."""
+        """One optimizer step on all batches together; their weights are the normaliser.
+
+        With no batches (no group had a gradient) the weights stay and the step still counts.
+
+        Raises:
+            Disagreement: the sampler saw another policy; nothing was updated.
+            FloatingPointError: the gradient is not finite; nothing was updated.
+        """
         started = time.perf_counter()
-        torch.set_num_threads(self._threads)
-        totals: dict[str, float] = {}
-        loss = 0.0
         self._optimizer.zero_grad()
-        for batch in batches:
-            value, metrics = self._loss_of(batch)
-            value.backward()  # type: ignore[no-untyped-call]
-            loss += value.item()
-            for name, sum_or_max in metrics.items():
-                combine = max if name.endswith("_max") else sum
-                totals[name] = combine((totals.get(name, 0.0), sum_or_max))
-        require_agreement(totals["dlogp_max"], self._dlogp_limit, where="on the sampled tokens")
         self._optimizer.set_lr(self.learning_rate)
-        grad_norm = self._optimizer.step(max_grad_norm=self._config.max_grad_norm)
+        metrics: Metrics = {"learning_rate": self._optimizer.lr, "loss": 0.0, "grad_norm": 0.0}
+        parts = []
+        for batch in batches:
+            loss, measured = self._loss_of(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            metrics["loss"] += loss.item()
+            parts.append(measured)
+        metrics |= combine_metrics(parts)
+        if batches:
+            gap = metrics["sampler_gap_max"]
+            require_agreement(gap, self._dlogp_limit, where="on the sampled tokens")
+            metrics["grad_norm"] = self._optimizer.step(max_grad_norm=self._config.max_grad_norm)
         self.step_count += 1
-        num_terms = sum(len(batch.target_N) for batch in batches)
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": self._optimizer.lr,
-            "trained_tokens": float(num_terms),
-            "packed_tokens": float(sum(len(batch.input_ids_T) for batch in batches)),
-            "seconds": time.perf_counter() - started,
-            **{k: v if k.endswith("_max") else v / num_terms for k, v in totals.items()},
-        }
+        metrics["packed_tokens"] = float(sum(len(batch.input_ids_T) for batch in batches))
+        metrics["seconds"] = time.perf_counter() - started
+        return metrics
 
     @property
     def learning_rate(self) -> float:
@@ -160,7 +168,7 @@ class Learner:
         left = max(0.0, 1 - self.step_count / self._total_steps)
         return c.final_learning_rate + (c.learning_rate - c.final_learning_rate) * left
 
-    def _loss_of(self, batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
+    def _loss_of(self, batch: PackedBatch) -> tuple[Tensor, TermMetrics]:
         def on_device(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(self.device, dtype)
 
@@ -173,14 +181,23 @@ class Learner:
             position_ids=on_device(batch.positions_T, torch.int64)[None],
             attention_mask=mask[None, None],
         ).last_hidden_state[0]
-        logp, entropy = linear_logp(
+        logp_N, entropy_N = linear_logp(
             hidden,
             self._head(),
             on_device(batch.row_N, torch.int64),
             on_device(batch.target_N, torch.int64),
             temperature=self._temperature,
         )
-        return self._objective(logp, entropy, batch, on_device)
+        loss, metrics = grpo_loss(
+            logp_N,
+            logp_N.detach(),  # one update per batch of rollouts: the old policy is this one
+            on_device(batch.advantage_N, torch.float32),
+            on_device(batch.weight_N, torch.float32),
+            self._objective,
+            sampler_logp_N=on_device(batch.old_logp_N, torch.float32),
+            entropy_N=entropy_N.detach(),
+        )
+        return loss, metrics
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return list(self.model.named_parameters())
@@ -191,50 +208,29 @@ class Learner:
     def _head(self) -> Tensor:
         return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
 
-    def _objective(
-        self, logp_N: Tensor, entropy_N: Tensor, batch: PackedBatch, on_device: Any
-    ) -> tuple[Tensor, dict[str, float]]:
-        c = self._loss
-        sampler_logp_N = on_device(batch.old_logp_N, torch.float32)
-        loss, metrics = grpo_loss(
-            logp_N,
-            logp_N.detach(),
-            on_device(batch.advantage_N, torch.float32),
-            on_device(batch.weight_N, torch.float32),
-            sampler_logp=sampler_logp_N,
-            epsilon=c.epsilon,
-            epsilon_high=c.epsilon_high,
-            mismatch_cap=c.mismatch_cap,
-        )
-        delta_N = (logp_N.detach() - sampler_logp_N).abs()
-        sums = {
-            "dlogp_max": delta_N.max().item(),
-            "dlogp_mean": delta_N.sum().item(),
-            "entropy": entropy_N.detach().sum().item(),
-        }
-        return loss, {**sums, **metrics}
-
 
 def _policy(model: str | Path, engine: Engine, weights: str) -> tuple[str, Any]:
     """The transformers model, on the engine's own tensors where the two can share them."""
     config = AutoConfig.from_pretrained(model)
-    dtype = getattr(torch, engine.dtype)
-    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    options = {"dtype": getattr(torch, engine.dtype), "attn_implementation": "sdpa"}
     if weights != "copy":
         with parameters_on_meta():
-            policy = AutoModelForCausalLM.from_config(config, **options)
+            policy: Any = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
         try:
             install(policy, views_for(engine.model, policy))
         except CannotShare as error:
             if weights == "shared":
-                raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
+                raise ValueError(
+                    f"engine.weights = 'shared' is impossible here: {error}"
+                ) from error
             return f"copy ({error})", _loaded(model, engine, options)
         return "shared", policy.to(engine.device).eval()
     return "copy", _loaded(model, engine, options)
 
 
 def _loaded(model: str | Path, engine: Engine, options: dict[str, Any]) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, **options).to(engine.device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, **options)
+    return loaded.to(engine.device).eval()
 
 
 def _freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
@@ -252,3 +248,15 @@ def _freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
     for parameter in trained:
         parameter.requires_grad_(True)
     return trained
+
+
+def _objective(config: LossConfig) -> Objective:
+    """The kernel's name for the config's options. The normaliser comes in as weights."""
+    return Objective(
+        loss_type=config.loss_type,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        vllm_importance_sampling_correction=config.mismatch_cap is not None,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=config.mismatch_cap or 1.0,
+    )

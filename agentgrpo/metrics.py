@@ -55,7 +55,9 @@ class RunLog:
 
     def offsets(self) -> dict[str, int]:
         """The files' lengths in bytes."""
-        return {name: path.stat().st_size for name in FILES if (path := self._out_dir / name).exists()}
+        return {
+            name: path.stat().st_size for name in FILES if (path := self._out_dir / name).exists()
+        }
 
     def cut_back(self, offsets: dict[str, int]) -> None:
         """Drop what was written after `offsets` were taken.

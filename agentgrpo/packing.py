@@ -8,6 +8,7 @@ without the GIL, so it can overlap generation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,6 +42,7 @@ def pack_tree(
     max_tokens: int,
     weights: Sequence[float] | None = None,
     drop_zero_advantage: bool = True,
+    share_prefixes: bool = True,
 ) -> list[PackedBatch]:
     """Lay the rollouts of a step out as prefix trees of at most `max_tokens` tokens.
 
@@ -57,6 +59,8 @@ def pack_tree(
             step, dropped ones included.
         drop_zero_advantage: leave out rollouts whose advantage is exactly 0 and whatever tokens
             only they need. Exact for losses without a KL or entropy term.
+        share_prefixes: False lays every rollout out alone, one behind the other, for models whose
+            layers take no attention mask.
 
     Returns:
         The batches; none if nothing is to be learned. Deterministic.
@@ -70,7 +74,7 @@ def pack_tree(
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     if weights is None:
         weights = [1.0] * len(rollouts)
-    batches = _C.pack_tree(
+    numbers, sizes = _C.pack_tree(
         [segment.token_ids for segment in segments],
         [segment.logprobs for segment in segments],
         np.array([len(rollout.segments) for rollout in rollouts], np.int32),
@@ -78,20 +82,64 @@ def pack_tree(
         np.array(weights, np.float32),
         max_tokens,
         drop_zero_advantage,
+        share_prefixes,
+        lambda size: np.empty(size, np.int32),
     )
-    return [_packed_batch(*fields) for fields in batches]
+    bounds = np.cumsum([0] + [3 * tokens + 6 * terms for tokens, terms in sizes])
+    return [
+        _packed_batch(numbers[start:end], tokens)
+        for start, end, (tokens, _) in zip(bounds, bounds[1:], sizes, strict=False)
+    ]
 
 
-def _packed_batch(*fields: bytearray) -> PackedBatch:
-    ints = [np.frombuffer(field, np.int32) for field in fields[:6]]
-    floats = [np.frombuffer(field, np.float32) for field in fields[6:]]
+@dataclass(frozen=True, slots=True, eq=False)
+class FlexBlocks:
+    """What `torch.nn.attention.flex_attention.BlockMask` is made of, n blocks a side, int32.
+
+    Its arguments are these fields with two leading dimensions of 1 (batch, head) added. Each row
+    of `*_indices` lists the blocks of its kind in order, `*_num_blocks` of them, then the others.
+    """
+
+    kv_num_blocks: Int32
+    """[n] partly visible blocks per block of queries; `kv_indices` is [n, n]."""
+    kv_indices: Int32
+    full_kv_num_blocks: Int32
+    full_kv_indices: Int32
+    q_num_blocks: Int32
+    """[n] the same by block of keys, for the backward pass."""
+    q_indices: Int32
+    full_q_num_blocks: Int32
+    full_q_indices: Int32
+
+
+def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
+    """The block mask of `k <= q < tout_T[k]`, from the intervals instead of from T * T values.
+
+    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes.
+
+    Raises:
+        ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` < 1.
+    """
+    numbers = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32)
+    num_blocks = -(-len(tout_T) // block_size)
+    fields: list[Int32] = []
+    for kind in numbers.reshape(4, num_blocks * (num_blocks + 1)):
+        fields += [kind[:num_blocks], kind[num_blocks:].reshape(num_blocks, num_blocks)]
+    return FlexBlocks(*fields)
+
+
+def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
+    """The fields of one tree, as views of the memory that _C.pack_tree filled."""
+    per_token = numbers[: 3 * num_tokens].reshape(3, -1)
+    per_term = numbers[3 * num_tokens :].reshape(6, -1)
+    floats = per_term[3:].view(np.float32)
     return PackedBatch(
-        input_ids_T=ints[0],
-        positions_T=ints[1],
-        tout_T=ints[2],
-        row_N=ints[3],
-        target_N=ints[4],
-        sample_N=ints[5],
+        input_ids_T=per_token[0],
+        positions_T=per_token[1],
+        tout_T=per_token[2],
+        row_N=per_term[0],
+        target_N=per_term[1],
+        sample_N=per_term[2],
         old_logp_N=floats[0],
         advantage_N=floats[1],
         weight_N=floats[2],

@@ -1,4 +1,4 @@
-"""What the person in front of the terminal sees: one line per event, and a live status line on a TTY."""
+"""What the person at the terminal sees: a line per event, and a live status line on a TTY."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Progress:
             f"{rollout['groups']:.0f}  tool calls {rollout['tool_calls']:.2f}  "
             f"sampled {rollout['decode_s'] + rollout['idle_s']:.1f}s  "
             f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
-            f"agreement {max(engine['max_dlogp'], learner['dlogp_max']):.1e}  "
+            f"agreement {max(engine['max_dlogp'], learner.get('sampler_gap_max', 0.0)):.1e}  "
             f"left {self.time_left(step + 1)}"
         )
 

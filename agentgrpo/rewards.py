@@ -49,7 +49,7 @@ def score(group: Group, reward: Reward) -> None:
         parts = reward(rollout)
         if not isinstance(parts, Mapping) or not all(map(_is_part, parts.items())):
             raise ValueError(
-                f"task {group.task.id}: expected the reward as {{name: finite number}}, got {parts!r}"
+                f"task {group.task.id}: the reward must be {{name: finite number}}, got {parts!r}"
             )
         rollout.rewards = {name: float(value) for name, value in parts.items()}
 

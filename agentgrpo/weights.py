@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -47,13 +46,15 @@ def views_for(sampler: nn.Module, learner: nn.Module) -> dict[str, Tensor]:
         fused_path = f"{parent}.{fused}" if parent else fused
         source, start = name, 0
         if module in fused_of and fused_path in modules:
-            sizes = list(modules[fused_path].output_sizes)  # type: ignore[arg-type]
+            sizes = list(modules[fused_path].output_sizes)
             source, start = f"{fused_path}.{leaf}", sum(sizes[:index])
         whole = theirs.get(source)
         if whole is None or whole.numel() == 0:
             raise CannotShare(f"{name}: vLLM holds no tensor {source}")
         if whole.shape[0] < start + parameter.shape[0] or whole.shape[1:] != parameter.shape[1:]:
-            raise CannotShare(f"{name}: {tuple(parameter.shape)} is no slice of {tuple(whole.shape)}")
+            raise CannotShare(
+                f"{name}: {tuple(parameter.shape)} is no slice of {tuple(whole.shape)}"
+            )
         views[name] = whole.data.narrow(0, start, parameter.shape[0])
         covered.add(source)
     if missed := sorted(set(theirs) - covered):
@@ -72,7 +73,7 @@ def install(learner: nn.Module, views: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get parameters without storage; buffers (rotary frequencies) are real."""
+    """Modules built inside get parameters without storage; buffers (rotary inv_freq) are real."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: Any) -> None:

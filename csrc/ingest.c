@@ -1,22 +1,18 @@
 /* Python lists, as an inference engine returns them, become the bytes of int32 and float32 arrays.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <math.h>
-#include <stdint.h>
+#include "tokens.h"
 
 #include "methods.h"
 
-/* Returns a bytearray of 4 bytes per element of list, uninitialised, and its size in *size. */
+/* Returns a bytearray of 4 bytes per element of list, uninitialised, or NULL if it is not a list.
+ */
 static PyObject *
-allocate_for(PyObject *list, Py_ssize_t *size)
+allocate_for(PyObject *list)
 {
     if (!PyList_Check(list)) {
         return PyErr_Format(PyExc_TypeError, "expected a list, got %R", (PyObject *)Py_TYPE(list));
     }
-    *size = PyList_Size(list);
-    return PyByteArray_FromStringAndSize(NULL, 4 * *size);
+    return PyByteArray_FromStringAndSize(NULL, 4 * PyList_Size(list));
 }
 
 PyDoc_STRVAR(
@@ -31,18 +27,16 @@ PyDoc_STRVAR(
 static PyObject *
 ids_from_list(PyObject *Py_UNUSED(module), PyObject *list)
 {
-    Py_ssize_t size;
-    PyObject *result = allocate_for(list, &size);
+    PyObject *result = allocate_for(list);
     if (result == NULL) {
         return NULL;
     }
     int32_t *out = (int32_t *)PyByteArray_AsString(result);
+    const Py_ssize_t size = PyList_Size(list);
     for (Py_ssize_t i = 0; i < size; i++) {
-        PyObject *item = PyList_GetItem(list, i); /* NULL: an item's __index__ shortened the list */
-        int overflow = 0;
-        const long value = item == NULL ? -1 : PyLong_AsLongAndOverflow(item, &overflow);
-        if (value < 0 || value > INT32_MAX || overflow != 0) {
-            if (PyErr_Occurred() == NULL) {
+        const Py_ssize_t value = PyLong_AsSsize_t(PyList_GetItem(list, i));
+        if (value < 0 || value > INT32_MAX) {
+            if (PyErr_Occurred() == NULL || PyErr_ExceptionMatches(PyExc_OverflowError)) {
                 PyErr_Format(PyExc_ValueError, "ids[%zd] is not in [0, 2**31)", i);
             }
             Py_DECREF(result);
@@ -64,23 +58,24 @@ PyDoc_STRVAR(logprobs_from_list_doc,
 static PyObject *
 logprobs_from_list(PyObject *Py_UNUSED(module), PyObject *list)
 {
-    Py_ssize_t size;
-    PyObject *result = allocate_for(list, &size);
+    PyObject *result = allocate_for(list);
     if (result == NULL) {
         return NULL;
     }
     float *out = (float *)PyByteArray_AsString(result);
+    const Py_ssize_t size = PyList_Size(list);
     for (Py_ssize_t i = 0; i < size; i++) {
-        PyObject *item = PyList_GetItem(list, i);
-        const double value = item == NULL ? -1.0 : PyFloat_AsDouble(item);
-        out[i] = (float)value;
-        if (!isfinite(out[i]) || (value == -1.0 && PyErr_Occurred() != NULL)) {
-            if (PyErr_Occurred() == NULL) {
-                PyErr_Format(PyExc_ValueError, "logprobs[%zd] is not finite", i);
-            }
+        const double value = PyFloat_AsDouble(PyList_GetItem(list, i));
+        if (value == -1.0 && PyErr_Occurred() != NULL) {
             Py_DECREF(result);
             return NULL;
         }
+        out[i] = (float)value;
+    }
+    const Py_ssize_t bad = tokens_first_not_finite(out, size);
+    if (bad < size) {
+        PyErr_Format(PyExc_ValueError, "logprobs[%zd] is not finite", bad);
+        Py_CLEAR(result);
     }
     return result;
 }

@@ -10,8 +10,6 @@
 #include "methods.h"
 #include "tree.h"
 
-enum { NUM_FIELDS = 9, NUM_TOKEN_FIELDS = 3 };
-
 /* Everything a call holds; all of it zero or NULL until acquired. */
 typedef struct {
     Py_buffer sizes, advantages, weights; /* per rollout */
@@ -21,10 +19,9 @@ typedef struct {
     Leaf *leaves;
     Bin *bins;
     int32_t *open;
-    Layout *layouts;
     Py_ssize_t num_views, num_segments;
     int32_t num_rollouts, num_paths, max_tokens;
-    int drop_zero;
+    int drop_zero, share;
 } Job;
 
 static void
@@ -36,8 +33,8 @@ release(Job *job)
     PyBuffer_Release(&job->sizes); /* a no-op where nothing is held */
     PyBuffer_Release(&job->advantages);
     PyBuffer_Release(&job->weights);
-    void *const blocks[] = {job->views, job->segments, job->paths,  job->leaves,
-                            job->bins,  job->open,     job->layouts};
+    void *const blocks[] = {job->views,  job->segments, job->paths,
+                            job->leaves, job->bins,     job->open};
     for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
         PyMem_Free(blocks[i]);
     }
@@ -143,48 +140,23 @@ get_segment(Job *job, PyObject *const *args, Py_ssize_t i, int32_t r, int32_t s,
     return 0;
 }
 
-/* Returns the index of the first negative id, or segment->size. */
-static int32_t
-first_negative(const Segment *segment)
-{
-    int32_t all = 0;
-    for (int32_t i = 0; i < segment->size; i++) {
-        all |= segment->ids[i];
-    }
-    int32_t i = all < 0 ? 0 : segment->size;
-    while (i < segment->size && segment->ids[i] >= 0) {
-        i++;
-    }
-    return i;
-}
-
-/* Returns the index of the first logprob that is nan or infinite, or segment->size. */
-static int32_t
-first_not_finite(const Segment *segment)
-{
-    float sum = 0.0f; /* x - x is 0 for every finite x and nan for the others */
-    for (int32_t i = 0; segment->logp != NULL && i < segment->size; i++) {
-        sum += segment->logp[i] - segment->logp[i];
-    }
-    int32_t i = sum == 0.0f ? segment->size : 0;
-    while (i < segment->size && isfinite(segment->logp[i])) {
-        i++;
-    }
-    return i;
-}
-
 static int
 check_values(const Segment *segment, int32_t r, int32_t s)
 {
-    const int32_t id = first_negative(segment), logp = first_not_finite(segment);
-    if (id < segment->size) {
-        PyErr_Format(PyExc_ValueError, "rollout %d: segment %d: token_ids[%d] is %d, not an id",
-                     (int)r, (int)s, (int)id, (int)segment->ids[id]);
-    } else if (logp < segment->size) {
-        PyErr_Format(PyExc_ValueError, "rollout %d: segment %d: logprobs[%d] is not finite", (int)r,
-                     (int)s, (int)logp);
+    const Py_ssize_t size = segment->size, id = tokens_first_negative(segment->ids, size);
+    const Py_ssize_t logp =
+        segment->logp == NULL ? size : tokens_first_not_finite(segment->logp, size);
+    if (id == size && logp == size) {
+        return 0;
     }
-    return PyErr_Occurred() == NULL ? 0 : -1;
+    if (id < size) {
+        PyErr_Format(PyExc_ValueError, "rollout %d: segment %d: token_ids[%zd] is %d, not an id",
+                     (int)r, (int)s, id, (int)segment->ids[id]);
+    } else {
+        PyErr_Format(PyExc_ValueError, "rollout %d: segment %d: logprobs[%zd] is not finite",
+                     (int)r, (int)s, logp);
+    }
+    return -1;
 }
 
 /* Reads rollout r, whose segments begin at `first`, and makes it a path if it has loss terms. */
@@ -262,76 +234,100 @@ get_paths(Job *job, PyObject *const *args)
     return job->open == NULL ? -1 : 0;
 }
 
-/* Returns a tuple of the bin's nine arrays as bytearrays, and where they are in *layout. */
-static PyObject *
-allocate_bin(const Bin *bin, Layout *layout)
+/* Returns the slices of memory, which holds 3 * num_tokens + 6 * num_terms numbers. */
+static Layout
+layout_in(int32_t *memory, const Bin *bin)
 {
-    PyObject *fields = PyTuple_New(NUM_FIELDS);
-    if (fields == NULL) {
-        return NULL;
-    }
-    char *memory[NUM_FIELDS];
-    for (Py_ssize_t i = 0; i < NUM_FIELDS; i++) {
-        const int64_t count = i < NUM_TOKEN_FIELDS ? bin->num_tokens : bin->num_terms;
-        PyObject *field = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(4 * count));
-        if (field == NULL) {
-            Py_DECREF(fields);
-            return NULL;
-        }
-        memory[i] = PyByteArray_AsString(field);
-        PyTuple_SetItem(fields, i, field);
-    }
-    *layout = (Layout){(int32_t *)memory[0], (int32_t *)memory[1], (int32_t *)memory[2],
-                       (int32_t *)memory[3], (int32_t *)memory[4], (int32_t *)memory[5],
-                       (float *)memory[6],   (float *)memory[7],   (float *)memory[8]};
-    return fields;
+    int32_t *const terms = memory + 3 * bin->num_tokens;
+    float *const floats = (float *)(terms + 3 * bin->num_terms);
+    return (Layout){
+        .input_ids = memory,
+        .positions = memory + bin->num_tokens,
+        .tout = memory + 2 * bin->num_tokens,
+        .row = terms,
+        .target = terms + bin->num_terms,
+        .sample = terms + 2 * bin->num_terms,
+        .old_logp = floats,
+        .advantage = floats + bin->num_terms,
+        .weight = floats + 2 * bin->num_terms,
+    };
 }
 
-static PyObject *
-lay_out(Job *job, int32_t num_bins)
+static int64_t
+numbers_in(const Bin *bin)
 {
-    job->layouts = allocate(num_bins, sizeof *job->layouts);
-    PyObject *result = job->layouts == NULL ? NULL : PyList_New(num_bins);
-    for (int32_t bin = 0; result != NULL && bin < num_bins; bin++) {
-        PyObject *fields = allocate_bin(&job->bins[bin], &job->layouts[bin]);
-        if (fields == NULL) {
-            Py_CLEAR(result);
-        } else {
-            PyList_SetItem(result, bin, fields);
+    return 3 * bin->num_tokens + 6 * bin->num_terms;
+}
+
+/* Writes all bins, one behind the other, into an array made by allocate(size). Returns the array
+ * and the bins' (T, N).
+ */
+static PyObject *
+lay_out(const Job *job, int32_t num_bins, PyObject *allocate_array)
+{
+    int64_t total = 0;
+    PyObject *sizes = PyList_New(num_bins);
+    for (int32_t i = 0; sizes != NULL && i < num_bins; i++) {
+        const Bin *bin = &job->bins[i];
+        PyObject *size = Py_BuildValue("LL", (long long)bin->num_tokens, (long long)bin->num_terms);
+        if (size == NULL) {
+            Py_CLEAR(sizes);
+            break;
         }
+        PyList_SetItem(sizes, i, size);
+        total += numbers_in(bin);
     }
-    if (result == NULL) {
+    PyObject *array =
+        sizes == NULL ? NULL : PyObject_CallFunction(allocate_array, "L", (long long)total);
+    Py_buffer view;
+    if (array == NULL || tokens_get_buffer(array, 'i', 1, &view, "allocate(%lld)", total) < 0) {
+        Py_XDECREF(array);
+        Py_XDECREF(sizes);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-        for (int32_t bin = 0; bin < num_bins; bin++) {
-            tree_lay_out(job->paths, job->leaves, &job->bins[bin], job->open, &job->layouts[bin]);
-        }
-    Py_END_ALLOW_THREADS
+    const int fits = view.shape[0] == total;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+            int32_t *memory = view.buf;
+            for (int32_t i = 0; i < num_bins; i++) {
+                const Layout layout = layout_in(memory, &job->bins[i]);
+                tree_lay_out(job->paths, job->leaves, &job->bins[i], job->open, &layout);
+                memory += numbers_in(&job->bins[i]);
+            }
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_Format(PyExc_ValueError, "allocate(%lld) returned %zd elements", (long long)total,
+                     view.shape[0]);
+    }
+    PyBuffer_Release(&view);
+    PyObject *result = fits ? PyTuple_Pack(2, array, sizes) : NULL;
+    Py_DECREF(array);
+    Py_DECREF(sizes);
     return result;
 }
 
 PyDoc_STRVAR(
     pack_tree_doc,
     "pack_tree($module, token_ids, logprobs, num_segments, advantages, weights, max_tokens,\n"
-    "          drop_zero_advantage, /)\n"
+    "          drop_zero_advantage, share_prefixes, allocate, /)\n"
     "--\n"
     "\n"
-    "Lay the rollouts of a step out as prefix trees of at most max_tokens tokens.\n"
+    "Lay the rollouts of a step out as prefix trees of at most max_tokens tokens, or side by side\n"
+    "if not share_prefixes.\n"
     "\n"
-    "token_ids and logprobs list the segments of all rollouts in turn: 1-d int32 arrays, and "
-    "float32\n"
-    "arrays of the same length or None where the policy did not sample. num_segments (int32),\n"
-    "advantages and weights (float32) have one element per rollout.\n"
-    "Returns one tuple of bytearrays per tree: input_ids, positions, tout (int32 per token), row,\n"
-    "target, sample (int32 per loss term), old_logp, advantage, weight (float32 per loss term).\n"
+    "token_ids and logprobs list the segments of all rollouts in turn: 1-d int32 arrays, and\n"
+    "float32 arrays of the same length or None where the policy did not sample. num_segments\n"
+    "(int32), advantages and weights (float32) have one element per rollout.\n"
+    "Returns the int32 array that allocate(size) made, filled, and each tree's (T, N). The trees\n"
+    "lie in it one behind the other, each as input_ids, positions, tout (T each), row, target,\n"
+    "sample, and the bits of the float32 old_logp, advantage, weight (N each).\n"
     "Raises TypeError or ValueError naming the rollout and the field. Releases the GIL.");
 
 static PyObject *
 pack_tree(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 7) {
-        return PyErr_Format(PyExc_TypeError, "pack_tree() takes 7 arguments, got %zd", nargs);
+    if (nargs != 9) {
+        return PyErr_Format(PyExc_TypeError, "pack_tree() takes 9 arguments, got %zd", nargs);
     }
     const long max_tokens = PyLong_AsLong(args[5]);
     if (max_tokens == -1 && PyErr_Occurred() != NULL) {
@@ -341,14 +337,20 @@ pack_tree(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_ValueError, "max_tokens must be in [1, 2**31), got %ld",
                             max_tokens);
     }
-    Job job = {.max_tokens = (int32_t)max_tokens, .drop_zero = PyObject_IsTrue(args[6])};
+    Job job = {
+        .max_tokens = (int32_t)max_tokens,
+        .drop_zero = PyObject_IsTrue(args[6]),
+        .share = PyObject_IsTrue(args[7]),
+    };
     PyObject *result = NULL;
-    if (job.drop_zero >= 0 && get_rollouts(&job, args) == 0 && get_paths(&job, args) == 0) {
+    if (job.drop_zero >= 0 && job.share >= 0 && get_rollouts(&job, args) == 0 &&
+        get_paths(&job, args) == 0) {
         int32_t num_bins;
         Py_BEGIN_ALLOW_THREADS
-            num_bins = tree_plan(job.paths, job.num_paths, job.max_tokens, job.leaves, job.bins);
+            num_bins = tree_plan(job.paths, job.num_paths, job.max_tokens, job.share, job.leaves,
+                                 job.bins);
         Py_END_ALLOW_THREADS
-        result = num_bins < 0 ? PyErr_NoMemory() : lay_out(&job, num_bins);
+        result = num_bins < 0 ? PyErr_NoMemory() : lay_out(&job, num_bins, args[8]);
     }
     release(&job);
     return result;

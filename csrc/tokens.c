@@ -3,15 +3,15 @@
 
 #include <stdarg.h>
 
+/* Returns what is wrong with view, or NULL. */
 static const char *
 fault(const Py_buffer *view, char format, int writable)
 {
     if (view->ndim != 1) {
         return "not 1-d";
     }
-    /* both types are four bytes long; the length test is for formats such as 'i' of another ABI */
-    if (view->itemsize != 4 || view->format == NULL || view->format[0] != format ||
-        view->format[1] != '\0') {
+    /* both types are four bytes long; another ABI may spell them otherwise */
+    if (view->itemsize != 4 || view->format[0] != format || view->format[1] != '\0') {
         return "of another type";
     }
     if (view->shape[0] > 1 && view->strides[0] != view->itemsize) {
@@ -26,30 +26,31 @@ fault(const Py_buffer *view, char format, int writable)
 int
 tokens_get_buffer(PyObject *obj, char format, int writable, Py_buffer *view, const char *name, ...)
 {
+    const int has_buffer = PyObject_CheckBuffer(obj);
+    if (has_buffer && PyObject_GetBuffer(obj, view, PyBUF_FORMAT | PyBUF_STRIDES) < 0) {
+        return -1;
+    }
+    const char *why = has_buffer ? fault(view, format, writable) : NULL;
+    if (has_buffer && why == NULL) {
+        return 0;
+    }
+    const char *expected = format == 'i' ? "int32" : "float32";
     va_list args;
     va_start(args, name);
     PyObject *label = PyUnicode_FromFormatV(name, args);
     va_end(args);
-    if (label == NULL) {
-        return -1;
-    }
-    const char *expected = format == 'i' ? "int32" : "float32";
-    int held = 0;
-    if (!PyObject_CheckBuffer(obj)) {
+    if (label != NULL && !has_buffer) {
         PyErr_Format(PyExc_TypeError, "%U: expected a 1-d %s array, got %R", label, expected,
                      (PyObject *)Py_TYPE(obj));
-    } else if (PyObject_GetBuffer(obj, view, PyBUF_FORMAT | PyBUF_STRIDES) == 0) {
-        const char *why = fault(view, format, writable);
-        if (why == NULL) {
-            held = 1;
-        } else {
-            PyErr_Format(
-                PyExc_ValueError,
-                "%U: expected a contiguous 1-d %s array, got one that is %s (%d-d, format '%s')",
-                label, expected, why, view->ndim, view->format);
-            PyBuffer_Release(view);
-        }
+    } else if (label != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: expected a contiguous 1-d %s array, got one that is %s (%d-d, format "
+                     "'%s')",
+                     label, expected, why, view->ndim, view->format);
     }
-    Py_DECREF(label);
-    return held ? 0 : -1;
+    if (has_buffer) {
+        PyBuffer_Release(view);
+    }
+    Py_XDECREF(label);
+    return -1;
 }

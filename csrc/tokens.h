@@ -5,7 +5,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 /* How many leading elements a and b share, n at most. */
 static inline int32_t
@@ -17,6 +19,39 @@ tokens_first_difference(const int32_t *a, const int32_t *b, int32_t n)
         }
     }
     return n;
+}
+
+/* The index of the first negative id, or n. */
+static inline Py_ssize_t
+tokens_first_negative(const int32_t *ids, Py_ssize_t n)
+{
+    int32_t all = 0; /* a pass without branches first, which the compiler vectorises */
+    for (Py_ssize_t i = 0; i < n; i++) {
+        all |= ids[i];
+    }
+    Py_ssize_t i = all < 0 ? 0 : n;
+    while (i < n && ids[i] >= 0) {
+        i++;
+    }
+    return i;
+}
+
+/* The index of the first element that is nan or infinite, or n. */
+static inline Py_ssize_t
+tokens_first_not_finite(const float *logp, Py_ssize_t n)
+{
+    const uint32_t exponent = 0x7f800000; /* all ones in nan and infinity */
+    uint32_t found = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, logp + i, sizeof bits);
+        found |= (bits & exponent) == exponent;
+    }
+    Py_ssize_t i = found ? 0 : n;
+    while (i < n && isfinite(logp[i])) {
+        i++;
+    }
+    return i;
 }
 
 /* Fills view with obj's 1-d contiguous memory of format 'i' (int32) or 'f' (float32), writable or

@@ -233,7 +233,7 @@ group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *
 }
 
 int32_t
-tree_plan(const Path *paths, int32_t n, int32_t max_tokens, Leaf *leaves, Bin *bins)
+tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves, Bin *bins)
 {
     if (n == 0) {
         return 0;
@@ -248,7 +248,9 @@ tree_plan(const Path *paths, int32_t n, int32_t max_tokens, Leaf *leaves, Bin *b
         for (int32_t i = 0; i < n; i++) {
             leaves[i] = (Leaf){.path = i};
         }
-        sort_leaves(paths, n, leaves, scratch);
+        if (share) {
+            sort_leaves(paths, n, leaves, scratch);
+        }
         num_bins = assign_bins(paths, leaves, n, max_tokens, loads, branches, next);
         group_by_bin(paths, leaves, n, scratch, next, bins, num_bins);
     }
@@ -260,6 +262,25 @@ tree_plan(const Path *paths, int32_t n, int32_t max_tokens, Leaf *leaves, Bin *b
 }
 
 /* --- layout --------------------------------------------------------------------------------- */
+
+static void
+count_from(int32_t start, int32_t n, int32_t *out)
+{
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = start + i;
+    }
+}
+
+/* Writes n copies of a four-byte value. */
+static void
+repeat(const void *value, int32_t n, void *out)
+{
+    uint32_t bits;
+    memcpy(&bits, value, sizeof bits);
+    for (int32_t i = 0; i < n; i++) {
+        memcpy((char *)out + (size_t)i * sizeof bits, &bits, sizeof bits);
+    }
+}
 
 /* Appends the tokens [start, path->length) of path, the first of them at packed index t. open[d]
  * becomes the packed index of the path's token at depth d.
@@ -275,10 +296,8 @@ append_tokens(const Path *path, int32_t start, int32_t t, int32_t *open, const L
         memcpy(out->input_ids + t + (depth - start), at.segment->ids + at.offset,
                (size_t)step * sizeof *out->input_ids);
     }
-    for (int32_t depth = start; depth < path->length; depth++, t++) {
-        out->positions[t] = depth;
-        open[depth] = t;
-    }
+    count_from(start, path->length - start, out->positions + t);
+    count_from(t, path->length - start, open + start);
 }
 
 /* Writes path's loss terms from index `term` on: the token at depth d is predicted at open[d - 1].
@@ -287,11 +306,9 @@ static void
 append_terms(const Path *path, int64_t term, const int32_t *open, const Layout *out)
 {
     const int64_t end = term + path->num_terms;
-    for (int64_t i = term; i < end; i++) {
-        out->sample[i] = path->sample;
-        out->advantage[i] = path->advantage;
-        out->weight[i] = path->weight;
-    }
+    repeat(&path->sample, path->num_terms, out->sample + term);
+    repeat(&path->advantage, path->num_terms, out->advantage + term);
+    repeat(&path->weight, path->num_terms, out->weight + term);
     int32_t depth = 0;
     for (const Segment *segment = path->segments; term < end; segment++) {
         if (segment->logp != NULL) {

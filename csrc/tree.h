@@ -46,10 +46,11 @@ typedef struct {
 } Layout;
 
 /* Sorts n paths into leaves, cuts them into bins of at most max_tokens tokens and orders the leaves
- * by bin. leaves and bins have room for n. Returns the number of bins, or -1 without memory.
- * Every path fits max_tokens by itself.
+ * by bin. Without share, every path is a tree of its own. leaves and bins have room for n. Returns
+ * the number of bins, or -1 without memory. Every path fits max_tokens by itself.
  */
-int32_t tree_plan(const Path *paths, int32_t n, int32_t max_tokens, Leaf *leaves, Bin *bins);
+int32_t tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves,
+                  Bin *bins);
 
 /* Writes one bin. open is scratch for as many tokens as its longest path has. */
 void tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, int32_t *open,

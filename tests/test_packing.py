@@ -114,7 +114,7 @@ def steps(draw: st.DrawFn) -> list[Group]:
         rollouts = []
         for _ in range(size):
             segments = segment_lists(draw)
-            if earlier and draw(st.booleans()):
+            if draw(st.booleans()) and earlier:
                 parent = draw(st.sampled_from(earlier))
                 segments = parent[: draw(st.integers(1, len(parent)))] + segments
             earlier.append(segments)
@@ -211,6 +211,23 @@ def test_equal_rollouts_share_every_token_and_keep_their_terms() -> None:
     (batch,) = check([group(*same)], 2, [1.0, 1.0])
     assert batch.input_ids_T.tolist() == [1, 2]
     assert batch.sample_N.tolist() == [0, 0, 1, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps())
+def test_rollouts_can_be_laid_out_alone(groups: list[Group]) -> None:
+    """Without sharing, the batches are the rollouts' needed tokens side by side."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    longest = max((len(r.token_ids) for r in rollouts), default=1)
+    batches = pack_tree(groups, max_tokens=2 * longest, share_prefixes=False)
+    got = Counter(term for batch in batches for term in unrolled_terms(batch))
+    assert got == Counter(expected_terms(groups, [1.0] * len(rollouts), drop_zero=True))
+    for batch in batches:
+        starts = np.flatnonzero(batch.positions_T == 0)
+        ends = np.append(starts[1:], len(batch.tout_T))
+        assert len(starts) == len(set(batch.sample_N.tolist()))
+        np.testing.assert_array_equal(batch.tout_T, np.repeat(ends, ends - starts))
+        assert len(batch.tout_T) <= 2 * longest
 
 
 def test_packing_is_deterministic() -> None:

@@ -37,8 +37,9 @@ Action = RunCode | Finish | Malformed
 class Agent(Protocol):
     """Turns a task into messages, and sampled text into actions. Holds no state of a rollout."""
 
-    stop: Sequence[str]
-    """Strings that end a turn."""
+    @property
+    def stop(self) -> Sequence[str]:
+        """Strings that end a turn."""
 
     def messages(self, task: Task) -> list[Mapping[str, str]]:
         """The conversation up to the policy's first turn."""

@@ -264,14 +264,19 @@ def _write_model(gguf_path: Path, out_dir: Path) -> None:
     from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader = GGUFReader(gguf_path)
+    try:
+        reader = GGUFReader(gguf_path)
+    except (ValueError, IndexError) as error:  # IndexError: the file ends too early
+        raise ValueError(f"{gguf_path} is no GGUF file that can be read: {error}") from None
     metadata = Metadata(reader)
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     config = model_config(metadata, tied=tied)
     _write_json(out_dir / "config.json", config)
     _write_json(out_dir / "generation_config.json", _special_ids(metadata))
     _write_tokenizer(metadata, out_dir)
-    save_file(weights(reader, config), out_dir / "model.safetensors", metadata={"format": "pt"})
+    model = out_dir / "model.safetensors"
+    save_file(weights(reader, config), model, metadata={"format": "pt"})
+    model.chmod((out_dir / "config.json").stat().st_mode)  # safetensors writes it owner-only
 
 
 def _write_tokenizer(metadata: Metadata, out_dir: Path) -> None:

@@ -327,7 +327,7 @@ LEVEL_3 = (
         train=(
             "{n} has {p} {t}, keeps {c} and shares the rest equally among {a} friends. "
             "How many {t} does each friend get?",
-            "{a} tickets and a meal of {c} coins cost {p} coins. How many coins is one ticket?",
+            "{a} rides and a meal of {c} coins cost {p} coins. How many coins is one ride?",
         ),
         heldout=(
             "From {p} {t}, {c} are set aside and the others go into {a} equal piles. "
@@ -348,7 +348,7 @@ LEVEL_3 = (
             "{a} bags of {b} {t} arrive and {c} percent of all the {t} are bad. How many are good?",
         ),
         heldout=(
-            "A bill for {a} chairs at {b} coins apiece is lowered by {c}%. What is the new total?",
+            "A bill for {a} chairs at {b} dollars each is lowered by {c}%. What is the new total?",
             "There are {a} buses with {b} riders each; {c}% of all riders get off. "
             "How many riders stay?",
         ),
@@ -411,8 +411,8 @@ LEVEL_3 = (
         ),
         heldout=(
             "{a} red and {b} blue {t} go into boxes of {c}. How many boxes become full?",
-            "{n} saves {a} coins and {m} saves {b}. A game costs {c} coins. "
-            "How many games can they buy with all their coins?",
+            "{n} saves {a} dollars and {m} saves {b}. A game costs {c} dollars. "
+            "How many games can they buy with all their money?",
         ),
     ),
 )

@@ -34,7 +34,7 @@ class PythonEpisode:
         self._session: Session | None = None
 
     def step(self, action: RunCode) -> Observation:
-        """Run the code; a session that died is replaced, and the policy is told its state is gone."""
+        """Run the code; a session that died is replaced, and the policy is told so."""
         if self._session is None:
             try:
                 self._session = self._pool.acquire()

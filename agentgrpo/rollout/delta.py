@@ -42,8 +42,8 @@ class ChatTemplate:
         ids = self._encode(closing)
         if not len(ids) or int(ids[0]) not in tokenizer.get_added_vocab().values():
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path!r} must end an assistant turn with a "
-                f"special token, but after the turn's text comes {closing[:40]!r}"
+                f"the chat template of {tokenizer.name_or_path!r} must end an assistant turn with "
+                f"a special token, but after the turn's text comes {closing[:40]!r}"
             )
         self.end_of_turn_id = int(ids[0])
         """The special token that closes an assistant turn; sampling it ends the turn."""

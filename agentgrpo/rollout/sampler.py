@@ -234,7 +234,7 @@ class _Play:
         future.add_done_callback(lambda _: self._answered.put(index))
 
     def _take_answers(self, *, block: bool) -> None:
-        """Continue the rollouts whose tools answered; wait for one if there is nothing else to do."""
+        """Continue the rollouts whose tools answered; wait for one if nothing decodes."""
         if not self._tools:
             return
         started = time.perf_counter()
