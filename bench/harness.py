@@ -22,15 +22,18 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("numpy", "torch", "triton", "transformers", "vllm")
 
 
-def seconds(fn: Callable[[], object], *, repeats: int, warmup: int = 2) -> list[float]:
-    """Wall time of each of `repeats` calls, after `warmup` untimed ones."""
+def cpu_seconds(fn: Callable[[], object], *, repeats: int, warmup: int = 2) -> list[float]:
+    """CPU time of this thread in each of `repeats` calls, after `warmup` untimed ones.
+
+    For single-threaded work it is the wall time of an idle machine, on a machine that is not.
+    """
     for _ in range(warmup):
         fn()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         fn()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return times
 
 

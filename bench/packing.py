@@ -3,7 +3,7 @@
 python -m bench.packing [--trl PATH]   PATH: trl/experimental/async_grpo/packing.py of TRL 1.16.0
 
 Rollouts are a shared prompt, an answer, a tool's observation and an answer; 64 groups of 8. Every
-variant's result is checked before it is timed.
+variant's result is checked before it is timed; all run on one thread, whose CPU time is taken.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from agentgrpo import _C
 from agentgrpo.packing import flex_blocks, ids_from_list, logprobs_from_list, pack_tree
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
-from bench.harness import append_row, seconds
+from bench.harness import append_row, cpu_seconds
 
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 64, 8, 4096
-GROUPS_PER_ROW = 4
 TASK = Task(id="", messages=(), spec={})
 
 
@@ -73,21 +72,21 @@ def step(groups: list[Group], budget: int) -> list[PackedBatch]:
 
 def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> None:
     shape = {"rollouts": len(all_rollouts(groups)), "tokens": NUM_TOKENS, "prompt": prompt}
-    budget = GROUPS_PER_ROW * (prompt + GROUP_SIZE * (NUM_TOKENS - prompt))
-    note = f"rows of {GROUPS_PER_ROW} groups"
+    budget = prompt + GROUP_SIZE * (NUM_TOKENS - prompt)
+    note = "a group a batch"
     if tree_row is not None:
         samples = [trl_sample(rollout) for rollout in all_rollouts(groups)]
         check_same_terms(step(groups, budget), trl_pack(tree_row, samples, budget))
-        times = seconds(lambda: trl_pack(tree_row, samples, budget), repeats=3, warmup=0)
+        times = cpu_seconds(lambda: trl_pack(tree_row, samples, budget), repeats=3, warmup=0)
         append_row("packing", "tree_trl", ms(times), unit="ms", shape=shape, note=note)
-    times = seconds(lambda: step(groups, budget), repeats=31)
-    append_row("packing", "tree", ms(times), unit="ms", shape=shape, note=f"{note}, masks included")
+    times = cpu_seconds(lambda: step(groups, budget), repeats=31)
+    append_row("packing", "tree", ms(times), unit="ms", shape=shape, note=f"{note}, with masks")
     inputs = c_arguments(groups, budget, share=True)
     numbers = np.empty(c_pack(*inputs, fresh)[0].size, np.int32)
-    times = seconds(lambda: c_pack(*inputs, lambda _: numbers), repeats=31)
-    note += ", into memory at hand, without masks"
+    times = cpu_seconds(lambda: c_pack(*inputs, lambda _: numbers), repeats=31)
+    note += ", without masks, into memory at hand"
     append_row("packing", "tree_reused_memory", ms(times), unit="ms", shape=shape, note=note)
-    times = seconds(lambda: c_pack(*inputs, stop_before_layout), repeats=31)
+    times = cpu_seconds(lambda: c_pack(*inputs, stop_before_layout), repeats=31)
     note = "read, check, sort and cut into bins only"
     append_row("packing", "tree_plan", ms(times), unit="ms", shape=shape, note=note)
 
@@ -95,13 +94,13 @@ def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> 
 def bench_flat(prompt: int, groups: list[Group]) -> None:
     """Rollouts side by side, against copying as many bytes as that writes."""
     shape = {"rollouts": len(all_rollouts(groups)), "tokens": NUM_TOKENS, "prompt": prompt}
-    inputs = c_arguments(groups, GROUPS_PER_ROW * GROUP_SIZE * NUM_TOKENS, share=False)
+    inputs = c_arguments(groups, GROUP_SIZE * NUM_TOKENS, share=False)
     numbers, sizes = c_pack(*inputs, fresh)
     assert sum(tokens for tokens, _ in sizes) == len(all_rollouts(groups)) * (NUM_TOKENS - 1)
     copy = numbers.copy()
-    times = seconds(lambda: c_pack(*inputs, lambda _: numbers), repeats=31)
+    times = cpu_seconds(lambda: c_pack(*inputs, lambda _: numbers), repeats=31)
     ours = append_row("packing", "flat", ms(times), unit="ms", shape=shape, note="memory at hand")
-    times = seconds(lambda: np.copyto(copy, numbers), repeats=31)
+    times = cpu_seconds(lambda: np.copyto(copy, numbers), repeats=31)
     note = f"{numbers.nbytes} bytes: what flat writes"
     memcpy = append_row("packing", "flat_memcpy", ms(times), unit="ms", shape=shape, note=note)
     print(f"flat packing takes {ours / memcpy:.2f} x memcpy")
@@ -119,7 +118,7 @@ def bench_lists(rng: np.random.Generator) -> None:
     }
     medians = [
         append_row(
-            "packing", name, [1e6 * t for t in seconds(fn, repeats=301)],
+            "packing", name, [1e6 * t for t in cpu_seconds(fn, repeats=301)],
             unit="us", shape={"tokens": NUM_TOKENS}, note="ids and logprobs",
         )
         for name, fn in variants.items()
@@ -141,9 +140,9 @@ def bench_masks(groups: list[Group]) -> None:
 
     np.testing.assert_array_equal(flex_blocks(tout).kv_indices, torch_blocks()[0, 0].numpy())
     shape = {"tokens": len(tout), "block": 128}
-    times = seconds(lambda: flex_blocks(tout), repeats=31)
+    times = cpu_seconds(lambda: flex_blocks(tout), repeats=31)
     append_row("packing", "blocks", ms(times), unit="ms", shape=shape)
-    times = seconds(torch_blocks, repeats=3, warmup=0)
+    times = cpu_seconds(torch_blocks, repeats=3, warmup=0)
     append_row("packing", "blocks_torch", ms(times), unit="ms", shape=shape)
 
 
@@ -220,7 +219,7 @@ def trl_pack(tree_row: type[Any], samples: list[dict[str, Any]], budget: int) ->
     rows = [tree_row()]
     for sample in samples:
         # TRL lays out last tokens and one token more per branch, which the budget does not have
-        if not rows[-1].fits(sample, budget + 2 * GROUPS_PER_ROW * GROUP_SIZE):
+        if not rows[-1].fits(sample, budget + 2 * GROUP_SIZE):
             rows.append(tree_row())
         rows[-1].add(sample)
     return [row.pack() for row in rows]
@@ -253,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl", type=Path, help="TRL's packing.py, for the comparison")
     tree_row = None if (path := parser.parse_args().trl) is None else load_tree_row(path)
+    torch.set_num_threads(1)  # all variants on one thread, whose CPU time is what counts
     rng = np.random.default_rng(0)
     bench_lists(rng)
     for prompt in (1024, 3072):
