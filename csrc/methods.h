@@ -6,6 +6,7 @@
 #include <Python.h>
 
 extern PyMethodDef agentgrpo_delta_methods[];
+extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
 

@@ -12,6 +12,7 @@ add_methods(PyObject *module)
 {
     PyMethodDef *const tables[] = {
         agentgrpo_delta_methods,
+        agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_spawn_methods,
         agentgrpo_sandbox_step_methods,
     };
