@@ -93,8 +93,7 @@ def _policy(batch: Batch, objective: Objective, ratio: Tensor, factors: Factors)
     if objective.loss_type == "cispo":
         return -ratio.detach().clamp(max=objective.clip_high) * adv * batch.logp
     if objective.loss_type == "sapo":
-        pos, neg = objective.sapo_temperature_pos, objective.sapo_temperature_neg
-        tau = torch.where(adv > 0, pos, neg).to(adv.dtype)
+        tau = _by_sign(adv > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg, adv)
         return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
     if objective.loss_type == "vespo":
         return -_vespo_phi(batch, objective, factors.correction) * adv * batch.logp
@@ -120,11 +119,15 @@ def _vespo_phi(batch: Batch, objective: Objective, correction: Tensor | None) ->
         log_w = log_w + batch.sequence_sum(correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO))
     log_w = log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
     positive = batch.advantage >= 0
-    k = torch.where(positive, objective.vespo_k_pos, objective.vespo_k_neg)
-    lam = torch.where(positive, objective.vespo_lambda_pos, objective.vespo_lambda_neg).clamp(
-        min=1e-4
-    )
-    return (lam + k * log_w - lam * log_w.exp()).exp().to(log_w.dtype)
+    k = _by_sign(positive, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
+    lam = _by_sign(positive, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
+    lam = lam.clamp(min=1e-4)
+    return (lam + k * log_w - lam * log_w.exp()).exp()
+
+
+def _by_sign(positive: Tensor, pos: float, neg: float, like: Tensor) -> Tensor:
+    """Pos or neg, in like's dtype; where() of two Python floats would round them to fp32."""
+    return torch.where(positive, like.new_tensor(pos), like.new_tensor(neg))
 
 
 def _kl(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
