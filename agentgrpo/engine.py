@@ -35,6 +35,9 @@ from agentgrpo.config import EngineConfig
 from agentgrpo.types import Float32, Int32
 
 
+_pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """What the policy sampled for one request."""
@@ -110,6 +113,28 @@ class Engine:
         crash under chunked prefill, and one seed for a whole group would make it one rollout.
         """
         torch.manual_seed(seed)
+
+    def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
+        """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.
+
+        Small batches decode up to four times faster on packed weights. A packed weight is a copy,
+        so only what never changes may be packed; the plain tensors stay where they are.
+
+        Returns:
+            How many layers were packed; 0 on CUDA.
+        """
+        if self.device != "cpu":
+            return 0
+        changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
+        frozen = [
+            module
+            for module in self.model.modules()
+            if hasattr(module, "cpu_linear")
+            and module.weight.untyped_storage().data_ptr() not in changing
+        ]
+        for module in frozen:
+            _pack_cpu_weight(module, remove_weight=False)
+        return len(frozen)
 
     def add_request(
         self,
@@ -247,12 +272,11 @@ def _plain_cpu_weights() -> Any:
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
-    packed = vllm_layers.dispatch_cpu_unquantized_gemm
     vllm_layers.dispatch_cpu_unquantized_gemm = keep
     try:
         yield
     finally:
-        vllm_layers.dispatch_cpu_unquantized_gemm = packed
+        vllm_layers.dispatch_cpu_unquantized_gemm = _pack_cpu_weight
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ class Learner:
         self._optimizer = MasterAdamW(
             self.trained, lr=config.learning_rate, weight_decay=config.weight_decay
         )
+        self.num_packed = engine.pack_frozen(self.trained)
         self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
@@ -75,6 +76,7 @@ class Learner:
             "weights": self.weights,
             "device": self.device,
             "dtype": self._engine.dtype,
+            "packed_frozen_layers": self.num_packed,
             "trained_parameters": sum(p.numel() for p in self.trained),
             "all_parameters": sum(p.numel() for p in self.model.parameters()),
             "kernels": backend_for(torch.device(self.device)),

@@ -57,6 +57,8 @@ struct step {
     int interrupted;
     uint64_t output_max;
     struct capture streams[2], background;
+    PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
+    PyThreadState *waiting; /* this thread's, while it runs without the GIL */
     char head[4];
     size_t head_used;
     char *answer;
@@ -108,6 +110,19 @@ finish(struct step *step, enum ending ending)
     }
 }
 
+/* Passes output on. A listener that raises is not called again; the step goes on to its end. */
+static void
+tell_listener(struct step *step, int stream, const char *data, Py_ssize_t count)
+{
+    PyEval_RestoreThread(step->waiting);
+    PyObject *answer = PyObject_CallFunction(step->listener, "iy#", stream, data, count);
+    if (answer == NULL) {
+        step->listener = NULL;
+    }
+    Py_XDECREF(answer);
+    step->waiting = PyEval_SaveThread();
+}
+
 /* Reads what is there now; at end of file the channel is forgotten. */
 static void
 drain_stream(struct step *step, int channel, struct capture *into, uint64_t at_most)
@@ -118,6 +133,9 @@ drain_stream(struct step *step, int channel, struct capture *into, uint64_t at_m
         const ssize_t count = read(step->fds[channel], chunk, sizeof chunk);
         if (count > 0) {
             capture_bytes(into, chunk, (size_t)count);
+            if (step->listener != NULL && into != &step->background) {
+                tell_listener(step, channel - OUT, chunk, count);
+            }
             seen += (uint64_t)count;
         } else if (count == 0 || errno != EAGAIN) {
             step->fds[channel] = -1;
@@ -173,7 +191,6 @@ read_response(struct step *step, char *into, size_t wanted)
         /* Closed by the session: if its interpreter is ending, PID 1 says so in a moment. */
         step->fds[RESPONSE] = -1;
         step->response_closed = 1;
-        step->interrupted = 1;
         step->deadline = Py_MIN(step->deadline, seconds() + step->grace);
     }
     return 0;
@@ -277,7 +294,7 @@ step_ready(struct step *step, int channel)
 static void
 step_expire(struct step *step)
 {
-    if (step->interrupted) {
+    if (step->interrupted || step->response_closed) {
         finish(step, step->response_closed ? PROTOCOL : KILLED_AT_DEADLINE);
         return;
     }
@@ -371,7 +388,7 @@ allocate(struct step *step, size_t keep)
 PyDoc_STRVAR(
     run_step_doc,
     "run_step($module, channels, pidfds, request, id, timeout_s, grace_s, keep, output_max,\n"
-    "         answer_max, /)\n"
+    "         answer_max, listener, /)\n"
     "--\n"
     "\n"
     "Run one step of a session and block, without the GIL, until it is over.\n"
@@ -379,7 +396,8 @@ PyDoc_STRVAR(
     "channels are the non-blocking descriptors (request, response, out, err, status), pidfds "
     "those\n"
     "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
-    "output_max in all ends the session. Returns (ending, interrupted, wall_s, out, err, "
+    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, unless\n"
+    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, err, "
     "background,\n"
     "answer, wait_status, max_rss_kib, cpu_us), out and err as (head, tail, total); answer is\n"
     "None unless ending is 1 (ANSWERED).");
@@ -394,9 +412,9 @@ run_step(PyObject *Py_UNUSED(module), PyObject *args)
     double timeout;
     unsigned int id;
     int *fds = step.fds;
-    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKn", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
+    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
                           &fds[ERR], &fds[STATUS], &step.init, &step.interpreter, &request, &id,
-                          &timeout, &step.grace, &keep, &output_max, &answer_max)) {
+                          &timeout, &step.grace, &keep, &output_max, &answer_max, &step.listener)) {
         return NULL;
     }
     if (keep <= 0 || answer_max < 8 || !(timeout > 0) || !(step.grace >= 0)) {
@@ -413,13 +431,16 @@ run_step(PyObject *Py_UNUSED(module), PyObject *args)
         PyBuffer_Release(&request);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-        step.started = seconds();
-        step.deadline = step.started + timeout;
-        run_alone(&step);
-    Py_END_ALLOW_THREADS
+    if (step.listener == Py_None) {
+        step.listener = NULL;
+    }
+    step.waiting = PyEval_SaveThread();
+    step.started = seconds();
+    step.deadline = step.started + timeout;
+    run_alone(&step);
+    PyEval_RestoreThread(step.waiting);
     PyBuffer_Release(&request);
-    PyObject *result = step_result(&step);
+    PyObject *result = PyErr_Occurred() ? NULL : step_result(&step);
     free(step.streams[0].head);
     free(step.answer);
     return result;

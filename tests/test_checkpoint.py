@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_a_write_that_fails_leaves_the_old_ones_and_no_rest(
 
 def test_writing_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, writer("old"), keep=2)
-    checkpoint.save(tmp_path, 1, lambda folder: (folder / "new").touch(), keep=2)  # type: ignore[arg-type, return-value]
+    checkpoint.save(tmp_path, 1, lambda folder: (folder / "new").touch(), keep=2)
     made = checkpoint.newest(tmp_path)
     assert made is not None
     assert [path.name for path in made.iterdir()] == ["new"]
@@ -95,7 +96,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
         return run
 
     monkeypatch.setattr(Path, "rename", dying(Path.rename))
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", dying(checkpoint.shutil.rmtree))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
 
 
 @pytest.mark.parametrize("call", range(1, 9))

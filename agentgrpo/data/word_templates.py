@@ -4,8 +4,8 @@ Every kind has wordings for training and others that are only ever used to measu
 same, so that a held-out question tests reading, not a new kind of sum. In a wording and in `expr`
 the letters {a} {b} {c} {d} are numbers, {n} and {m} two names, {t} things. Levels:
 
-    1  one or two operations on numbers of two digits
-    2  a story with two operations
+    1  one or two operations, the numbers said in the order in which they are used
+    2  two operations with brackets, or with the numbers in another order
     3  three operations, larger numbers, shares, percentages, clock times
     4  powers, remainders, sums and sequences: a loop, or an expression few do by head
 """
@@ -100,10 +100,15 @@ LEVEL_1 = (
             "What is {a} * {b}?",
             "Multiply {a} by {b}.",
             "{n} has {a} boxes with {b} {t} each. How many {t} does {n} have?",
+            "There are {a} bags. Each bag holds {b} {t}. How many {t} are there?",
+            "{n} buys {a} {t} for {b} cents each. How many cents does {n} pay?",
+            "{n} walks {a} km a day. How many km does {n} walk in {b} days?",
         ),
         heldout=(
+            "Work out {a} * {b}.",
             "Find the product of {a} and {b}.",
             "There are {a} drawers and {b} {t} in every drawer. How many {t} are there?",
+            "A shop sells {a} {t} a week. How many {t} does it sell in {b} weeks?",
         ),
     ),
     Kind(
@@ -113,10 +118,14 @@ LEVEL_1 = (
         ranges={"a": (10, 999), "b": (10, 999), "c": (10, 999)},
         train=(
             "What is {a} + {b} + {c}?",
+            "Add {a}, {b} and {c}.",
             "{n} found {a} {t} on Monday, {b} on Tuesday and {c} on Friday. How many {t} is that?",
+            "{n} has {a} {t}, {m} has {b} and a friend has {c}. "
+            "How many {t} do they have together?",
         ),
         heldout=(
-            "Add up {a}, {b} and {c}.",
+            "Work out {a} + {b} + {c}.",
+            "What do {a}, {b} and {c} add up to?",
             "Three jars hold {a}, {b} and {c} {t}. How many {t} do the jars hold together?",
         ),
     ),
@@ -128,80 +137,113 @@ LEVEL_1 = (
         where="{a} > {b}",
         train=(
             "What is {a} - {b}?",
+            "Start with {a} and take away {b}.",
             "{n} had {a} {t} and gave {b} of them to {m}. How many {t} does {n} have now?",
+            "There were {a} {t} on the table and {b} fell off. How many {t} are left?",
+            "A story has {a} pages. {n} has read {b}. How many pages are left?",
         ),
         heldout=(
+            "Work out {a} - {b}.",
             "Subtract {b} from {a}.",
             "Of the {a} {t} in the shop, {b} were sold. How many {t} remain?",
+            "{n} needs {a} {t} and has {b}. How many {t} are missing?",
         ),
     ),
     Kind(
         name="product_plus",
         level=1,
         expr="{a} * {b} + {c}",
-        train=("What is {a} * {b} + {c}?", "Compute {a} * {b} + {c}."),
-        heldout=("Work out {a} * {b} + {c}.", "Multiply {a} by {b} and then add {c}."),
+        train=(
+            "What is {a} * {b} + {c}?",
+            "Compute {a} times {b} plus {c}.",
+            "{n} has {a} boxes with {b} {t} each and finds {c} more. How many {t} does {n} have?",
+            "There are {a} bags of {b} {t} and {c} loose {t} on the table. How many {t} in total?",
+            "{n} buys {a} {t} for {b} cents each and a cake for {c} cents. "
+            "How many cents does {n} pay?",
+            "{n} makes {a} {t} a day for {b} days and then {c} more. How many {t} does {n} make?",
+        ),
+        heldout=(
+            "Work out {a} * {b} + {c}.",
+            "Multiply {a} by {b} and then add {c}.",
+            "{n} fills {a} trays with {b} {t} each and has {c} more. How many {t} is that?",
+            "A hall has {a} rows of {b} chairs and {c} chairs at the back. "
+            "How many chairs are there?",
+        ),
     ),
     Kind(
         name="product_minus",
         level=1,
         expr="{a} * {b} - {c}",
-        train=("What is {a} * {b} - {c}?", "Take {c} away from {a} * {b}."),
-        heldout=("Work out {a} * {b} - {c}.", "Multiply {a} by {b} and then subtract {c}."),
-    ),
-    Kind(
-        name="times_sum",
-        level=1,
-        expr="{a} * ({b} + {c})",
-        train=("Compute {a} * ({b} + {c}).", "What is {a} times the sum of {b} and {c}?"),
-        heldout=("Work out {a} * ({b} + {c}).", "Add {b} and {c}, then multiply by {a}."),
+        train=(
+            "What is {a} * {b} - {c}?",
+            "Compute {a} times {b} minus {c}.",
+            "{n} has {a} boxes with {b} {t} each and gives away {c}. How many {t} are left?",
+            "{a} bags hold {b} {t} each. {c} of the {t} are broken. How many are not broken?",
+            "{n} made {a} {t} a day for {b} days and lost {c}. How many {t} does {n} have?",
+        ),
+        heldout=(
+            "Work out {a} * {b} - {c}.",
+            "Multiply {a} by {b} and then subtract {c}.",
+            "A store gets {a} crates of {b} {t} and sells {c}. How many {t} does it still have?",
+            "{n} packs {a} trays with {b} {t} each, then {m} takes {c}. How many {t} remain?",
+        ),
     ),
     Kind(
         name="minus_plus",
         level=1,
         expr="{a} - {b} + {c}",
         where="{a} > {b}",
-        train=("What is {a} - {b} + {c}?", "Start with {a}, take away {b} and add {c}."),
-        heldout=("Work out {a} - {b} + {c}.", "From {a} subtract {b}, then add {c}."),
+        train=(
+            "What is {a} - {b} + {c}?",
+            "Start with {a}, take away {b} and add {c}.",
+            "{n} had {a} {t}, lost {b} and then got {c}. How many {t} now?",
+            "A bus has {a} riders. {b} get off and {c} get on. How many riders are on the bus?",
+            "{n} had {a} cents, spent {b} and earned {c}. How many cents does {n} have?",
+        ),
+        heldout=(
+            "Work out {a} - {b} + {c}.",
+            "From {a} subtract {b}, then add {c}.",
+            "There were {a} {t} in the basket. {n} took out {b}, and {m} put in {c}. "
+            "How many {t} are in the basket?",
+            "A library owned {a} maps, threw away {b} and bought {c}. "
+            "How many maps does it own now?",
+        ),
     ),
     Kind(
         name="triple_product",
         level=1,
         expr="{a} * {b} * {c}",
-        train=("What is {a} * {b} * {c}?", "Compute {a} times {b} times {c}."),
-        heldout=("Work out {a} * {b} * {c}.", "Find the product of {a}, {b} and {c}."),
+        train=(
+            "What is {a} * {b} * {c}?",
+            "Compute {a} times {b} times {c}.",
+            "There are {a} shelves with {b} rows of {c} {t}. How many {t} in total?",
+            "{n} sells {a} bags a day, each with {b} {t}. How many {t} does {n} sell in {c} days?",
+            "{a} boxes hold {b} bags each, and each bag holds {c} {t}. How many {t} is that?",
+        ),
+        heldout=(
+            "Work out {a} * {b} * {c}.",
+            "Find the product of {a}, {b} and {c}.",
+            "{a} trucks carry {b} crates each, with {c} {t} in every crate. "
+            "How many {t} do they carry?",
+            "A school has {a} floors with {b} rooms of {c} chairs. How many chairs does it have?",
+        ),
     ),
 )
 
 LEVEL_2 = (
     Kind(
-        name="boxes_and_more",
+        name="times_sum",
         level=2,
-        expr="{a} * {b} + {c}",
+        expr="{a} * ({b} + {c})",
         train=(
-            "{n} has {a} boxes with {b} {t} each and finds {c} more. How many {t} does {n} have?",
-            "There are {a} bags of {b} {t} and {c} loose {t} on the table. How many {t} in total?",
-            "{n} makes {b} {t} a day for {a} days. {m} adds {c}. How many {t} are there?",
+            "Compute {a} * ({b} + {c}).",
+            "What is {a} times the sum of {b} and {c}?",
+            "Each of {a} children gets {b} red and {c} blue {t}. How many {t} are needed?",
         ),
         heldout=(
-            "A crate holds {b} {t}. {n} owns {a} crates and {c} single {t}. "
-            "How many {t} does {n} own?",
-            "{n} got {c} {t} as a gift and then bought {a} packs of {b}. "
-            "How many {t} did {n} end up with?",
-        ),
-    ),
-    Kind(
-        name="boxes_less",
-        level=2,
-        expr="{a} * {b} - {c}",
-        train=(
-            "{n} has {a} boxes with {b} {t} each and gives away {c}. How many {t} are left?",
-            "{a} bags hold {b} {t} each. {c} of the {t} are broken. How many are not broken?",
-        ),
-        heldout=(
-            "A store received {a} cartons of {b} {t} and has sold {c} {t}. "
-            "How many {t} does it still have?",
-            "{n} packed {b} {t} into each of {a} trays, then {m} took {c}. How many {t} remain?",
+            "Work out {a} * ({b} + {c}).",
+            "Multiply {a} by the sum of {b} and {c}.",
+            "{a} trays each hold {b} small and {c} big {t}. How many {t} do they hold?",
         ),
     ),
     Kind(
@@ -212,42 +254,32 @@ LEVEL_2 = (
             "{n} buys {a} {t} and {m} buys {b} {t}. Each costs {c} cents. "
             "How many cents do they pay together?",
             "A class has {a} girls and {b} boys. Each child gets {c} {t}. How many {t} are needed?",
+            "Compute ({a} + {b}) * {c}.",
         ),
         heldout=(
-            "{t} cost {c} cents apiece. {n} needs {a} and {m} needs {b}. "
+            "{n} needs {a} {t} and {m} needs {b}. They cost {c} cents apiece. "
             "What do they spend in total, in cents?",
-            "{n} walks {a} minutes in the morning and {b} minutes in the evening, every day. "
+            "{n} runs {a} minutes in the morning and {b} minutes in the evening, every day. "
             "How many minutes is that in {c} days?",
+            "Add {a} and {b}, then multiply by {c}.",
         ),
     ),
     Kind(
-        name="lost_and_got",
+        name="less_each",
         level=2,
-        expr="{a} - {b} + {c}",
+        expr="({a} - {b}) * {c}",
         where="{a} > {b}",
         train=(
-            "{n} had {a} {t}, lost {b} and then got {c}. How many {t} now?",
-            "A bus has {a} riders. {b} get off and {c} get on. How many riders are on the bus?",
+            "{n} earns {a} coins a day and spends {b} of them. How many coins does {n} save in "
+            "{c} days?",
+            "A bag had {a} {t}, but {b} were taken out. How many {t} are in {c} such bags?",
+            "Compute ({a} - {b}) * {c}.",
         ),
         heldout=(
-            "There were {a} {t} in the basket. {n} took out {b}, and {m} put in {c}. "
-            "How many {t} are in the basket?",
-            "A library owned {a} maps, threw away {b} and bought {c}. "
-            "How many maps does it own now?",
-        ),
-    ),
-    Kind(
-        name="shelves",
-        level=2,
-        expr="{a} * {b} * {c}",
-        train=(
-            "A shelf holds {a} rows of {b} {t}. There are {c} shelves. How many {t} in total?",
-            "{n} sells {a} bags a day, each with {b} {t}. How many {t} does {n} sell in {c} days?",
-        ),
-        heldout=(
-            "A truck carries {a} boxes and each box has {b} {t}. How many {t} do {c} trucks carry?",
-            "{c} schools have {a} rooms each, and every room has {b} chairs. "
-            "How many chairs are there in all the schools?",
+            "A shop sells {t} for {a} cents and pays {b} cents for each of them. "
+            "How many cents does it gain on {c} {t}?",
+            "A team had {a} players and lost {b}. How many players are in {c} such teams?",
+            "Subtract {b} from {a}, then multiply by {c}.",
         ),
     ),
     Kind(
@@ -259,29 +291,59 @@ LEVEL_2 = (
         train=(
             "{n} has {p} cents and buys {a} {t} for {b} cents each. How many cents are left?",
             "A roll has {p} cm of tape. {n} cuts {a} pieces of {b} cm. How many cm remain?",
+            "What is {p} - {a} * {b}?",
         ),
         heldout=(
-            "{a} {t} at {b} cents each are paid from a purse with {p} cents. "
+            "A purse holds {p} cents. {n} pays for {a} {t} at {b} cents each. "
             "How many cents stay in the purse?",
             "A tank holds {p} liters. {n} fills {a} buckets of {b} liters from it. "
             "How many liters are still in the tank?",
+            "Work out {p} - {a} * {b}.",
         ),
     ),
     Kind(
-        name="less_each",
+        name="two_losses",
         level=2,
-        expr="({a} - {b}) * {c}",
-        where="{a} > {b}",
+        expr="{a} - {b} - {c}",
+        ranges={"a": (200, 999), "b": (10, 99), "c": (10, 99)},
         train=(
-            "Each of {c} boxes had {a} {t}, but {b} were taken from each. How many {t} are left?",
-            "{n} earns {a} coins a day and spends {b} of them. How many coins does {n} save in "
-            "{c} days?",
+            "{n} has {a} cents and buys a cup for {b} cents and a pen for {c} cents. "
+            "How many cents are left?",
+            "A bag had {a} {t}. {n} took {b} and {m} took {c}. How many {t} are in the bag?",
         ),
         heldout=(
-            "{c} teams started with {a} players each and {b} players left every team. "
-            "How many players are there now?",
-            "A shop buys {t} at {b} cents and sells them at {a} cents. "
-            "How many cents does it gain on {c} {t}?",
+            "Of {a} {t}, {b} are red, {c} are blue and the others are green. How many are green?",
+            "A train of {a} seats has {b} taken and {c} reserved. How many seats are free?",
+        ),
+    ),
+    Kind(
+        name="some_and_boxes",
+        level=2,
+        expr="{c} + {a} * {b}",
+        train=(
+            "{n} has {c} {t} and buys {a} bags of {b} {t}. How many {t} does {n} have now?",
+            "A box holds {b} {t}. {n} has {a} boxes and {c} loose {t}. How many {t} does {n} have?",
+        ),
+        heldout=(
+            "{n} got {c} {t} as a gift and then bought {a} packs of {b}. "
+            "How many {t} did {n} end up with?",
+            "A crate holds {b} {t}. {n} owns {a} crates and {c} single {t}. "
+            "How many {t} does {n} own?",
+        ),
+    ),
+    Kind(
+        name="boxes_less_some",
+        level=2,
+        expr="{a} * {b} - {c}",
+        train=(
+            "{n} gave {c} {t} to {m} out of {a} bags with {b} {t} each. "
+            "How many {t} does {n} still have?",
+            "A box holds {b} {t}. {n} filled {a} boxes and dropped {c} {t}. How many are left?",
+        ),
+        heldout=(
+            "{c} {t} were sold from a stock of {a} crates with {b} {t} each. "
+            "How many {t} are in stock?",
+            "A tray holds {b} {t}. {n} filled {a} trays, and {m} took {c}. How many {t} remain?",
         ),
     ),
 )

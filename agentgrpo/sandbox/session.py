@@ -118,18 +118,50 @@ class Session:
         """
         return self._request([b"run", *_pairs(code, env)], timeout_s)
 
+    def cell(
+        self,
+        code: str,
+        timeout_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepResult:
+        """Like step(), with the value's HTML, PNG ... forms in ``rich``.
+
+        Args:
+            code: as for step().
+            timeout_s: as for step().
+            env: as for step().
+            listener: called with (0 for stdout or 1 for stderr, data) as output arrives. What it
+                raises is raised here, after the step.
+        """
+        return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
+
+    def make_console(self) -> None:
+        """Join both streams, as on a terminal (console.Console)."""
+        self._request([b"console"], None)
+
+    def push(self, line: str, timeout_s: float | None = None) -> StepResult:
+        """Type one line at the interactive prompt; ``more`` says that it needs further ones."""
+        return self._request([b"push", *_pairs(line, None)], timeout_s)
+
     def set_env(self, env: Mapping[str, str]) -> StepResult:
         """Set environment variables for the rest of the session; they never pass the zygote."""
         check_environment("env", env)
         return self._request([b"env", *_flat(env)], None)
 
-    def _request(self, fields: list[bytes], timeout_s: float | None) -> StepResult:
+    def _request(
+        self,
+        fields: list[bytes],
+        timeout_s: float | None,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepResult:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
         if self._ended is not None:
             return self._ended
-        return self._refuse(fields) or self._run(fields, timeout)
+        return self._refuse(fields) or self._run(fields, timeout, listener)
 
     def _refuse(self, fields: list[bytes]) -> StepResult | None:
         """An answer without running anything, if a budget of the session is used up."""
@@ -154,7 +186,12 @@ class Session:
         self.close()
         return self._ended
 
-    def _run(self, fields: list[bytes], timeout: float) -> StepResult:
+    def _run(
+        self,
+        fields: list[bytes],
+        timeout: float,
+        listener: Callable[[int, bytes], object] | None,
+    ) -> StepResult:
         channels, limits = self._channels, self.limits
         assert channels is not None
         self._steps += 1
@@ -175,7 +212,8 @@ class Session:
                 limits.grace_s,
                 limits.output_kib << 9,
                 limits.output_max_mib * MIB,
-                (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+                10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+                listener,
             )
         )
         facts: dict[str, Any] = {
@@ -194,6 +232,9 @@ class Session:
                 return self._answered(decode_answer(answer or b""), interrupted, facts)
             except MalformedAnswer as error:
                 return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", facts)
+        if ending == Ending.EXITED and interrupted:
+            detail = f"it ended at the interrupt at {timeout:g} s"
+            return self._died(Status.TIMEOUT_KILLED, detail, facts)
         if ending == Ending.EXITED:
             facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
             return self._exited(how, facts)
@@ -289,15 +330,29 @@ class Session:
 
         self._on_close = both
 
-    def warm_up(self) -> StepResult:
+    def warm_up(self, timeout_s: float | None = None) -> StepResult:
         """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
-        return self._request([b"env"], None)
+        return self._request([b"env"], timeout_s)
 
     def healthy(self) -> bool:
         """Whether nothing has been heard of an end of this session."""
         if self._channels is None:
             return False
         return not select.select([self._channels.status], [], [], 0)[0]
+
+    @property
+    def channels(self) -> Channels | None:
+        """The descriptors, None after close(); they stay the session's."""
+        return self._channels
+
+    def root_and_owner(self) -> tuple[int, int | None]:
+        """A new descriptor of the session's root directory, and the user to act as in it.
+
+        The user is None if this process is not root and has no choice.
+        """
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        root = os.open(f"/proc/{self._pid}/root", flags)
+        return root, os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
 
     @property
     def alive(self) -> bool:

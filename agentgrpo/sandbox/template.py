@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentgrpo.sandbox.errors import NotFoundException
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -54,6 +56,17 @@ class Template:
     def prefix(self) -> str:
         """The directory that the interpreter and its standard library live in."""
         return os.path.dirname(os.path.dirname(self.interpreter))
+
+
+def find_template(name: str | None) -> Template:
+    """The template of that name; None is the interpreter that runs this, without packages.
+
+    Raises:
+        NotFoundException: none was built under this name.
+    """
+    if name in (None, "python", "base", "code-interpreter-v1"):
+        return Template()
+    raise NotFoundException(f"no template {name!r}")
 
 
 def check_environment(key: str, env: Mapping[str, str]) -> None:

@@ -36,7 +36,7 @@ def small_model(*, tied: bool) -> LlamaForCausalLM:
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         tie_word_embeddings=tied,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.randn_like(weight) * (0.2 if "norm" not in name else 1.0))
@@ -138,7 +138,8 @@ def q4_1(array: NDArray[np.float32]) -> NDArray[np.float32]:
     low = blocks.min(1, keepdims=True)
     step = (blocks.max(1, keepdims=True) - low) / np.float32(15)
     level = np.clip(np.trunc((blocks - low) / step + np.float32(0.5)), 0, 15)
-    return (level * _f16(step) + _f16(low)).reshape(array.shape)
+    kept: NDArray[np.float32] = level * _f16(step) + _f16(low)
+    return kept.reshape(array.shape)
 
 
 def q8_0(array: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -147,7 +148,8 @@ def q8_0(array: NDArray[np.float32]) -> NDArray[np.float32]:
     step = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
     scaled = blocks / step
     level = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
-    return (level * _f16(step)).reshape(array.shape)
+    kept: NDArray[np.float32] = level * _f16(step)
+    return kept.reshape(array.shape)
 
 
 def _f16(array: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -344,8 +346,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.slow
 def test_smollm2_speaks(smollm2: tuple[Path, Path]) -> None:
     _, out = smollm2
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,

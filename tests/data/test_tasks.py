@@ -111,7 +111,8 @@ def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
         word = WordProblemTasks(levels=(1, 2, 3), window=5, seed=4)
         return [word, JsonlTasks(rows, seed=4), JsonlTasks(rows, shuffle=False)]
 
-    for whole, begun, resumed in zip(streams(), streams(), streams(), strict=True):
+    triples: list[tuple[Tasks, ...]] = list(zip(streams(), streams(), streams(), strict=True))
+    for whole, begun, resumed in triples:
         want = run(whole, 12)
         start = run(begun, stop_after)
         resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
@@ -130,7 +131,7 @@ def test_a_taken_state_does_not_move_with_the_stream() -> None:
 def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "q", "answer": 1}\n')
-    streams = [
+    streams: list[Tasks] = [
         WordProblemTasks(seed=1), WordProblemTasks(seed=2), WordProblemTasks(levels=(1,), seed=1),
         JsonlTasks(rows), JsonlTasks(rows, seed=1), JsonlTasks(rows, shuffle=False),
         JsonlTasks(other),

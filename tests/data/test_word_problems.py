@@ -29,13 +29,15 @@ def oracle(kind: str, n: dict[str, int]) -> Fraction:
         return Fraction(pow(ia, ib, ic))
     if kind == "digit_sum":
         return Fraction(sum(map(int, f"{ia**ib:d}")))
-    if kind in ("doubling", "doubling_gifts"):
-        return a * ib**ic if kind == "doubling" else a + b * (2**ic - 1)
+    if kind == "doubling":
+        return a * Fraction(ib**ic)
+    if kind == "doubling_gifts":
+        return a + b * Fraction(2**ic - 1)
     if kind == "multiples":
         return Fraction(int(p) // ic - (ia - 1) // ic)
     if kind == "left_over":
         return a * b - c * math.floor(a * b / c)
-    forms = {
+    forms: dict[str, Fraction] = {
         "product": a * b,
         "sum": a + b + c,
         "difference": a - b,
@@ -44,12 +46,11 @@ def oracle(kind: str, n: dict[str, int]) -> Fraction:
         "times_sum": a * b + a * c,
         "minus_plus": a + c - b,
         "triple_product": a * (b * c),
-        "boxes_and_more": a * b + c,
-        "boxes_less": a * b - c,
         "two_buyers": a * c + b * c,
-        "lost_and_got": a + c - b,
-        "shelves": a * (b * c),
         "change": p - a * b,
+        "two_losses": a - (b + c),
+        "some_and_boxes": a * b + c,
+        "boxes_less_some": a * b - c,
         "less_each": a * c - b * c,
         "two_orders": a * b + c * d,
         "two_orders_less": a * b - c * d,
@@ -164,7 +165,9 @@ def test_problems_never_change_between_versions() -> None:
     """A saved data position must mean the same tasks after an update."""
     first = task("train", 1, 0)
     assert first.id == "word/train/level1/seed0/0"
-    assert first.messages == ({"role": "user", "content": "What is 41 * 74 - 26?"},)
+    assert first.messages[0]["content"] == (
+        "There were 619 books on the table and 179 fell off. How many books are left?"
+    )
     last = task("heldout", 4, 1000, seed=7)
     assert last.id == "word/heldout/level4/seed7/1000"
     assert last.messages[0]["content"] == (

@@ -52,8 +52,10 @@ def rendered(tokenizer: Any, turns: Turns) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-contents = st.text(max_size=12).map(lambda s: s.replace("\u241f", "")).filter(
-    lambda s: s.isprintable() and "<|" not in s
+contents = (
+    st.text(max_size=12)
+    .map(lambda s: s.replace("\u241f", ""))
+    .filter(lambda s: s.isprintable() and "<|" not in s)
 )
 turns = st.lists(
     st.tuples(
