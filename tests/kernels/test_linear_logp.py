@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import dense_logp
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from agentgrpo.kernels.linear_logp import linear_logp
+from tests.kernels.oracles import dense_logp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("backend", ["torch", "triton"])

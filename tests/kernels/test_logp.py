@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import dense_logp
 from torch import Tensor
 
 from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.logp import logp
+from tests.kernels.oracles import dense_logp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import Sample, dense_logp, sample_loss
 from torch import Tensor
 
 from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
 from agentgrpo.kernels.objective import Objective
+from tests.kernels.oracles import Sample, dense_logp, sample_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, L, H, V = 3, 6, 8, 21
