@@ -1,0 +1,43 @@
+"""Starts nsjail for a root user, whose files the jail's user may not be able to reach.
+
+A home directory that only root may enter (an interpreter under /root, say) cannot be bound by the
+jail's unprivileged user. So each source is bound first, by root, to a directory that everybody may
+enter, in a mount namespace that only nsjail will see: nothing is left on the machine afterwards.
+
+Usage: launch.py EXTENSION PLAN, where PLAN is a JSON file
+{"stage": DIR, "binds": [[source, name], ...], "argv": [...], "env": {...}}.
+"""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+
+
+def main() -> None:
+    """Bind the plan's sources where the jail's user can reach them, then become nsjail."""
+    extension_path, plan_path = sys.argv[1:]
+    loader = importlib.machinery.ExtensionFileLoader("_C", extension_path)
+    spec = importlib.util.spec_from_loader("_C", loader)
+    assert spec is not None
+    extension = importlib.util.module_from_spec(spec)
+    loader.exec_module(extension)
+    with open(plan_path) as file:
+        plan = json.load(file)
+    extension.sandbox_unshare_mounts()
+    # opened before the stage is mounted, which hides whatever lies beneath it
+    sources = [os.open(source, os.O_PATH) for source, _ in plan["binds"]]
+    extension.sandbox_mount(None, plan["stage"])
+    for fd, (source, name) in zip(sources, plan["binds"], strict=True):
+        target = os.path.join(plan["stage"], name)
+        if os.path.isdir(source):
+            os.mkdir(target, 0o755)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        extension.sandbox_mount(f"/proc/self/fd/{fd}", target)
+        os.close(fd)
+    os.execve(plan["argv"][0], plan["argv"], plan["env"])
+
+
+main()

@@ -1,0 +1,142 @@
+"""The zygote: a preloaded interpreter inside the outer jail that becomes a session on request.
+
+Runs as ``python -s -P -S zygote.py`` with file descriptor 8 as its socket to the host. Trusted, and
+deliberately tiny: no code, no environment variable and no secret of a session ever passes through
+it, because everything in its memory is inherited by every later session.
+
+Protocol (SOCK_SEQPACKET): the host sends one JSON settings message; the zygote preloads and answers
+``ready ...`` or ``failed ...``; from then on each message carries the descriptors of one new
+session and the user id it runs under, and nothing else.
+"""
+
+import array
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(__file__))
+from load import isolated  # type: ignore[import-not-found]
+
+HOST_FD = 8
+REPORT = struct.Struct("<Iiiiqq")
+REPORT_FAILED, SETUP_CLONE = 3, 0
+MODE_ROOT = 1
+UNLIMITED = 2**64 - 1
+
+
+def load_extension(path: str) -> Any:
+    """The project's C extension, bound into the jail as one file."""
+    loader = importlib.machinery.ExtensionFileLoader("_C", path)
+    spec = importlib.util.spec_from_loader("_C", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def preload(settings: dict[str, Any]) -> None:
+    """Import what all sessions share. Raises RuntimeError if a thread is left running."""
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
+    sys.path += settings["site_dirs"]
+    for name in settings["preload"]:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:  # a fork keeps only the calling thread: what the others hold stays locked
+        raise RuntimeError(
+            f"preloading {settings['preload']} left {threads} threads running; a module that "
+            "starts threads at import cannot be preloaded"
+        )
+
+
+def address_space_in_use() -> int:
+    """Bytes of virtual memory of this process, which every session starts with."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+
+def spawn(extension: Any, settings: dict[str, Any], uid: int, fds: list[int]) -> bool:
+    """Make one session. Returns True in the session's interpreter, False in the zygote."""
+    owner = f",uid={uid},gid={uid}" if settings["mode"] == MODE_ROOT else ""
+    try:
+        return bool(
+            extension.sandbox_spawn_session(
+                tuple(fds[:5]),
+                tuple([*fds[5:], -1, -1, -1][:3]),
+                tuple(options + owner for options in settings["tmpfs"]),
+                tuple(settings["limits"]),
+                settings["mode"],
+                uid,
+                settings["filter"],
+            )
+        )
+    except OSError as error:
+        failed = REPORT.pack(REPORT_FAILED, SETUP_CLONE, error.errno or 0, 0, 0, 0)
+        os.write(fds[0], failed)
+        return False
+
+
+def receive(host: socket.socket) -> tuple[int, list[int]]:
+    """The user id and the descriptors of the next session to start."""
+    message, ancillary, _, _ = host.recvmsg(64, socket.CMSG_SPACE(8 * 4))
+    if not message:  # the host is gone, and with this process goes every session
+        os._exit(0)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data)
+    return int(message), list(fds)
+
+
+def prepare(settings: dict[str, Any]) -> None:
+    """Turn the host's settings into the arguments of every spawn."""
+    settings["filter"] = bytes.fromhex(settings["filter"])
+    if settings["limits"][0]:
+        settings["limits"][0] += address_space_in_use()
+    else:
+        settings["limits"][0] = UNLIMITED
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended sessions
+    gc.collect()
+    gc.freeze()
+
+
+def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None:
+    """Answer spawn requests; returns only in a new session's interpreter."""
+    host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
+    while True:
+        uid, fds = receive(host)
+        if spawn(extension, settings, uid, fds):
+            return
+        for fd in fds:
+            os.close(fd)
+
+
+def main() -> None:
+    """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
+    host = socket.socket(fileno=HOST_FD)
+    try:
+        run = isolated("repl")["run"]
+        for name in ("load", "console"):  # the names are the user's
+            sys.modules.pop(name, None)
+        settings = json.loads(host.recv(1 << 20))
+        extension = load_extension(settings["extension"])
+        preload(settings)
+        prepare(settings)
+    except BaseException:
+        host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
+        os._exit(1)
+    serve(host, extension, settings)
+    host.detach()  # closed by the clone; its number may already mean something else
+    sys.modules.pop("__main__", None)
+    run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
+
+
+main()

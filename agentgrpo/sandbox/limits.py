@@ -1,0 +1,91 @@
+"""Every bound on what a session may use, in one place."""
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one session. All must be positive and finite.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+
+    timeout_s: float = 10.0
+    """Wall time of one step. At its end the code is interrupted (SIGINT); state is kept."""
+
+    grace_s: float = 0.3
+    """Time to react to that interrupt, before the session is killed."""
+
+    session_s: float = 1800.0
+    """Wall time of a session, all steps and pauses together."""
+
+    cpu_s: int = 600
+    """CPU time of any one process of the session (RLIMIT_CPU)."""
+
+    memory_mib: int = 256
+    """Memory of the session (cgroup) or, where no cgroup can be made, of each of its processes."""
+
+    processes: int = 64
+    """Processes and threads, including the interpreter and its init."""
+
+    open_files: int = 256
+    """Open descriptors of each process."""
+
+    home_mib: int = 64
+    """Size of /home/user (tmpfs, charged to memory)."""
+
+    tmp_mib: int = 64
+    """Size of /tmp (tmpfs, charged to memory)."""
+
+    shm_mib: int = 16
+    """Size of /dev/shm (tmpfs, charged to memory)."""
+
+    inodes: int = 8192
+    """Files and directories in /home/user and in /tmp each."""
+
+    output_kib: int = 64
+    """Output kept per stream and step: half of it from the start, half from the end."""
+
+    output_max_mib: int = 4
+    """Output of one step after which the session is killed."""
+
+    code_kib: int = 1024
+    """Size of the code of one step."""
+
+    value_kib: int = 64
+    """Size of the text of the last expression's value."""
+
+    traceback_kib: int = 8
+    """Size of the text of a traceback."""
+
+    steps: int = 1000
+    """Steps of one session."""
+
+    niceness: int = 5
+    """Scheduling priority of the session, 1 (eager) to 19 (polite)."""
+
+    @property
+    def private_mib(self) -> tuple[int, int, int]:
+        """Sizes of the private directories: home, tmp, shm."""
+        return self.home_mib, self.tmp_mib, self.shm_mib
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            expected = (int, float) if field.type == "float" or field.type is float else (int,)
+            if isinstance(value, bool) or not isinstance(value, expected):
+                kind = " or ".join(t.__name__ for t in expected)
+                raise ValueError(f"limits.{field.name} must be {kind}, got {value!r}")
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"limits.{field.name} must be positive and finite, got {value!r}")
+        if self.open_files < 32:
+            raise ValueError(f"limits.open_files must be at least 32, got {self.open_files}")
+        if self.niceness > 19:
+            raise ValueError(f"limits.niceness must be in 1..19, got {self.niceness}")
+        if self.processes < 3:
+            raise ValueError(
+                "limits.processes must be at least 3 (init, interpreter, one of the code's), "
+                f"got {self.processes}"
+            )

@@ -1,0 +1,185 @@
+"""The system calls that untrusted code may make, as a seccomp program.
+
+An allow-list: what is not named here answers ENOSYS, as on a kernel that does not have it, so that
+libraries take their fallbacks and system calls of later kernels start out denied. A few are allowed
+by argument only. A foreign architecture (int 0x80 included) kills the process.
+
+The instruction set is classic BPF (linux/filter.h); the table gives the number on x86-64 and on the
+generic ABI (aarch64), "-" where the architecture does not have the call.
+"""
+
+import errno
+import platform
+import struct
+
+from agentgrpo.sandbox.errors import SandboxUnavailable
+
+ALLOWED = """
+read:0:63 write:1:64 open:2:- close:3:57 stat:4:- fstat:5:80 lstat:6:- poll:7:- lseek:8:62
+mmap:9:222 mprotect:10:226 munmap:11:215 brk:12:214 rt_sigaction:13:134 rt_sigprocmask:14:135
+rt_sigreturn:15:139 ioctl:16:29 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 access:21:-
+pipe:22:- select:23:- sched_yield:24:124 mremap:25:216 msync:26:227 mincore:27:232 madvise:28:233
+shmget:29:194 shmat:30:196 shmctl:31:195 dup:32:23 dup2:33:- pause:34:- nanosleep:35:101
+getitimer:36:102 alarm:37:- setitimer:38:103 getpid:39:172 sendfile:40:71 socket:41:198
+connect:42:203 accept:43:202 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212
+shutdown:48:210 bind:49:200 listen:50:201 getsockname:51:204 getpeername:52:205 socketpair:53:199
+setsockopt:54:208 getsockopt:55:209 clone:56:220 fork:57:- vfork:58:- execve:59:221 exit:60:93
+wait4:61:260 kill:62:129 uname:63:160 semget:64:190 semop:65:193 semctl:66:191 shmdt:67:197
+msgget:68:186 msgsnd:69:189 msgrcv:70:188 msgctl:71:187 fcntl:72:25 flock:73:32 fsync:74:82
+fdatasync:75:83 truncate:76:45 ftruncate:77:46 getdents:78:- getcwd:79:17 chdir:80:49 fchdir:81:50
+rename:82:- mkdir:83:- rmdir:84:- creat:85:- link:86:- unlink:87:- symlink:88:- readlink:89:-
+chmod:90:- fchmod:91:52 chown:92:- fchown:93:55 lchown:94:- umask:95:166 gettimeofday:96:169
+getrlimit:97:163 getrusage:98:165 sysinfo:99:179 times:100:153 getuid:102:174 getgid:104:176
+setuid:105:146 setgid:106:144 geteuid:107:175 getegid:108:177 setpgid:109:154 getppid:110:173
+getpgrp:111:- setsid:112:157 setreuid:113:145 setregid:114:143 getgroups:115:158 setgroups:116:159
+setresuid:117:147 getresuid:118:148 setresgid:119:149 getresgid:120:150 getpgid:121:155
+getsid:124:156 capget:125:90 rt_sigpending:127:136 rt_sigtimedwait:128:137 rt_sigqueueinfo:129:138
+rt_sigsuspend:130:133 sigaltstack:131:132 utime:132:- mknod:133:- personality:135:92 statfs:137:43
+fstatfs:138:44 getpriority:140:141 setpriority:141:140 sched_setparam:142:118
+sched_getparam:143:121 sched_setscheduler:144:119 sched_getscheduler:145:120
+sched_get_priority_max:146:125 sched_get_priority_min:147:126 mlock:149:228 munlock:150:229
+mlockall:151:230 munlockall:152:231 prctl:157:167 arch_prctl:158:- setrlimit:160:164 sync:162:81
+gettid:186:178 readahead:187:213 setxattr:188:5 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9
+fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14
+tkill:200:130 time:201:- futex:202:98 sched_setaffinity:203:122 sched_getaffinity:204:123
+epoll_create:213:- getdents64:217:61 set_tid_address:218:96 restart_syscall:219:128
+semtimedop:220:192 fadvise64:221:223 timer_create:222:107 timer_settime:223:110
+timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111 clock_gettime:228:113
+clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21
+tgkill:234:131 utimes:235:- waitid:247:95 ioprio_set:251:30 ioprio_get:252:31 inotify_init:253:-
+inotify_add_watch:254:27 inotify_rm_watch:255:28 openat:257:56 mkdirat:258:34 mknodat:259:33
+fchownat:260:54 futimesat:261:- newfstatat:262:79 unlinkat:263:35 renameat:264:38 linkat:265:37
+symlinkat:266:36 readlinkat:267:78 fchmodat:268:53 faccessat:269:48 pselect6:270:72 ppoll:271:73
+set_robust_list:273:99 get_robust_list:274:100 sync_file_range:277:84 utimensat:280:88
+epoll_pwait:281:22 signalfd:282:- timerfd_create:283:85 eventfd:284:- fallocate:285:47
+timerfd_settime:286:86 timerfd_gettime:287:87 accept4:288:242 signalfd4:289:74 eventfd2:290:19
+epoll_create1:291:20 dup3:292:24 pipe2:293:59 inotify_init1:294:26 preadv:295:69 pwritev:296:70
+recvmmsg:299:243 prlimit64:302:261 sendmmsg:307:269 sched_setattr:314:274 sched_getattr:315:275
+renameat2:316:276 getrandom:318:278 memfd_create:319:279 membarrier:324:283 mlock2:325:284
+copy_file_range:326:285 preadv2:327:286 pwritev2:328:287 pkey_mprotect:329:288 pkey_alloc:330:289
+pkey_free:331:290 statx:332:291 rseq:334:293 pidfd_send_signal:424:424 pidfd_open:434:434
+close_range:436:436 openat2:437:437 faccessat2:439:439 epoll_pwait2:441:441 futex_waitv:449:449
+cachestat:451:451 fchmodat2:452:452 futex_wake:454:454 futex_wait:455:455 futex_requeue:456:456
+mseal:462:462
+"""
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32_BIT = 0x40000000
+
+# include/uapi/linux/{bpf_common,seccomp}.h
+LOAD, AND, RETURN = 0x20, 0x54, 0x06
+EQUAL, GREATER, AT_LEAST, ANY_BIT = 0x15, 0x25, 0x35, 0x45
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16
+
+NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
+FILE_TYPE, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into the terminal of somebody else
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+
+
+def _deny(error: int) -> Instruction:
+    return (RETURN, 0, 0, ERRNO | error)
+
+
+_ALLOW: Instruction = (RETURN, 0, 0, ALLOW)
+
+
+def _argument(index: int) -> Instruction:
+    return (LOAD, 0, 0, ARGUMENT + 8 * index)
+
+
+def _one_of(values: list[int], then: list[Instruction]) -> list[Instruction]:
+    """Run ``then`` (which returns) if the accumulator is one of values; else fall through."""
+    last = len(values) - 1
+    tests = [
+        (EQUAL, last - i, 0 if i < last else len(then), value) for i, value in enumerate(values)
+    ]
+    return [*tests, *then]
+
+
+def _filters() -> dict[str, list[Instruction]]:
+    """For the calls that depend on their arguments: a program that always returns."""
+    no_device = [(AND, 0, 0, FILE_TYPE)]
+    no_device += _one_of([CHARACTER_DEVICE, BLOCK_DEVICE], [_deny(errno.EPERM)])
+    internet = [
+        _argument(1),
+        (AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+        (EQUAL, 2, 0, 1),  # SOCK_STREAM
+        (EQUAL, 1, 0, 2),  # SOCK_DGRAM
+        _deny(errno.EPROTONOSUPPORT),
+        _argument(2),
+        *_one_of([0, 6, 17], [_ALLOW]),  # any, TCP, UDP: others load kernel modules
+        _deny(errno.EPROTONOSUPPORT),
+    ]
+    return {
+        "clone": [_argument(0), (ANY_BIT, 0, 1, NEW_NAMESPACES), _deny(errno.EPERM), _ALLOW],
+        "socket": [
+            _argument(0),
+            *_one_of([AF_UNIX], [_ALLOW]),
+            *_one_of([AF_INET, AF_INET6], internet),
+            _deny(errno.EAFNOSUPPORT),
+        ],
+        "socketpair": [
+            _argument(0),
+            *_one_of([AF_UNIX], [_ALLOW]),
+            _deny(errno.EAFNOSUPPORT),
+        ],
+        "ioctl": [_argument(1), *_one_of([TIOCSTI, TIOCLINUX], [_deny(errno.EPERM)]), _ALLOW],
+        "personality": [
+            _argument(0),
+            *_one_of([0, 0xFFFFFFFF, 0x40000], [_ALLOW]),  # read it, or no address randomisation
+            _deny(errno.EPERM),
+        ],
+        "mknod": [_argument(1), *no_device, _ALLOW],
+        "mknodat": [_argument(2), *no_device, _ALLOW],
+    }
+
+
+def system_calls(machine: str) -> dict[str, int]:
+    """Name to number of every call the policy knows, argument-filtered ones included."""
+    column = {"x86_64": 1, "aarch64": 2}[machine]
+    rows = [entry.split(":") for entry in ALLOWED.split()]
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if merged and number == merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], number)
+        else:
+            merged.append((number, number))
+    return merged
+
+
+def build(machine: str | None = None) -> bytes:
+    """The seccomp program for this machine: 8 bytes per instruction.
+
+    Raises:
+        SandboxUnavailable: there is no table for this architecture.
+    """
+    machine = machine or platform.machine()
+    if machine not in AUDIT_ARCH:
+        raise SandboxUnavailable(
+            f"no system call table for {machine!r}; the sandbox knows {', '.join(AUDIT_ARCH)}"
+        )
+    numbers = system_calls(machine)
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (RETURN, 0, 0, KILL_PROCESS),
+        (LOAD, 0, 0, NUMBER),
+    ]
+    if machine == "x86_64":
+        program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
+    for name, body in _filters().items():
+        number = numbers.pop(name, None)
+        if number is not None:
+            program += [(EQUAL, 0, len(body), number), *body]
+    for low, high in _ranges(list(numbers.values())):
+        program += [(AT_LEAST, 0, 2, low), (GREATER, 1, 0, high), _ALLOW]
+    program.append(_deny(errno.ENOSYS))
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)

@@ -1,0 +1,83 @@
+"""What a step of untrusted code came to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """How a step ended.
+
+    ``ok``, ``error`` and ``exit`` are what the interpreter inside showed; every other one is
+    established by the host, the kernel or the session's init, and cannot be forged from inside.
+    """
+
+    OK = "ok"
+    ERROR = "error"
+    """The code raised; ``StepResult.error`` has it. State is kept."""
+    EXIT = "exit"
+    """The code asked to exit: state is kept after ``sys.exit()``, lost after ``os._exit()``."""
+    TIMEOUT = "timeout"
+    """Interrupted at the deadline. State is kept."""
+    TIMEOUT_KILLED = "timeout_killed"
+    """The code ignored the interrupt, or the session's own time was over."""
+    OOM = "oom"
+    """Killed by the memory limit."""
+    SIGNAL = "signal"
+    """The interpreter died of a signal; ``StepResult.signal`` has its number."""
+    OUTPUT_LIMIT = "output_limit"
+    PROTOCOL_ERROR = "protocol_error"
+    """The session broke the protocol (forged, extra or malformed answers) and was killed."""
+    INFRA_ERROR = "infra_error"
+    """The machine's fault, not the code's: retry, or drop the sample. Never a reward of 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepError:
+    """An exception that reached the top of a step, as its interpreter described it."""
+
+    name: str
+    value: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Everything one step showed, and what it cost."""
+
+    status: Status
+    stdout: str = ""
+    """What was written to descriptor 1, by any process of the session. Undecodable bytes are
+    replaced; if it was long, the middle is replaced by a line that says how much is missing."""
+    stderr: str = ""
+    value: str | None = None
+    """``repr()`` of the last expression; None if there is none or it is None."""
+    rich: Mapping[str, bytes] = field(default_factory=dict)
+    """MIME type to data: other forms of the value, if they were asked for."""
+    error: StepError | None = None
+    exit_code: int | None = None
+    """The process's exit code, if the interpreter itself ended."""
+    signal: int | None = None
+    """The signal the interpreter died of."""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """CPU time of the step: of all processes if there is a cgroup, else of the interpreter."""
+    max_rss_kib: int | None = None
+    """Peak resident memory of the interpreter, if it has ended."""
+    max_memory_kib: int | None = None
+    """Peak memory charged to the session, if the memory limit was met and there is a cgroup."""
+    processes_left: int | None = None
+    """Processes and threads that the code left running; None without a cgroup."""
+    oom_kills: int = 0
+    """Processes of the session that the memory limit killed during the step."""
+    truncated: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    background: str = ""
+    """Output that arrived between the last step and this one (at most 4 KiB are kept)."""
+    more: bool = False
+    """A console's statement is not complete yet."""
+    state_lost: bool = False
+    """The session is over: variables and files are gone."""
+    detail: str = ""
+    """For statuses other than ok: one sentence for a human or a log."""

@@ -1,0 +1,384 @@
+"""One session: a namespace of variables and files that untrusted code works in, step by step."""
+
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Self
+
+from agentgrpo import _C
+from agentgrpo.sandbox.cgroup import Group
+from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.result import Status, StepError, StepResult
+from agentgrpo.sandbox.template import check_environment
+
+MIB = 1 << 20
+FRAME_OVERHEAD = 4096
+
+
+class Ending(IntEnum):
+    """``enum ending`` of csrc/sandbox_step.c."""
+
+    RUNNING = 0
+    ANSWERED = 1
+    KILLED_AT_DEADLINE = 2
+    OUTPUT_LIMIT = 3
+    PROTOCOL = 4
+    EXITED = 5
+    LOST = 6
+
+
+class MalformedAnswer(Exception):
+    """The session's answer is not of the form that guest/repl.py sends."""
+
+
+def encode_request(number: int, fields: list[bytes]) -> bytes:
+    """``length, id, count, (length, bytes)*``, little endian."""
+    body = struct.pack("<II", number, len(fields))
+    body += b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    return struct.pack("<I", len(body)) + body
+
+
+def decode_answer(body: bytes) -> list[bytes]:
+    """The fields of an answer whose length and id have been checked already."""
+    (count,) = struct.unpack_from("<I", body, 4)
+    fields, at = [], 8
+    if not 1 <= count <= 64:
+        raise MalformedAnswer(f"{count} fields")
+    for _ in range(count):
+        if at + 4 > len(body):
+            raise MalformedAnswer("truncated")
+        (size,) = struct.unpack_from("<I", body, at)
+        if at + 4 + size > len(body):
+            raise MalformedAnswer("truncated")
+        fields.append(body[at + 4 : at + 4 + size])
+        at += 4 + size
+    if at != len(body):
+        raise MalformedAnswer("trailing bytes")
+    return fields
+
+
+def _flat(env: Mapping[str, str]) -> list[bytes]:
+    return [text.encode("utf-8", "surrogatepass") for pair in env.items() for text in pair]
+
+
+def _pairs(code: str, env: Mapping[str, str] | None) -> list[bytes]:
+    if not isinstance(code, str):
+        raise TypeError(f"code must be str, got {type(code).__name__}")
+    check_environment("env", env or {})
+    return [code.encode("utf-8", "surrogatepass"), *_flat(env or {})]
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+class Session:
+    """A live session of a pool. Used by one thread at a time; different sessions are independent.
+
+    After anything that ends it (``state_lost``), every further step says how it ended.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        limits: Limits,
+        *,
+        group: Group | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.limits = limits
+        self._channels: Channels | None = channels
+        self._group = group
+        self._oom_before = group.oom_kills() if group is not None else 0
+        self._on_close = on_close
+        self._started = time.monotonic()
+        self._steps = 0
+        self._ended: StepResult | None = None
+        self._pid = pid_of(channels.interpreter)
+
+    def step(
+        self, code: str, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
+    ) -> StepResult:
+        """Run code in the session's namespace and say what happened.
+
+        Args:
+            code: Python source. What it does, and its size, are data: nothing of it is raised.
+            timeout_s: wall time, limits.timeout_s if None.
+            env: environment variables for this step only.
+
+        Raises:
+            ValueError: timeout_s is not a positive, finite number of seconds, or env is malformed.
+            TypeError: code is not text.
+        """
+        return self._request([b"run", *_pairs(code, env)], timeout_s)
+
+    def cell(
+        self,
+        code: str,
+        timeout_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepResult:
+        """Like step(), with the value's HTML, PNG ... forms in ``rich``.
+
+        Args:
+            code: as for step().
+            timeout_s: as for step().
+            env: as for step().
+            listener: called with (0 for stdout or 1 for stderr, data) as output arrives. What it
+                raises is raised here, after the step.
+        """
+        return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
+
+    def make_console(self) -> None:
+        """Join both streams, as on a terminal (console.Console)."""
+        self._request([b"console"], None)
+
+    def push(self, line: str, timeout_s: float | None = None) -> StepResult:
+        """Type one line at the interactive prompt; ``more`` says that it needs further ones."""
+        return self._request([b"push", *_pairs(line, None)], timeout_s)
+
+    def set_env(self, env: Mapping[str, str]) -> StepResult:
+        """Set environment variables for the rest of the session; they never pass the zygote."""
+        check_environment("env", env)
+        return self._request([b"env", *_flat(env)], None)
+
+    def _request(
+        self,
+        fields: list[bytes],
+        timeout_s: float | None,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepResult:
+        timeout = self.limits.timeout_s if timeout_s is None else timeout_s
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+            raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
+        if self._ended is not None:
+            return self._ended
+        return self._refuse(fields) or self._run(fields, timeout, listener)
+
+    def _refuse(self, fields: list[bytes]) -> StepResult | None:
+        """An answer without running anything, if a budget of the session is used up."""
+        if sum(map(len, fields)) > self.limits.code_kib << 10:
+            return StepResult(
+                status=Status.ERROR,
+                error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
+            )
+        if self._steps >= self.limits.steps:
+            return self._end(Status.TIMEOUT_KILLED, f"over {self.limits.steps} steps")
+        if self._seconds_left() <= 0:
+            return self._end(
+                Status.TIMEOUT_KILLED, f"the session lived {self.limits.session_s:g} s"
+            )
+        return None
+
+    def _seconds_left(self) -> float:
+        return self._started + self.limits.session_s - time.monotonic()
+
+    def _end(self, status: Status, detail: str) -> StepResult:
+        self._ended = StepResult(status=status, state_lost=True, detail=detail)
+        self.close()
+        return self._ended
+
+    def _run(
+        self,
+        fields: list[bytes],
+        timeout: float,
+        listener: Callable[[int, bytes], object] | None,
+    ) -> StepResult:
+        channels, limits = self._channels, self.limits
+        assert channels is not None
+        self._steps += 1
+        cpu_before = self._cpu_seconds()
+        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = (
+            _C.sandbox_run_step(
+                (
+                    channels.request,
+                    channels.response,
+                    channels.out,
+                    channels.err,
+                    channels.status,
+                ),
+                (channels.init, channels.interpreter),
+                encode_request(self._steps, fields),
+                self._steps,
+                min(timeout, self._seconds_left() + 1e-3),
+                limits.grace_s,
+                limits.output_kib << 9,
+                limits.output_max_mib * MIB,
+                10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+                listener,
+            )
+        )
+        facts: dict[str, Any] = {
+            "stdout": self._join(out),
+            "stderr": self._join(err),
+            "stdout_bytes": out[2],
+            "stderr_bytes": err[2],
+            "truncated": any(len(s[0]) + len(s[1]) < s[2] for s in (out, err)),
+            "wall_s": wall_s,
+            "background": _text(background),
+        }
+        self._count_processes(facts)
+        if ending == Ending.ANSWERED:
+            facts["cpu_s"] = max(0.0, self._cpu_seconds() - cpu_before)
+            try:
+                return self._answered(decode_answer(answer or b""), interrupted, facts)
+            except MalformedAnswer as error:
+                return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", facts)
+        if ending == Ending.EXITED and interrupted:
+            detail = f"it ended at the interrupt at {timeout:g} s"
+            return self._died(Status.TIMEOUT_KILLED, detail, facts)
+        if ending == Ending.EXITED:
+            facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
+            return self._exited(how, facts)
+        if ending == Ending.LOST and facts.get("oom_kills"):
+            return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
+        return self._died(*self._meaning(Ending(ending), timeout), facts)
+
+    def _join(self, stream: tuple[bytes, bytes, int]) -> str:
+        head, tail, total = stream
+        missing = total - len(head) - len(tail)
+        if not missing:
+            return _text(head + tail)
+        return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
+
+    def _count_processes(self, facts: dict[str, Any]) -> None:
+        """What the control group says of the step: processes killed for memory, or left behind."""
+        if self._group is None:
+            return
+        killed = self._group.oom_kills()
+        facts["oom_kills"], self._oom_before = killed - self._oom_before, killed
+        if facts["oom_kills"]:
+            facts["max_memory_kib"] = self._group.peak_kib()
+        facts["processes_left"] = max(0, self._group.processes() - 2)
+
+    def _cpu_seconds(self) -> float:
+        try:  # the clock of another process, see clock_getcpuclockid(3)
+            return time.clock_gettime((~self._pid << 3) | 2)
+        except OSError:  # it has ended
+            return 0.0
+
+    def _answered(
+        self, fields: list[bytes], interrupted: bool, facts: dict[str, Any]
+    ) -> StepResult:
+        kind, *rest = fields
+        status = Status.TIMEOUT if interrupted else Status.OK
+        if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
+            rich = {_text(mime): data for mime, data in zip(rest[1::2], rest[2::2], strict=True)}
+            value = _text(rest[0]) if rest else None
+            more = kind == b"more"
+            return StepResult(status=status, value=value, rich=rich, more=more, **facts)
+        if kind == b"error" and len(rest) == 3:
+            error = StepError(*map(_text, rest))
+            return StepResult(status=status if interrupted else Status.ERROR, error=error, **facts)
+        if kind == b"exit" and len(rest) == 1:
+            return StepResult(
+                status=status if interrupted else Status.EXIT,
+                detail=f"SystemExit({_text(rest[0])}); the session goes on",
+                **facts,
+            )
+        raise MalformedAnswer(f"kind {kind[:20]!r} with {len(rest)} fields")
+
+    def _exited(self, how: int, facts: dict[str, Any]) -> StepResult:
+        if os.WIFSIGNALED(how):
+            number = os.WTERMSIG(how)
+            name = signal.Signals(number).name if number < 32 else f"signal {number}"
+            facts["signal"] = number
+            if number == signal.SIGKILL and facts.get("oom_kills"):
+                return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
+            return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", facts)
+        facts["exit_code"] = os.WEXITSTATUS(how)
+        detail = f"the interpreter ended with exit code {facts['exit_code']}"
+        return self._died(Status.EXIT, detail, facts)
+
+    def _meaning(self, ending: Ending, timeout: float) -> tuple[Status, str]:
+        limits = self.limits
+        return {
+            Ending.KILLED_AT_DEADLINE: (
+                Status.TIMEOUT_KILLED,
+                f"still running {limits.grace_s:g} s after the interrupt at {timeout:g} s",
+            ),
+            Ending.OUTPUT_LIMIT: (
+                Status.OUTPUT_LIMIT,
+                f"over {limits.output_max_mib} MiB of output in one step",
+            ),
+            Ending.PROTOCOL: (Status.PROTOCOL_ERROR, "the session broke the protocol"),
+            Ending.LOST: (Status.INFRA_ERROR, "the session vanished: is its zygote alive?"),
+        }[ending]
+
+    def _died(self, status: Status, detail: str, facts: dict[str, Any]) -> StepResult:
+        ended = self._end(status, detail)
+        return StepResult(status=ended.status, detail=detail, state_lost=True, **facts)
+
+    def begin(self, on_close: Callable[[], None]) -> None:
+        """Hand the session to a user: its time starts now, on_close() is called when it is over."""
+        self._started = time.monotonic()
+        self._steps = 0
+        release = self._on_close
+
+        def both() -> None:
+            if release is not None:
+                release()
+            on_close()
+
+        self._on_close = both
+
+    def warm_up(self, timeout_s: float | None = None) -> StepResult:
+        """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
+        return self._request([b"env"], timeout_s)
+
+    def healthy(self) -> bool:
+        """Whether nothing has been heard of an end of this session."""
+        if self._channels is None:
+            return False
+        return not select.select([self._channels.status], [], [], 0)[0]
+
+    @property
+    def channels(self) -> Channels | None:
+        """The descriptors, None after close(); they stay the session's."""
+        return self._channels
+
+    def root_and_owner(self) -> tuple[int, int | None]:
+        """A new descriptor of the session's root directory, and the user to act as in it.
+
+        The user is None if this process is not root and has no choice.
+        """
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        root = os.open(f"/proc/{self._pid}/root", flags)
+        return root, os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether another step can run."""
+        return self._ended is None
+
+    def close(self) -> None:
+        """End the session: its processes, its files. May be called twice."""
+        channels, self._channels = self._channels, None
+        if channels is None:
+            return
+        if self._ended is None:
+            self._ended = StepResult(
+                status=Status.EXIT, state_lost=True, detail="the session was closed"
+            )
+        channels.kill()
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

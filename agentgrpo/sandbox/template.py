@@ -1,0 +1,78 @@
+"""What every session of a pool finds when it starts."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agentgrpo.sandbox.errors import NotFoundException
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """An environment for sessions: an interpreter, packages, what is imported already.
+
+    Paths are seen inside at the same place as outside, read-only; nothing else of the machine but
+    ``/usr`` is seen. Do not list a directory that holds secrets.
+
+    Raises:
+        ValueError: a path is not absolute or does not exist, an environment key is not a name.
+    """
+
+    name: str = "python"
+    python: str = ""
+    """The interpreter. "" is the one that runs now, without its virtual environment."""
+    site_dirs: tuple[str, ...] = ()
+    """Directories of packages (``.../site-packages``) that sessions may import from."""
+    preload: tuple[str, ...] = ()
+    """Modules imported once, in the zygote, and shared by all sessions. They must not start
+    threads; they are trusted code, unlike what sessions run."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the code, besides PATH, HOME, LANG and TMPDIR."""
+    mounts: tuple[str, ...] = ()
+    """Further files or directories to show read-only."""
+
+    def __post_init__(self) -> None:
+        for key, paths in (("site_dirs", self.site_dirs), ("mounts", self.mounts)):
+            for path in paths:
+                if not os.path.isabs(path) or not os.path.exists(path):
+                    raise ValueError(
+                        f"template.{key}: expected an absolute path that exists, got {path!r}"
+                    )
+        check_environment("template.env", self.env)
+
+    @property
+    def interpreter(self) -> str:
+        """The real executable: no shim and no virtual environment in between."""
+        if self.python:
+            return os.path.realpath(self.python)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return os.path.realpath(os.path.join(sys.base_prefix, "bin", version))
+
+    @property
+    def prefix(self) -> str:
+        """The directory that the interpreter and its standard library live in."""
+        return os.path.dirname(os.path.dirname(self.interpreter))
+
+
+def find_template(name: str | None) -> Template:
+    """The template of that name; None is the interpreter that runs this, without packages.
+
+    Raises:
+        NotFoundException: none was built under this name.
+    """
+    if name in (None, "python", "base", "code-interpreter-v1"):
+        return Template()
+    raise NotFoundException(f"no template {name!r}")
+
+
+def check_environment(key: str, env: Mapping[str, str]) -> None:
+    """Raise ValueError unless env is something a process can be given."""
+    for name, value in env.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"{key}: expected names like HOME, got {name!r}")
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{key}[{name!r}]: expected text without NUL, got {value!r}")

@@ -1,0 +1,245 @@
+"""The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
+
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from enum import StrEnum
+from typing import Any
+
+from agentgrpo import _C
+from agentgrpo.sandbox import policy
+from agentgrpo.sandbox.cgroup import Group
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready
+from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.jail import (
+    EXTENSION_FILE,
+    HOST_FD,
+    JAIL_ID,
+    Bind,
+    find_nsjail,
+    session_config,
+    shown_paths,
+    tmpfs_options,
+    zygote_config,
+)
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.template import Template
+
+START_TIMEOUT_S = 60.0
+SPAWN_TIMEOUT_S = 10.0
+STAGES = ("/mnt", "/media", "/srv", "/run", "/tmp")
+MIB = 1 << 20
+
+
+class Rung(StrEnum):
+    """How sessions are isolated from each other, strongest and fastest first."""
+
+    ZYGOTE_USERNS = "zygote-userns"
+    """Each session has all namespaces, a user namespace included, inside a common jail."""
+    ZYGOTE_ROOT = "zygote-root"
+    """The same without user namespaces: a user id per session instead. Needs root."""
+    NSJAIL_ONCE = "nsjail-once"
+    """Each session has an nsjail of its own; starting one takes tens of milliseconds."""
+
+
+MODES = {Rung.ZYGOTE_USERNS: 0, Rung.ZYGOTE_ROOT: 1, Rung.NSJAIL_ONCE: 2}
+FIRST_UID = 0x60000000
+"""Of the user ids that sessions of a root zygote get: far from any that a machine gives out."""
+
+
+def session_environment(template: Template) -> dict[str, str]:
+    """What the code finds in os.environ."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/home/user",
+        "LANG": "C.UTF-8",
+        "TMPDIR": "/tmp",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        **template.env,
+    }
+
+
+def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> dict[str, Any]:
+    largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
+    return {
+        "extension": EXTENSION_FILE,
+        "site_dirs": list(template.site_dirs),
+        "preload": list(template.preload),
+        "python_env": session_environment(template),
+        "tmpfs": [tmpfs_options(limits, mib) for mib in limits.private_mib],
+        "limits": [
+            limits.memory_mib * MIB if bounded else 0,
+            limits.processes,
+            largest_file,
+            limits.cpu_s,
+            limits.open_files,
+            limits.niceness,
+        ],
+        "mode": MODES[rung],
+        "filter": policy.build().hex(),
+        "value_bytes": limits.value_kib << 10,
+        "traceback_bytes": limits.traceback_kib << 10,
+    }
+
+
+class Zygote:
+    """One preloaded interpreter in its jail. ``spawn()`` may be called from several threads.
+
+    Raises:
+        SandboxUnavailable: the jail cannot be set up here; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        limits: Limits,
+        *,
+        rung: Rung = Rung.ZYGOTE_USERNS,
+        nsjail: str | None = None,
+        bound_address_space: bool = True,
+    ) -> None:
+        self.template, self.limits, self.rung = template, limits, rung
+        self._uids = itertools.count(FIRST_UID)
+        self.nsjail = find_nsjail(nsjail)
+        self._scratch = tempfile.mkdtemp(prefix="agentgrpo-sandbox-")
+        self._log = os.memfd_create("nsjail-log")
+        self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = 0
+        try:
+            with guest:
+                self.pid = self._launch(guest.fileno())
+            self.python_version = self._greet(
+                _settings(template, limits, rung, bound_address_space)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, guest_fd: int) -> int:
+        """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
+        binds = shown_paths(self.template, str(_C.__file__))
+        config = os.path.join(self._scratch, "nsjail.cfg")
+        env = {"TMPDIR": self._scratch}
+        argv = [self.nsjail, "--config", config]
+        if os.geteuid() == 0:
+            argv, binds = self._stage(argv, env, binds)
+        with open(config, "w") as file:
+            file.write(self._config(binds))
+        with open(os.devnull, "r+b") as null:
+            actions = [
+                (os.POSIX_SPAWN_DUP2, null.fileno(), 0),
+                (os.POSIX_SPAWN_DUP2, null.fileno(), 1),
+                (os.POSIX_SPAWN_DUP2, self._log, 2),
+                (os.POSIX_SPAWN_DUP2, guest_fd, HOST_FD),
+            ]
+            defaults = [signal.SIGINT, signal.SIGPIPE]
+            return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
+
+    def _config(self, binds: list[Bind]) -> str:
+        if self.rung is Rung.NSJAIL_ONCE:
+            return session_config(self.template, binds, self.limits)
+        own_users = self.rung is Rung.ZYGOTE_USERNS
+        return zygote_config(self.template, binds, own_users=own_users)
+
+    def _stage(
+        self, argv: list[str], env: dict[str, str], binds: list[Bind]
+    ) -> tuple[list[str], list[Bind]]:
+        """For root: bind every source where the jail's user can reach it (guest/launch.py)."""
+        touched = [bind.source for bind in binds] + [self.nsjail, self._scratch]
+        stage = next(
+            (
+                path
+                for path in STAGES
+                if os.path.isdir(path) and not any(p.startswith(path + "/") for p in touched)
+            ),
+            None,
+        )
+        if stage is None:
+            raise SandboxUnavailable(
+                f"every directory of {', '.join(STAGES)} is in use by the sandbox's own files; "
+                "remedy: create an empty /mnt"
+            )
+        plan = os.path.join(self._scratch, "plan.json")
+        with open(plan, "w") as file:
+            staged = [[bind.source, str(i)] for i, bind in enumerate(binds)]
+            json.dump({"stage": stage, "binds": staged, "argv": argv, "env": env}, file)
+        launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest", "launch.py")
+        binds = [Bind(os.path.join(stage, str(i)), bind.target) for i, bind in enumerate(binds)]
+        return [sys.executable, "-I", "-S", "-B", launcher, str(_C.__file__), plan], binds
+
+    def _greet(self, settings: dict[str, Any]) -> str:
+        try:
+            self._host.sendall(json.dumps(settings).encode())
+            self._host.settimeout(START_TIMEOUT_S)
+            answer = self._host.recv(1 << 16)
+            self._host.settimeout(SPAWN_TIMEOUT_S)
+        except OSError as error:
+            raise SandboxUnavailable(f"the jail did not start: {error}\n{self.log()}") from error
+        if answer.startswith(b"ready "):
+            return answer[6:].decode()
+        if answer.startswith(b"failed "):
+            raise SandboxUnavailable(
+                f"template {self.template.name!r} could not be loaded in the jail:\n"
+                + answer[7:].decode(errors="replace")
+            )
+        raise SandboxUnavailable(f"nsjail could not set up the jail:\n{self.log()}")
+
+    def log(self) -> str:
+        """What nsjail and the zygote wrote to their standard error."""
+        return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
+
+    def spawn(self, group: Group | None = None) -> Channels:
+        """Start a session, in a control group if there is one; its interpreter is about to run.
+
+        Raises:
+            SandboxInfraError: the zygote is gone, or a step of the setup failed.
+        """
+        uid = next(self._uids) if self.rung is Rung.ZYGOTE_ROOT else JAIL_ID
+        with Ends(uid if os.geteuid() == 0 else None) as ends:
+            theirs = list(ends.theirs)
+            attach = group.open_for_attaching() if group is not None else []
+            try:
+                socket.send_fds(self._host, [b"%d" % uid], theirs + attach)
+            except OSError as error:
+                raise SandboxInfraError(f"the zygote is gone ({error}): {self.log()}") from error
+            finally:
+                for fd in attach:
+                    os.close(fd)
+            ends.close_theirs()
+            init, interpreter = await_ready(ends.status, 2)
+            return ends.detach(init, interpreter)
+
+    def alive(self) -> bool:
+        """Whether its jail still runs."""
+        if not self.pid:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def close(self) -> None:
+        """End the zygote and with it every session. May be called twice."""
+        self._host.close()
+        if self.pid:
+            _reap(self.pid)
+            self.pid = 0
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _reap(pid: int) -> None:
+    """Wait for nsjail, which ends when its zygote does; kill it if it takes long."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], 2.0)[0]:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,331 @@
+/* The jailed side of the sandbox: how a zygote process becomes a session.
+ *
+ * spawn_session() clones the (single-threaded, preloaded) zygote into new namespaces. The clone is
+ * PID 1 of the session and never runs Python again: it builds the session's view of the machine,
+ * gives up every privilege, forks the interpreter that will run untrusted code as PID 2, and
+ * then only reaps children and reports how PID 2 ended on a socket that PID 2 never holds.
+ * spawn_session() therefore returns twice: None in the zygote, a True in PID 2.
+ *
+ * Two thin system calls (unshare, mount) are here as well, for the launcher that prepares an outer
+ * jail for a root user: Python 3.11 has neither.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <net/if.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "methods.h"
+#include "sandbox.h"
+
+#define NAMESPACES                                                                                 \
+    (CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
+
+enum mode {
+    MODE_USERNS,   /* clone into new namespaces, user namespace included */
+    MODE_ROOT,     /* the same without a user namespace, under a user id of the session's own */
+    MODE_IN_PLACE, /* nsjail made this process PID 1 of namespaces of its own already */
+};
+enum { MAX_CGROUPS = 3 };
+
+struct session_spec {
+    int status, request, response, out, err;
+    const char *home_options, *tmp_options, *shm_options;
+    int cgroups[MAX_CGROUPS]; /* -1: none */
+    unsigned long long address_space, processes, file_size, cpu_s;
+    int open_files, niceness, mode;
+    unsigned int uid;
+    struct sandbox_filter filter;
+};
+
+static void
+refuse(const struct session_spec *spec, enum sandbox_setup_step step)
+{
+    sandbox_refuse(spec->status, step);
+}
+
+static int
+write_file(const char *path, const char *text)
+{
+    const int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0) {
+        return -1;
+    }
+    const ssize_t written = write(fd, text, strlen(text));
+    const int error = errno;
+    close(fd);
+    errno = error;
+    return written < 0 ? -1 : 0;
+}
+
+static void
+enter_user_namespace(const struct session_spec *spec)
+{
+    char map[64];
+    PyOS_snprintf(map, sizeof map, "%u %u 1", spec->uid, spec->uid);
+    if (write_file("/proc/self/setgroups", "deny") < 0 ||
+        write_file("/proc/self/uid_map", map) < 0 || write_file("/proc/self/gid_map", map) < 0) {
+        refuse(spec, SANDBOX_SETUP_USERS);
+    }
+}
+
+static void
+mount_private_files(const struct session_spec *spec)
+{
+    const unsigned long plain = MS_NOSUID | MS_NODEV;
+    if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0 ||
+        mount("tmpfs", "/tmp", "tmpfs", plain, spec->tmp_options) < 0 ||
+        mount("tmpfs", "/home/user", "tmpfs", plain, spec->home_options) < 0 ||
+        mount("tmpfs", "/dev/shm", "tmpfs", plain | MS_NOEXEC, spec->shm_options) < 0) {
+        refuse(spec, SANDBOX_SETUP_MOUNTS);
+    }
+    if (mount("proc", "/proc", "proc", plain | MS_NOEXEC | MS_RDONLY, "subset=pid") < 0) {
+        refuse(spec, SANDBOX_SETUP_PROC);
+    }
+    if (chdir("/home/user") < 0) {
+        refuse(spec, SANDBOX_SETUP_MOUNTS);
+    }
+}
+
+static void
+raise_loopback(const struct session_spec *spec)
+{
+    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP};
+    const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request) < 0) {
+        refuse(spec, SANDBOX_SETUP_NETWORK);
+    }
+    close(fd);
+}
+
+static void
+limit(const struct session_spec *spec, __rlimit_resource_t resource, unsigned long long value)
+{
+    struct rlimit bound;
+    if (getrlimit(resource, &bound) < 0) {
+        refuse(spec, SANDBOX_SETUP_LIMITS);
+    }
+    /* Lower only: a hard limit that is already tighter than ours stays. */
+    bound.rlim_max = value < bound.rlim_max ? value : bound.rlim_max;
+    bound.rlim_cur = bound.rlim_max;
+    if (setrlimit(resource, &bound) < 0) {
+        refuse(spec, SANDBOX_SETUP_LIMITS);
+    }
+}
+
+static void
+set_limits(const struct session_spec *spec)
+{
+    limit(spec, RLIMIT_AS, spec->address_space);
+    limit(spec, RLIMIT_NPROC, spec->processes);
+    limit(spec, RLIMIT_FSIZE, spec->file_size);
+    limit(spec, RLIMIT_CPU, spec->cpu_s);
+    limit(spec, RLIMIT_CORE, 0);
+    limit(spec, RLIMIT_MEMLOCK, 65536);
+    limit(spec, RLIMIT_MSGQUEUE, 0);
+    if (setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {
+        refuse(spec, SANDBOX_SETUP_LIMITS);
+    }
+}
+
+static void
+drop_privileges(const struct session_spec *spec)
+{
+    for (unsigned long capability = 0; spec->mode != MODE_IN_PLACE; capability++) {
+        if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0) {
+            if (errno == EINVAL && capability > 0) { /* one past the kernel's last capability */
+                break;
+            }
+            refuse(spec, SANDBOX_SETUP_PRIVILEGES);
+        }
+    }
+    if (spec->mode == MODE_ROOT && (syscall(SYS_setgroups, 0, NULL) < 0 ||
+                             syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
+                             syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
+        refuse(spec, SANDBOX_SETUP_PRIVILEGES);
+    }
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct none[2] = {0};
+    if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) < 0 ||
+        syscall(SYS_capset, &header, none) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0) {
+        refuse(spec, SANDBOX_SETUP_PRIVILEGES);
+    }
+}
+
+/* Into the session's control groups: the descriptors were opened by the host, with its rights. */
+static void
+enter_cgroups(const struct session_spec *spec)
+{
+    for (int i = 0; i < MAX_CGROUPS && spec->cgroups[i] >= 0; i++) {
+        if (write(spec->cgroups[i], "0", 1) < 0) {
+            refuse(spec, SANDBOX_SETUP_CGROUP);
+        }
+    }
+}
+
+/* What nsjail has not done already when every session has a jail of its own. */
+static void
+enter_namespaces(const struct session_spec *spec)
+{
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (spec->mode == MODE_USERNS) {
+        enter_user_namespace(spec);
+    }
+    mount_private_files(spec);
+    raise_loopback(spec);
+    if (sethostname("sandbox", 7) < 0) {
+        refuse(spec, SANDBOX_SETUP_NETWORK);
+    }
+}
+
+/* In PID 1: sets the session up; returns only in PID 2. */
+static void
+run_session(const struct session_spec *spec)
+{
+    signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
+    enter_cgroups(spec);
+    if (spec->mode != MODE_IN_PLACE) {
+        enter_namespaces(spec);
+    }
+    set_limits(spec);
+    drop_privileges(spec);
+    prctl(PR_SET_DUMPABLE, 0);
+    sigset_t child, before;
+    sigemptyset(&child);
+    sigaddset(&child, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &child, &before);
+    const pid_t interpreter = fork();
+    if (interpreter < 0) {
+        refuse(spec, SANDBOX_SETUP_FORK);
+    }
+    if (interpreter > 0) {
+        const int fds[] = {(int)syscall(SYS_pidfd_open, getpid(), 0),
+                           (int)syscall(SYS_pidfd_open, interpreter, 0)};
+        if (fds[0] < 0 || fds[1] < 0) {
+            refuse(spec, SANDBOX_SETUP_FORK);
+        }
+        const struct sandbox_report ready = {.kind = SANDBOX_REPORT_READY};
+        sandbox_report(spec->status, &ready, fds, 2);
+        sandbox_run_init(spec->status, interpreter, spec->open_files, &spec->filter);
+    }
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    prctl(PR_SET_DUMPABLE, 1);
+    setsid();
+    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
+    sandbox_take_descriptors(spec->status, wanted, 5, spec->open_files, &spec->filter);
+    close(5); /* the status socket, kept to complain on until here */
+}
+
+PyDoc_STRVAR(
+    spawn_session_doc,
+    "spawn_session($module, channels, cgroups, tmpfs, limits, mode, uid, filter, /)\n"
+    "--\n"
+    "\n"
+    "Turn this process or a clone of it into a session; None in the zygote, True in PID 2.\n"
+    "\n"
+    "channels: the session's ends of (status, request, response, out, err). cgroups: three\n"
+    "descriptors of cgroup.procs files, or -1. tmpfs: mount options of (home, tmp, shm). limits:\n"
+    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode: 0\n"
+    "clones with a user namespace, 1 without one and under uid, 2 does not clone. filter: the bytes\n"
+    "of a seccomp program. What goes wrong inside is reported on status, not raised.\n"
+    "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
+
+static PyObject *
+spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct session_spec spec;
+    Py_ssize_t filter_bytes;
+    if (!PyArg_ParseTuple(args, "(iiiii)(iii)(sss)(KKKKii)iIy#", &spec.status, &spec.request,
+                          &spec.response, &spec.out, &spec.err, &spec.cgroups[0], &spec.cgroups[1],
+                          &spec.cgroups[2], &spec.home_options, &spec.tmp_options,
+                          &spec.shm_options, &spec.address_space, &spec.processes, &spec.file_size,
+                          &spec.cpu_s, &spec.open_files, &spec.niceness, &spec.mode, &spec.uid,
+                          &spec.filter.bytes, &filter_bytes)) {
+        return NULL;
+    }
+    if (filter_bytes == 0 || filter_bytes % 8 != 0 || filter_bytes / 8 > 4096) {
+        PyErr_Format(PyExc_ValueError,
+                     "filter: expected 1 to 4096 instructions of 8 bytes, got %zd bytes",
+                     filter_bytes);
+        return NULL;
+    }
+    if (spec.mode < MODE_USERNS || spec.mode > MODE_IN_PLACE) {
+        return PyErr_Format(PyExc_ValueError, "mode: expected 0, 1 or 2, got %d", spec.mode);
+    }
+    spec.filter.count = (size_t)filter_bytes;
+    PyOS_BeforeFork();
+    const int namespaces = spec.mode == MODE_USERNS ? NAMESPACES : NAMESPACES & ~CLONE_NEWUSER;
+    const long pid = spec.mode == MODE_IN_PLACE
+                         ? 0
+                         : syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);
+    if (pid != 0) {
+        const int error = errno;
+        PyOS_AfterFork_Parent();
+        if (pid < 0) {
+            errno = error;
+            return PyErr_SetFromErrno(PyExc_OSError);
+        }
+        Py_RETURN_NONE;
+    }
+    run_session(&spec);
+    PyOS_AfterFork_Child();
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(unshare_doc, "unshare_mounts($module, /)\n"
+                          "--\n"
+                          "\n"
+                          "Leave the shared mount namespace: later mounts are seen only by this\n"
+                          "process and its children. Raises OSError.");
+
+static PyObject *
+unshare_mounts(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) {
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(mount_doc, "mount($module, source, target, /)\n"
+                        "--\n"
+                        "\n"
+                        "Bind source on target, or, with source None, a small tmpfs (mode 0755).\n"
+                        "Raises OSError naming target.");
+
+static PyObject *
+mount_path(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *source, *target;
+    if (!PyArg_ParseTuple(args, "zs", &source, &target)) {
+        return NULL;
+    }
+    const int failed =
+        source ? mount(source, target, NULL, MS_BIND | MS_REC, NULL)
+               : mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m");
+    if (failed < 0) {
+        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, target);
+    }
+    Py_RETURN_NONE;
+}
+
+PyMethodDef agentgrpo_sandbox_spawn_methods[] = {
+    {"sandbox_spawn_session", spawn_session, METH_VARARGS, spawn_session_doc},
+    {"sandbox_unshare_mounts", unshare_mounts, METH_NOARGS, unshare_doc},
+    {"sandbox_mount", mount_path, METH_VARARGS, mount_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,452 @@
+/* The host side of one step: send a request, collect output, enforce the limits, say how it ended.
+ *
+ * Everything that arrives on the response, output and error pipes was written by untrusted code.
+ * The host reads a bounded amount of it, believes only lengths that it has checked, and takes the
+ * facts (did it end, by which signal, when) from the session's PID 1, from pidfds and its own
+ * clock.
+ *
+ * A step is a small state machine over non-blocking descriptors: step_begin(), step_ready() when
+ * one is readable, step_expire() when its deadline passes; step->ending says when it is over.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <math.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "methods.h"
+#include "sandbox.h"
+
+/* The order is that of Ending in agentgrpo/sandbox/session.py. */
+enum ending {
+    RUNNING,
+    ANSWERED,
+    KILLED_AT_DEADLINE,
+    OUTPUT_LIMIT,
+    PROTOCOL,
+    EXITED, /* PID 1 reported how the interpreter ended */
+    LOST,   /* PID 1 itself is gone without a word */
+};
+
+enum { REQUEST, RESPONSE, OUT, ERR, STATUS, NUM_CHANNELS };
+enum { CHUNK = 65536, BACKGROUND_KEPT = 4096 };
+
+/* Output of one stream: its first and its last bytes, and how much there was. */
+struct capture {
+    char *head, *tail; /* keep bytes each; tail is a ring */
+    size_t keep, head_used, tail_used, tail_at;
+    uint64_t total;
+};
+
+struct step {
+    int fds[NUM_CHANNELS];
+    int init, interpreter; /* pidfds */
+    const char *request;
+    size_t request_bytes, sent;
+    uint32_t id;
+    double started, deadline, grace;
+    int interrupted;
+    uint64_t output_max;
+    struct capture streams[2], background;
+    PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
+    PyThreadState *waiting; /* this thread's, while it runs without the GIL */
+    char head[4];
+    size_t head_used;
+    char *answer;
+    size_t answer_bytes, answer_used, answer_max;
+    int response_closed;
+    enum ending ending;
+    struct sandbox_report report;
+};
+
+static double
+seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static void
+capture_bytes(struct capture *into, const char *data, size_t count)
+{
+    into->total += count;
+    const size_t first = Py_MIN(count, into->keep - into->head_used);
+    memcpy(into->head + into->head_used, data, first);
+    into->head_used += first;
+    data += first;
+    count -= first;
+    if (into->tail == NULL || count == 0) {
+        return;
+    }
+    if (count > into->keep) { /* only the last keep bytes can survive */
+        data += count - into->keep;
+        count = into->keep;
+    }
+    const size_t before_wrap = Py_MIN(count, into->keep - into->tail_at);
+    memcpy(into->tail + into->tail_at, data, before_wrap);
+    memcpy(into->tail, data + before_wrap, count - before_wrap);
+    into->tail_at = (into->tail_at + count) % into->keep;
+    into->tail_used = Py_MIN(into->keep, into->tail_used + count);
+}
+
+static void
+finish(struct step *step, enum ending ending)
+{
+    if (step->ending == RUNNING) {
+        step->ending = ending;
+    }
+    if (ending != ANSWERED) { /* nothing of a session that broke the rules goes on running */
+        syscall(SYS_pidfd_send_signal, step->init, SIGKILL, NULL, 0);
+    }
+}
+
+/* Passes output on. A listener that raises is not called again; the step goes on to its end. */
+static void
+tell_listener(struct step *step, int stream, const char *data, Py_ssize_t count)
+{
+    PyEval_RestoreThread(step->waiting);
+    PyObject *answer = PyObject_CallFunction(step->listener, "iy#", stream, data, count);
+    if (answer == NULL) {
+        step->listener = NULL;
+    }
+    Py_XDECREF(answer);
+    step->waiting = PyEval_SaveThread();
+}
+
+/* Reads what is there now; at end of file the channel is forgotten. */
+static void
+drain_stream(struct step *step, int channel, struct capture *into, uint64_t at_most)
+{
+    char chunk[CHUNK];
+    uint64_t seen = 0;
+    while (step->fds[channel] >= 0 && seen < at_most) {
+        const ssize_t count = read(step->fds[channel], chunk, sizeof chunk);
+        if (count > 0) {
+            capture_bytes(into, chunk, (size_t)count);
+            if (step->listener != NULL && into != &step->background) {
+                tell_listener(step, channel - OUT, chunk, count);
+            }
+            seen += (uint64_t)count;
+        } else if (count == 0 || errno != EAGAIN) {
+            step->fds[channel] = -1;
+        }
+        if (count < (ssize_t)sizeof chunk) {
+            return;
+        }
+    }
+}
+
+static void
+read_output(struct step *step, int channel)
+{
+    struct capture *into = &step->streams[channel - OUT];
+    drain_stream(step, channel, into, step->output_max);
+    if (step->streams[0].total + step->streams[1].total > step->output_max) {
+        finish(step, OUTPUT_LIMIT);
+    }
+}
+
+/* A byte beyond the one expected answer is a broken protocol. Returns 1 if there is one. */
+static int
+response_has_more(const struct step *step)
+{
+    struct pollfd one = {.fd = step->fds[RESPONSE], .events = POLLIN};
+    return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
+}
+
+static void
+take_answer(struct step *step)
+{
+    uint32_t id;
+    memcpy(&id, step->answer, sizeof id);
+    if (id != step->id || response_has_more(step)) {
+        finish(step, PROTOCOL);
+        return;
+    }
+    /* The interpreter flushed before it answered: what it printed is in the pipes already. */
+    read_output(step, OUT);
+    read_output(step, ERR);
+    finish(step, ANSWERED);
+}
+
+/* One read of the response pipe. Returns the bytes read, 0 if there is nothing to read now. */
+static size_t
+read_response(struct step *step, char *into, size_t wanted)
+{
+    const ssize_t count = read(step->fds[RESPONSE], into, wanted);
+    if (count > 0) {
+        return (size_t)count;
+    }
+    if (count == 0 || errno != EAGAIN) {
+        /* Closed by the session: if its interpreter is ending, PID 1 says so in a moment. */
+        step->fds[RESPONSE] = -1;
+        step->response_closed = 1;
+        step->deadline = Py_MIN(step->deadline, seconds() + step->grace);
+    }
+    return 0;
+}
+
+static void
+read_answer(struct step *step)
+{
+    if (step->head_used < sizeof step->head) {
+        step->head_used +=
+            read_response(step, step->head + step->head_used, sizeof step->head - step->head_used);
+        if (step->head_used < sizeof step->head) {
+            return;
+        }
+        uint32_t length;
+        memcpy(&length, step->head, sizeof length);
+        if (length < 8 || length > step->answer_max) {
+            finish(step, PROTOCOL);
+            return;
+        }
+        step->answer_bytes = length;
+        step->answer = malloc(length);
+        if (step->answer == NULL) {
+            finish(step, PROTOCOL);
+            return;
+        }
+    }
+    while (step->answer_used < step->answer_bytes) {
+        const size_t count = read_response(step, step->answer + step->answer_used,
+                                           step->answer_bytes - step->answer_used);
+        if (count == 0) {
+            return;
+        }
+        step->answer_used += count;
+    }
+    take_answer(step);
+}
+
+static void
+read_status(struct step *step)
+{
+    const ssize_t count = recv(step->fds[STATUS], &step->report, sizeof step->report, MSG_DONTWAIT);
+    if (count < 0 && errno == EAGAIN) {
+        return;
+    }
+    const int reported = count == (ssize_t)sizeof step->report;
+    read_output(step, OUT);
+    read_output(step, ERR);
+    finish(step, reported && step->report.kind == SANDBOX_REPORT_EXIT ? EXITED : LOST);
+}
+
+static void
+send_request(struct step *step)
+{
+    while (step->sent < step->request_bytes) {
+        const ssize_t count =
+            write(step->fds[REQUEST], step->request + step->sent, step->request_bytes - step->sent);
+        if (count < 0) {
+            if (errno != EAGAIN) { /* closed by the session; the other channels say the rest */
+                step->fds[REQUEST] = -1;
+            }
+            return;
+        }
+        step->sent += (size_t)count;
+    }
+    step->fds[REQUEST] = -1; /* sent: nothing more to wait for here */
+}
+
+static void
+step_begin(struct step *step)
+{
+    drain_stream(step, OUT, &step->background, step->output_max);
+    drain_stream(step, ERR, &step->background, step->output_max);
+    if (response_has_more(step)) {
+        finish(step, PROTOCOL);
+        return;
+    }
+    send_request(step);
+}
+
+static void
+step_ready(struct step *step, int channel)
+{
+    switch (channel) {
+    case REQUEST:
+        send_request(step);
+        break;
+    case RESPONSE:
+        read_answer(step);
+        break;
+    case OUT:
+    case ERR:
+        read_output(step, channel);
+        break;
+    default:
+        read_status(step);
+    }
+}
+
+/* The deadline passed: first ask the code to stop, then end the session. */
+static void
+step_expire(struct step *step)
+{
+    if (step->interrupted || step->response_closed) {
+        finish(step, step->response_closed ? PROTOCOL : KILLED_AT_DEADLINE);
+        return;
+    }
+    step->interrupted = 1;
+    step->deadline += step->grace;
+    syscall(SYS_pidfd_send_signal, step->interpreter, SIGINT, NULL, 0);
+}
+
+static void
+run_alone(struct step *step)
+{
+    step_begin(step);
+    while (step->ending == RUNNING) {
+        const double left = step->deadline - seconds();
+        if (left <= 0) {
+            step_expire(step);
+            continue;
+        }
+        struct pollfd polled[NUM_CHANNELS];
+        for (int i = 0; i < NUM_CHANNELS; i++) {
+            polled[i] =
+                (struct pollfd){.fd = step->fds[i], .events = i == REQUEST ? POLLOUT : POLLIN};
+        }
+        const struct timespec wait = {.tv_sec = (time_t)left,
+                                      .tv_nsec = (long)((left - floor(left)) * 1e9)};
+        if (ppoll(polled, NUM_CHANNELS, &wait, NULL) <= 0) {
+            continue;
+        }
+        /* Output before answer before status, so that an ending finds all that was printed. */
+        static const int order[NUM_CHANNELS] = {OUT, ERR, REQUEST, RESPONSE, STATUS};
+        for (int i = 0; i < NUM_CHANNELS && step->ending == RUNNING; i++) {
+            if (polled[order[i]].revents != 0) {
+                step_ready(step, order[i]);
+            }
+        }
+    }
+}
+
+static PyObject *
+capture_tuple(const struct capture *stream)
+{
+    const size_t unwrapped = stream->tail_used < stream->keep ? 0 : stream->tail_at;
+    PyObject *tail = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)stream->tail_used);
+    if (tail == NULL) {
+        return NULL;
+    }
+    if (stream->tail_used > 0) {
+        char *to = PyBytes_AsString(tail);
+        memcpy(to, stream->tail + unwrapped, stream->tail_used - unwrapped);
+        memcpy(to + stream->tail_used - unwrapped, stream->tail, unwrapped);
+    }
+    return Py_BuildValue("y#NK", stream->head, (Py_ssize_t)stream->head_used, tail,
+                         (unsigned long long)stream->total);
+}
+
+static PyObject *
+step_result(const struct step *step)
+{
+    PyObject *out = capture_tuple(&step->streams[0]);
+    PyObject *err = out ? capture_tuple(&step->streams[1]) : NULL;
+    if (err == NULL) {
+        Py_XDECREF(out);
+        return NULL;
+    }
+    return Py_BuildValue("iOdNNy#y#iLL", (int)step->ending, step->interrupted ? Py_True : Py_False,
+                         seconds() - step->started, out, err, step->background.head,
+                         (Py_ssize_t)step->background.head_used,
+                         step->ending == ANSWERED ? step->answer : NULL,
+                         (Py_ssize_t)step->answer_used, step->report.value,
+                         (long long)step->report.max_rss_kib, (long long)step->report.cpu_us);
+}
+
+static int
+allocate(struct step *step, size_t keep)
+{
+    char *memory = malloc(4 * keep + BACKGROUND_KEPT);
+    if (memory == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < 2; i++) {
+        step->streams[i].keep = keep;
+        step->streams[i].head = memory + (size_t)(2 * i) * keep;
+        step->streams[i].tail = memory + (size_t)(2 * i + 1) * keep;
+    }
+    step->background.keep = BACKGROUND_KEPT;
+    step->background.head = memory + 4 * keep;
+    return 0;
+}
+
+PyDoc_STRVAR(
+    run_step_doc,
+    "run_step($module, channels, pidfds, request, id, timeout_s, grace_s, keep, output_max,\n"
+    "         answer_max, listener, /)\n"
+    "--\n"
+    "\n"
+    "Run one step of a session and block, without the GIL, until it is over.\n"
+    "\n"
+    "channels are the non-blocking descriptors (request, response, out, err, status), pidfds "
+    "those\n"
+    "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
+    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, unless\n"
+    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, err, "
+    "background,\n"
+    "answer, wait_status, max_rss_kib, cpu_us), out and err as (head, tail, total); answer is\n"
+    "None unless ending is 1 (ANSWERED).");
+
+static PyObject *
+run_step(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct step step = {.ending = RUNNING};
+    Py_buffer request;
+    Py_ssize_t keep, answer_max;
+    unsigned long long output_max;
+    double timeout;
+    unsigned int id;
+    int *fds = step.fds;
+    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
+                          &fds[ERR], &fds[STATUS], &step.init, &step.interpreter, &request, &id,
+                          &timeout, &step.grace, &keep, &output_max, &answer_max, &step.listener)) {
+        return NULL;
+    }
+    if (keep <= 0 || answer_max < 8 || !(timeout > 0) || !(step.grace >= 0)) {
+        PyBuffer_Release(&request);
+        PyErr_Format(PyExc_ValueError, "keep, answer_max and timeout_s must be positive");
+        return NULL;
+    }
+    step.id = id;
+    step.request = request.buf;
+    step.request_bytes = (size_t)request.len;
+    step.output_max = output_max;
+    step.answer_max = (size_t)answer_max;
+    if (allocate(&step, (size_t)keep) < 0) {
+        PyBuffer_Release(&request);
+        return NULL;
+    }
+    if (step.listener == Py_None) {
+        step.listener = NULL;
+    }
+    step.waiting = PyEval_SaveThread();
+    step.started = seconds();
+    step.deadline = step.started + timeout;
+    run_alone(&step);
+    PyEval_RestoreThread(step.waiting);
+    PyBuffer_Release(&request);
+    PyObject *result = PyErr_Occurred() ? NULL : step_result(&step);
+    free(step.streams[0].head);
+    free(step.answer);
+    return result;
+}
+
+PyMethodDef agentgrpo_sandbox_step_methods[] = {
+    {"sandbox_run_step", run_step, METH_VARARGS, run_step_doc},
+    {NULL, NULL, 0, NULL},
+};
