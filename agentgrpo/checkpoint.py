@@ -1,0 +1,89 @@
+"""Checkpoints on disk: Hugging Face model directories with the run's state inside, all or nothing.
+
+A checkpoint is written under another name and renamed when it is complete and on disk, so that
+every `checkpoints/step_000010` is whole, whenever the process was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+STATE = "agentgrpo_state.pt"
+"""Optimizer, data position, log offsets: what a model directory does not hold."""
+
+
+def newest(out_dir: Path) -> Path | None:
+    """The checkpoint of the highest step, or None."""
+    found = _complete(out_dir)
+    return found[-1] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps taken when the checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
+    """Write a checkpoint through write(folder) and drop all but the newest `keep`.
+
+    Returns:
+        The finished checkpoint.
+
+    Raises:
+        OSError: it could not be written, for example because the disk is full; older checkpoints
+            are untouched.
+    """
+    final = out_dir / "checkpoints" / f"step_{step:06d}"
+    partial = final.with_name(f".partial-{final.name}")
+    for rest in (*final.parent.glob(".partial-*"), *final.parent.glob(".removed-*")):
+        shutil.rmtree(rest)  # of a process that was killed
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        _flush(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _remove(final)
+    partial.rename(final)
+    _flush_folder(final.parent)
+    for old in _complete(out_dir)[:-keep]:
+        _remove(old)
+    return final
+
+
+def _complete(out_dir: Path) -> list[Path]:
+    folder = out_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (p for p in folder.iterdir() if re.fullmatch(r"step_\d{6,}", p.name)), key=step_of
+    )
+
+
+def _remove(checkpoint: Path) -> None:
+    """Rename first: a kill halfway must not leave half a checkpoint under its name."""
+    if checkpoint.exists():
+        doomed = checkpoint.with_name(f".removed-{checkpoint.name}")
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,296 @@
+"""Every setting of a run, and the strict reader that fills it from TOML.
+
+A config file holds only what differs from the defaults below. Values on the command line are
+`section.key=value`; a value is read as TOML where it is TOML and as a plain string otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import pydantic
+from pydantic import Field
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(pydantic.BaseModel):
+    """A frozen group of settings that knows no other keys."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EngineConfig(Section):
+    """vLLM in this process (engine.py)."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""
+    max_model_len: Positive = 1024
+    """Tokens of a whole rollout: prompt, turns and observations."""
+    max_num_seqs: Positive = 128
+    """Rollouts decoded at once."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 0.5
+    """Memory of the KV cache in GiB, given back while the engine sleeps (CUDA)."""
+    enforce_eager: bool = False
+    """CUDA: decode without CUDA graphs. The CPU build always does."""
+    weights: Literal["auto", "shared", "copy"] = "auto"
+    """One replica shared with the learner, or an in-place copy after every step. auto: share, and
+    say why where that cannot be."""
+    agreement_threshold: Annotated[float, Field(gt=0)] | None = None
+    """Largest |delta logp| in nats between sampler and learner on the same tokens before the run
+    stops. None: 1e-3 in float32, 1.0 in bfloat16 (measured spread: 5e-5 and 0.43)."""
+
+    def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
+        """The dtype that `auto` means on a device."""
+        if self.dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.dtype
+
+    def agreement_on(self, device: str) -> float:
+        """The threshold that None means on a device."""
+        if self.agreement_threshold is not None:
+            return self.agreement_threshold
+        return 1e-3 if self.dtype_on(device) == "float32" else 1.0
+
+
+class AgentConfig(Section):
+    """How the policy acts (agents/code.py)."""
+
+    system_prompt: str = (
+        "Solve the problem with Python. Write code between <code> and </code>; you will see what "
+        "it prints. Then reply with: Answer: NUMBER"
+    )
+    open_tag: str = "<code>"
+    close_tag: str = "</code>"
+    observation: str = "{output}"
+    """How the sandbox's answer is shown; {output} is replaced by stdout, value or error."""
+    observation_role: Literal["user", "tool"] = "user"
+    """Role of the message that carries an observation."""
+    answer_prefix: str = "Answer:"
+    """A reply that has this text and no code ends the rollout; what follows is the answer."""
+    shots: tuple[tuple[Annotated[dict[str, str], Field()], ...], ...] = ()
+    """Worked examples, each a list of messages, shown before the task."""
+
+
+class RolloutConfig(Section):
+    """How groups of rollouts are played (rollout/sampler.py)."""
+
+    tasks_per_step: Positive = 12
+    """Groups sampled before any refill."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task, at least 2: one alone has nothing to be compared with."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_turns: Positive = 3
+    max_turn_tokens: Positive = 64
+    """Tokens the policy may sample in one turn."""
+    max_observation_tokens: Positive = 64
+    """Longer observations keep their head and tail."""
+    refill_below: NotNegative = 0
+    """Sample more tasks while fewer groups than this carry a gradient (DAPO's dynamic sampling,
+    arXiv:2503.14476, 3.2); 0 never refills."""
+    max_refills: NotNegative = 1
+    """Extra rounds of sampling per step at most."""
+    deterministic: bool = False
+    """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
+    Costs the slowest tool call of each engine step."""
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """What one rollout may sample in all."""
+        return self.max_turns * self.max_turn_tokens
+
+
+class SandboxConfig(Section):
+    """Where the policy's code runs (sandbox/)."""
+
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """Wall-clock seconds of one code step."""
+    memory_mib: Annotated[int, Field(ge=32)] = 256
+    """Memory of one session."""
+    max_live: Positive = 128
+    """Sessions alive at once."""
+
+
+class DataConfig(Section):
+    """What is trained and evaluated on (data/tasks.py)."""
+
+    train: str = "word_problems"
+    """`word_problems` (generated) or a .jsonl file."""
+    heldout: str = "word_problems"
+    num_heldout: Positive = 64
+    """Held-out tasks per evaluation, always the same ones."""
+    levels: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (1, 2)
+    """Difficulty of the generated training tasks; easier levels come first."""
+    promote_at: float = 0.7
+    """Mean reward of the newest level's last 32 groups at which the next level joins."""
+    heldout_levels: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (1, 2)
+
+
+class RewardConfig(Section):
+    """What a rollout is worth: the weighted sum of its parts (rewards.py)."""
+
+    answer: float = 1.0
+    """Weight of a right final answer."""
+    format: float = 0.1
+    """Weight of having run code without an error and then answered in the asked form."""
+
+
+class LearnerConfig(Section):
+    """The optimizer and what it may change (learner.py)."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    decay: Literal["constant", "linear"] = "constant"
+    """linear: from learning_rate at the first step to final_learning_rate at the last."""
+    final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    trained_layers: Positive | None = None
+    """Train the last so many transformer layers and nothing else; None trains everything."""
+    max_tokens: Positive = 2048
+    """Packed tokens of one forward and backward pass."""
+
+
+class LossConfig(Section):
+    """The GRPO objective (kernels/grpo_loss.py has the formula)."""
+
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
+    """The normaliser: per rollout and then over rollouts (grpo), a constant per rollout (dr_grpo),
+    all trained tokens of the step (dapo)."""
+    scale_rewards: bool = True
+    """Divide a group's centred rewards by their standard deviation (DeepSeekMath); Dr. GRPO does
+    not."""
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped from below at 1 - epsilon."""
+    epsilon_high: Annotated[float, Field(gt=0)] = 0.28
+    """... and from above at 1 + epsilon_high; 0.28 is DAPO's clip-higher."""
+    mismatch_cap: Annotated[float, Field(gt=0)] | None = 2.0
+    """Truncate the sampler/learner importance weight of a token here (TIS); None: no correction."""
+
+    @property
+    def estimator(self) -> Literal["grpo", "dr_grpo"]:
+        """The name advantages.py knows scale_rewards by."""
+        return "grpo" if self.scale_rewards else "dr_grpo"
+
+
+class TrainConfig(Section):
+    """A whole run."""
+
+    model: str
+    """Model directory, hub name, or package:NAME for a model inside an installed package."""
+    out_dir: Path
+    """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
+    steps: Positive = 200
+    """Optimizer steps."""
+    seed: NotNegative = 0
+    save_every: Positive = 50
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: Positive = 2
+    eval_every: NotNegative = 25
+    """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+
+    engine: EngineConfig = EngineConfig()
+    agent: AgentConfig = AgentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    learner: LearnerConfig = LearnerConfig()
+    loss: LossConfig = LossConfig()
+
+    def seed_of(self, step: int, refill: int) -> int:
+        """The seed of what is sampled in a step: another in each, the same in every repetition."""
+        return (self.seed * 1_000_003 + step) * 101 + refill
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> TrainConfig:
+        if self.rollout.max_turn_tokens >= self.engine.max_model_len:
+            raise ValueError(
+                f"rollout.max_turn_tokens must be below engine.max_model_len "
+                f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
+            )
+        return self
+
+
+def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
+
+    Raises:
+        ValueError: no such file, not TOML, a key that does not exist (the nearest is named), a
+            value of the wrong type or out of range.
+    """
+    table = _read(name_or_path)
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"override {override!r}: expected section.key=value")
+        *parents, leaf = dotted.strip().split(".")
+        section = table
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"override {override!r}: {parent} is not a section")
+        section[leaf] = _value(text)
+    try:
+        return TrainConfig.model_validate(table)
+    except pydantic.ValidationError as error:
+        raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from None
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with the package, by name."""
+    folder = Path(str(resources.files("agentgrpo"))) / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _read(name_or_path: str | Path) -> dict[str, Any]:
+    path = Path(name_or_path)
+    shipped = shipped_configs()
+    if not path.is_file():
+        if str(name_or_path) not in shipped:
+            raise ValueError(
+                f"config {str(name_or_path)!r} is neither a file nor one of the shipped configs: "
+                f"{', '.join(shipped)}"
+            )
+        path = shipped[str(name_or_path)]
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _explain(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where, _all_keys(TrainConfig), n=1, cutoff=0.4)
+        return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
+    if error["type"] == "missing":
+        return f"config key {where} is required"
+    if not where:
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"config key {where}: {error['msg']}, got {error['input']!r}"
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            keys += _all_keys(inner, f"{prefix}{name}.")
+        assert not get_args(inner) or not any(
+            isinstance(arg, type) and issubclass(arg, Section) for arg in get_args(inner)
+        ), "sections may not be optional"
+    return keys

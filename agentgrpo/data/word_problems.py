@@ -1,0 +1,112 @@
+"""Word problems that need computing, made on the spot and without end.
+
+Problem `index` of a level is a pure function of (split, level, seed, index), so a position in the
+stream is one integer. Training and held-out problems share the kinds of computation and nothing
+else: wordings, names and things are disjoint (word_templates.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, Literal
+
+from agentgrpo.data.word_templates import (
+    HELDOUT_NAMES,
+    HELDOUT_THINGS,
+    KINDS,
+    TRAIN_NAMES,
+    TRAIN_THINGS,
+    Kind,
+)
+from agentgrpo.types import Task
+
+Split = Literal["train", "heldout"]
+
+LEVELS = tuple(sorted({kind.level for kind in KINDS}))
+
+BUILTINS = {"sum": sum, "range": range, "str": str, "int": int}
+"""All that the templates' expressions may call."""
+
+
+def task(split: Split, level: int, index: int, seed: int = 0) -> Task:
+    """Problem number `index`, counted from 0, of a level.
+
+    Every len(wordings(split, level)) consecutive problems, from a multiple of that number on, use
+    each wording once. `spec` holds the integer `answer`, the `expression` it is the value of, the
+    `kind` and the `level`; nothing of it may be shown to the agent.
+
+    Raises:
+        ValueError: there is no such split or level, or the index is negative.
+    """
+    if index < 0:
+        raise ValueError(f"index: expected at least 0, got {index}")
+    choices = wordings(split, level)
+    cycle, place = divmod(index, len(choices))
+    order = list(range(len(choices)))
+    random.Random(f"{seed}/{split}/{level}/cycle {cycle}").shuffle(order)
+    kind, wording = choices[order[place]]
+    rng = random.Random(f"{seed}/{split}/{level}/problem {index}")
+    names, things = _words(split)
+    name, other_name = rng.sample(names, 2)
+    words = {"n": name, "m": other_name, "t": rng.choice(things)}
+    numbers = _draw_numbers(kind, rng)
+    question = wording.format(**words, **numbers)
+    expression = kind.expr.format(**numbers)
+    return Task(
+        id=f"word/{split}/level{level}/seed{seed}/{index}",
+        messages=({"role": "user", "content": question[0].upper() + question[1:]},),
+        spec={
+            "answer": _value(expression),
+            "expression": expression,
+            "kind": kind.name,
+            "level": level,
+        },
+    )
+
+
+def generate(
+    split: Split, levels: Sequence[int] = LEVELS, seed: int = 0, start: int = 0
+) -> Iterator[Task]:
+    """Problems without end, the levels in turn; `start` skips as many problems."""
+    position = start
+    while True:
+        index, turn = divmod(position, len(levels))
+        yield task(split, levels[turn], index, seed)
+        position += 1
+
+
+@cache
+def wordings(split: Split, level: int) -> tuple[tuple[Kind, str], ...]:
+    """All ways in which a level's problems are put, each with its kind."""
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split: expected 'train' or 'heldout', got {split!r}")
+    if level not in LEVELS:
+        raise ValueError(f"level: expected one of {list(LEVELS)}, got {level!r}")
+    return tuple(
+        (kind, wording)
+        for kind in KINDS
+        if kind.level == level
+        for wording in (kind.train if split == "train" else kind.heldout)
+    )
+
+
+def _words(split: Split) -> tuple[Sequence[str], Sequence[str]]:
+    if split == "train":
+        return TRAIN_NAMES, TRAIN_THINGS
+    return HELDOUT_NAMES, HELDOUT_THINGS
+
+
+def _draw_numbers(kind: Kind, rng: random.Random) -> dict[str, int]:
+    while True:
+        numbers = {letter: rng.randint(*bounds) for letter, bounds in kind.ranges.items()}
+        for letter, formula in kind.let.items():
+            numbers[letter] = _value(formula.format(**numbers))
+        if _value(kind.where.format(**numbers)):
+            return numbers
+
+
+def _value(expression: str) -> Any:
+    # only ever the expressions of word_templates.py with integers put in
+    return eval(expression, {"__builtins__": BUILTINS})

@@ -1,0 +1,1 @@
+"""What the world answers to an action."""

@@ -1,0 +1,67 @@
+"""A Python interpreter in the sandbox: each rollout has its own session, whose state persists."""
+
+from __future__ import annotations
+
+from agentgrpo.agents.base import RunCode
+from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.sandbox import SandboxInfraError, SandboxPool, Session, StepResult
+from agentgrpo.types import Task
+
+
+class PythonEnv:
+    """Episodes whose actions are code steps.
+
+    Args:
+        pool: where sessions come from; the caller closes it.
+        timeout_s: wall-clock seconds of one step.
+    """
+
+    def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    def reset(self, task: Task) -> PythonEpisode:
+        """An episode without a session yet: most rollouts that never run code need none."""
+        return PythonEpisode(self._pool, self._timeout_s)
+
+
+class PythonEpisode:
+    """One rollout's interpreter."""
+
+    def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._session: Session | None = None
+
+    def step(self, action: RunCode) -> Observation:
+        """Run the code; a session that died is replaced, and the policy is told so."""
+        if self._session is None:
+            try:
+                self._session = self._pool.acquire()
+            except SandboxInfraError as error:
+                raise InfrastructureError(str(error)) from error
+        result = self._session.step(action.code, timeout_s=self._timeout_s)
+        if result.status == "infra_error":
+            raise InfrastructureError(render(result))
+        text = render(result)
+        if result.state_lost:
+            self._session.close()
+            self._session = None
+            text += "\n(the interpreter was restarted: its variables are gone)"
+        return Observation(text, failed=result.status != "ok")
+
+    def close(self) -> None:
+        """End the session, if there is one."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def render(result: StepResult) -> str:
+    """What a person at a terminal would have seen, without the traceback's frames."""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n"), result.value or ""]
+    if result.error is not None:
+        parts.append(f"{result.error.name}: {result.error.value}".rstrip(": "))
+    elif result.status != "ok":
+        parts.append(f"Error: {result.status.replace('_', ' ')}")
+    return "\n".join(part for part in parts if part) or "(no output)"

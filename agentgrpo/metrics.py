@@ -1,0 +1,129 @@
+"""What a run leaves on disk besides checkpoints: metrics.jsonl and rollouts.jsonl.
+
+Both only grow. A checkpoint remembers how long they were; a resumed run cuts them back to that, so
+that no step is recorded twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentgrpo.types import Group, Metrics, Rollout, Segment, Status, Task
+
+FILES = ("metrics.jsonl", "rollouts.jsonl")
+
+
+class RunLog:
+    """Appends to a run's records.
+
+    Args:
+        out_dir: created if missing.
+    """
+
+    def __init__(self, out_dir: Path) -> None:
+        self._out_dir = out_dir
+        out_dir.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, **areas: Metrics) -> None:
+        """One line of metrics.jsonl: the step and `area/name: value` for all."""
+        line: dict[str, float] = {"step": step}
+        for area, metrics in areas.items():
+            line.update({f"{area}/{name}": value for name, value in metrics.items()})
+        self._append("metrics.jsonl", [line])
+
+    def rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
+        """One line of rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
+        self._append(
+            "rollouts.jsonl",
+            [
+                {"step": step, "split": split, "group": g, "index": i, **rollout_record(rollout)}
+                for g, group in enumerate(groups)
+                for i, rollout in enumerate(group.rollouts)
+            ],
+        )
+
+    def describe(self, **record: Any) -> None:
+        """Write run.json: the resolved config, what was chosen, and the versions."""
+        text = json.dumps(record, indent=1, default=str)
+        (self._out_dir / "run.json").write_text(text + "\n")
+
+    def offsets(self) -> dict[str, int]:
+        """The files' lengths in bytes."""
+        return {
+            name: path.stat().st_size for name in FILES if (path := self._out_dir / name).exists()
+        }
+
+    def cut_back(self, offsets: dict[str, int]) -> None:
+        """Drop what was written after `offsets` were taken.
+
+        Raises:
+            ValueError: a record is shorter than it was then, so the run's history is incomplete.
+        """
+        for name in FILES:
+            path, kept = self._out_dir / name, offsets.get(name, 0)
+            size = path.stat().st_size if path.exists() else 0
+            if size < kept:
+                raise ValueError(f"{path}: {size} bytes, but the checkpoint's record had {kept}")
+            if path.exists():
+                os.truncate(path, kept)
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        with (self._out_dir / name).open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def rollout_record(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as JSON values; read_rollout() gives it back exactly.
+
+    float32 log-probabilities are written as the shortest decimals that read back as the same bits.
+    """
+    return {
+        "task": {
+            "id": rollout.task.id,
+            "messages": [dict(message) for message in rollout.task.messages],
+            "spec": dict(rollout.task.spec),
+        },
+        "status": str(rollout.status),
+        "answer": rollout.answer,
+        "rewards": rollout.rewards,
+        "advantage": rollout.advantage,
+        "stats": rollout.stats,
+        "segments": [
+            {
+                "token_ids": segment.token_ids.tolist(),
+                "logprobs": None
+                if segment.logprobs is None
+                else [float(str(value)) for value in segment.logprobs],
+            }
+            for segment in rollout.segments
+        ],
+    }
+
+
+def read_rollout(record: dict[str, Any]) -> Rollout:
+    """The rollout that rollout_record() wrote."""
+    return Rollout(
+        task=Task(
+            id=record["task"]["id"],
+            messages=tuple(record["task"]["messages"]),
+            spec=record["task"]["spec"],
+        ),
+        status=Status(record["status"]),
+        answer=record["answer"],
+        rewards=record["rewards"],
+        advantage=record["advantage"],
+        stats=record["stats"],
+        segments=[
+            Segment(
+                np.array(segment["token_ids"], np.int32),
+                None if segment["logprobs"] is None else np.array(segment["logprobs"], np.float32),
+            )
+            for segment in record["segments"]
+        ],
+    )

@@ -1,0 +1,148 @@
+"""What a rollout was worth, in named parts whose sum is the reward.
+
+A reward is any callable that takes a finished Rollout (its task with the hidden spec, the final
+answer, status, counts) and returns {part: value}. Rollouts that the machine broke are not scored.
+
+The numbers in a text are read as people write them: 1,234 and 1_234 are 1234, 12.0 is 12, a leading
+minus counts unless it joins two numbers (the 3 in 10-3 is 3). Comparison is exact, in decimals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, cast
+
+from agentgrpo.types import Group, Rollout, Status, Task
+
+NUMBER = re.compile(
+    r"""
+    (?: (?<! [\w)\]] ) - )?                          # a sign; after a word or bracket, an operator
+    (?: (?<! [\w.] ) \d{1,3} (?:,\d{3})+ (?! ,?\d )   # 1,234,567
+      | (?<! [\w.] ) \d+ (?:_\d+)*                   # 1234 or 1_234
+      | (?<! [\w.] ) (?= \.\d )                      # .5
+    )
+    (?: \.\d+ )?
+    (?: [eE] [+-]? \d{1,4} (?! \w ) )?               # bounded: Decimal refuses 1e999999999999999999
+    """,
+    re.ASCII | re.VERBOSE,
+)
+
+
+Reward = Callable[[Rollout], Mapping[str, float]]
+"""See the module's docstring."""
+
+
+def score(group: Group, reward: Reward) -> None:
+    """Set the rewards of every rollout that the machine did not break.
+
+    Raises:
+        ValueError: the reward returned no mapping of names to finite numbers; names the task.
+    """
+    for rollout in group.rollouts:
+        if rollout.status is Status.INFRA_ERROR:
+            continue
+        parts = reward(rollout)
+        if not isinstance(parts, Mapping) or not all(map(_is_part, parts.items())):
+            raise ValueError(
+                f"task {group.task.id}: the reward must be {{name: finite number}}, got {parts!r}"
+            )
+        rollout.rewards = {name: float(value) for name, value in parts.items()}
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, exactly; None if there is none.
+
+    >>> last_number("That makes 1,234.50 dollars.")
+    Decimal('1234.50')
+    """
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "").replace("_", "")) if found else None
+
+
+def only_number(text: str) -> Decimal | None:
+    r"""The number that `text` is, but for surrounding space and a final full stop; else None.
+
+    >>> only_number(" 12.0\n"), only_number("it is 12")
+    (Decimal('12.0'), None)
+    """
+    stripped = text.strip().replace("\N{MINUS SIGN}", "-").removesuffix(".")
+    return last_number(stripped) if NUMBER.fullmatch(stripped) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericReward:
+    """`answer` for the right number, `format` for getting to a number by running code.
+
+    The number of an answer is its last one, so "12 * 3 = 36" answers 36 and so does "36 pens".
+    The expected one is read in the same way, so that GSM8K's "...#### 72" is 72.
+
+    Raises (when called):
+        ValueError: `task.spec["answer"]` is missing or holds no number.
+    """
+
+    answer: float = 1.0
+    """For an answer equal to `task.spec["answer"]`."""
+    format: float = 0.1
+    """For a number as answer, after code that ran without an error, with no malformed turn."""
+    strict: bool = False
+    """Accept only an answer that is a number and nothing else."""
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer` and `format`, each its full value or 0.0."""
+        expected = _expected(rollout.task)
+        read = only_number if self.strict else last_number
+        number = None if rollout.answer is None else read(rollout.answer)
+        count = rollout.stats.get
+        ran_code = count("tool_calls", 0.0) > count("tool_errors", 0.0)
+        well_formed = number is not None and ran_code and not count("malformed", 0.0)
+        return {
+            "answer": self.answer if number == expected else 0.0,
+            "format": self.format if well_formed else 0.0,
+        }
+
+
+def load_reward(name: str) -> Reward:
+    """The user's own reward, from `module:function`.
+
+    Raises:
+        ValueError: the name has another shape, there is no such module or function, or it is not
+            callable. An error inside the module while it is imported is left as it is.
+    """
+    return cast(Reward, load_callable(name, key="reward"))
+
+
+def load_callable(name: str, *, key: str) -> Callable[..., Any]:
+    """What `module:attribute` names; `key` is the setting it came from, for the error message."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute.isidentifier()):
+        raise ValueError(f"{key}: expected 'module:function', got {name!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, something that it imports is not
+        raise ValueError(f"{key}: no module {error.name!r} (from {name!r})") from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        what = "no" if found is None else "no callable"
+        raise ValueError(f"{key}: module {module_name!r} has {what} {attribute!r}")
+    return cast(Callable[..., Any], found)
+
+
+def _expected(task: Task) -> Decimal:
+    if "answer" not in task.spec:
+        raise ValueError(f"task {task.id}: its spec has no 'answer', only {sorted(task.spec)}")
+    expected = last_number(str(task.spec["answer"]))
+    if expected is None:
+        raise ValueError(f"task {task.id}: no number in the answer {task.spec['answer']!r}")
+    return expected
+
+
+def _is_part(part: tuple[Any, Any]) -> bool:
+    name, value = part
+    return isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)

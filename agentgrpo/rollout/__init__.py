@@ -1,0 +1,1 @@
+"""Playing groups of rollouts, and what each turn adds in tokens."""

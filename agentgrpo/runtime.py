@@ -1,0 +1,35 @@
+"""What must be set before torch and vLLM are imported, each with its reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+ENVIRONMENT = {
+    # vLLM would start its engine in a second process, and hide the weights that we share with it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # libgomp's spinning threads make decoding ten times slower as soon as anything else runs
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Set the variables above where the user has not, and quieten vLLM. Call before torch.
+
+    Raises:
+        RuntimeError: torch is loaded already and OMP_WAIT_POLICY is unset: too late to matter.
+    """
+    if "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        raise RuntimeError("prepare_environment() must run before torch is imported")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # what vLLM says about its own imports, before it has set its logging up
+    logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")

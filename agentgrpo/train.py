@@ -1,0 +1,127 @@
+"""One training run: `python -m agentgrpo.train CONFIG [section.key=value ...]`.
+
+This file is the whole story of a step; each line of the loop is a module of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from agentgrpo.advantages import assign_advantages, has_gradient
+from agentgrpo.agreement import Disagreement, check_agreement
+from agentgrpo.config import TrainConfig, load_config, shipped_configs
+from agentgrpo.evaluate import evaluate, summarize
+from agentgrpo.losses import token_weights
+from agentgrpo.packing import pack_tree
+from agentgrpo.rewards import score
+from agentgrpo.runtime import prepare_environment
+from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.types import Group, Metrics
+
+if TYPE_CHECKING:
+    from agentgrpo.build import Parts
+
+
+def train(config: TrainConfig, parts: Parts) -> None:
+    """Run up to optimizer step config.steps, from the one the learner was resumed at."""
+    learner, log, progress = parts.learner, parts.log, parts.progress
+    evaluate_if_due(config, parts, learner.step_count)
+    for step in range(learner.step_count, config.steps):
+        progress.begin_step()
+        with generating(parts) as engine_metrics:
+            groups, sampled = collect(config, parts, step)
+        parts.tasks.feedback(groups)
+        weights = token_weights(groups, config.loss.loss_type, config.rollout.max_sampled_tokens)
+        batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights)
+        with progress.phase("learning"):
+            learned = learner.step(batches)
+        log.rollouts(step, groups)
+        log.write(step, rollout=sampled, learner=learned, engine=engine_metrics)
+        progress.step_done(step, sampled, learned, engine_metrics)
+        if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
+            progress.say(f"saved {parts.save(config)}")
+        evaluate_if_due(config, parts, learner.step_count)
+
+
+@contextlib.contextmanager
+def generating(parts: Parts) -> Iterator[Metrics]:
+    """Lend the device to the engine, with the learner's weights, proven to be the same."""
+    parts.engine.wake()
+    try:
+        metrics = parts.learner.publish()
+        metrics |= check_agreement(
+            parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
+        )
+        yield metrics
+    finally:
+        parts.engine.sleep()
+
+
+def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], Metrics]:
+    """Play and score groups; play more while too few of them carry a gradient."""
+    c = config.rollout
+    groups: list[Group] = []
+    metrics: Metrics = {}
+    for refill in range(1 + c.max_refills):
+        with parts.progress.phase(f"playing {c.tasks_per_step} tasks x {c.group_size}"):
+            played, stats = parts.sampler.play(
+                parts.tasks.next(c.tasks_per_step), c.group_size, seed=config.seed_of(step, refill)
+            )
+        for group in played:
+            score(group, parts.reward)
+            assign_advantages(group, estimator=config.loss.estimator)
+        groups += played
+        for name, value in stats.metrics().items():
+            metrics[name] = metrics.get(name, 0.0) + value
+        live = sum(map(has_gradient, groups))
+        if live >= c.refill_below:
+            break
+    return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
+
+
+def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
+    """Play the held-out tasks greedily; record and print what share was solved.
+
+    Due before the first step, after the last and every eval_every: a function of the step alone, so
+    that a resumed run records what an uninterrupted one does.
+    """
+    if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
+        return
+    with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
+        groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
+    parts.log.rollouts(step, groups, split="heldout")
+    parts.log.write(step, eval=metrics)
+    parts.progress.evaluated(step, metrics)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, build the parts, train. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m agentgrpo.train", description=__doc__)
+    parser.add_argument("config", help=f"a TOML file, or one of: {', '.join(shipped_configs())}")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(arguments)
+    prepare_environment()
+    from agentgrpo.build import build
+
+    try:
+        config = load_config(args.config, args.overrides)
+        parts = build(config)
+    except (ValueError, OSError, SandboxUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    try:
+        train(config, parts)
+    except Disagreement as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 3
+    finally:
+        parts.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,346 @@
+/* The prefix tree of a step's rollouts (tree.h).
+ *
+ * Sorting is a merge sort that remembers shared lengths, so that no token that two paths are known
+ * to share is compared twice (Ng and Kakehi, "Merging string sequences by longest common
+ * prefixes", 2008): O(all tokens + n log n) however long the common prompt. Segments that are the
+ * same memory, as a group's prompt is, are not read at all.
+ */
+#include "tree.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "tokens.h"
+
+/* --- sorting -------------------------------------------------------------------------------- */
+
+/* A place in a path, moving forward only. */
+typedef struct {
+    const Segment *segment;
+    int32_t offset; /* within the segment */
+} Cursor;
+
+static void
+advance(Cursor *at, int32_t count)
+{
+    at->offset += count;
+    while (at->offset >= at->segment->size) {
+        at->offset -= at->segment->size;
+        at->segment++;
+    }
+}
+
+/* The length of the common prefix of a and b, of which `known` tokens are known already. */
+static int32_t
+shared_length(const Path *a, const Path *b, int32_t known)
+{
+    const int32_t end = a->length < b->length ? a->length : b->length;
+    Cursor p = {a->segments, 0}, q = {b->segments, 0};
+    for (int32_t step = known; known < end; known += step) {
+        advance(&p, step);
+        advance(&q, step);
+        const int32_t p_left = p.segment->size - p.offset, q_left = q.segment->size - q.offset;
+        step = p_left < q_left ? p_left : q_left;
+        step = step < end - known ? step : end - known;
+        const int32_t *x = p.segment->ids + p.offset, *y = q.segment->ids + q.offset;
+        const int32_t same = x == y ? step : tokens_first_difference(x, y, step);
+        if (same < step) {
+            return known + same;
+        }
+    }
+    return end;
+}
+
+static int32_t
+token_at(const Path *path, int32_t position)
+{
+    Cursor at = {path->segments, 0};
+    advance(&at, position);
+    return at.segment->ids[at.offset];
+}
+
+/* Whether a sorts before b, which share `shared` tokens. Equal paths keep their order. */
+static int
+comes_first(const Path *a, const Path *b, int32_t shared)
+{
+    if (shared == a->length || shared == b->length) {
+        return a->length <= b->length;
+    }
+    return token_at(a, shared) < token_at(b, shared);
+}
+
+/* Merges the sorted runs [a, a_end) and [b, b_end) into out. The `shared` of a run's first leaf is
+ * 0; while merging, a->shared and b->shared are the lengths shared with the leaf last written.
+ */
+static void
+merge(const Path *paths, Leaf *a, Leaf *a_end, Leaf *b, Leaf *b_end, Leaf *out)
+{
+    while (a < a_end && b < b_end) {
+        int take_a = a->shared > b->shared;
+        if (a->shared == b->shared) {
+            const Path *x = &paths[a->path], *y = &paths[b->path];
+            const int32_t shared = shared_length(x, y, a->shared);
+            take_a = comes_first(x, y, shared);
+            *out++ = take_a ? *a : *b;
+            *(take_a ? &b->shared : &a->shared) = shared;
+        } else {
+            *out++ = take_a ? *a : *b;
+        }
+        a += take_a;
+        b += !take_a;
+    }
+    memcpy(out, a, (size_t)(a_end - a) * sizeof *a);
+    memcpy(out + (a_end - a), b, (size_t)(b_end - b) * sizeof *b);
+}
+
+/* Sorts leaves; other has as much room. */
+static void
+sort_leaves(const Path *paths, int32_t n, Leaf *leaves, Leaf *other)
+{
+    Leaf *from = leaves, *to = other;
+    for (int64_t width = 1; width < n; width *= 2) {
+        for (int64_t start = 0; start < n; start += 2 * width) {
+            const int64_t middle = start + width < n ? start + width : n;
+            const int64_t end = middle + width < n ? middle + width : n;
+            merge(paths, from + start, from + middle, from + middle, from + end, to + start);
+        }
+        Leaf *swap = from;
+        from = to;
+        to = swap;
+    }
+    if (from != leaves) {
+        memcpy(leaves, from, (size_t)n * sizeof *leaves);
+    }
+}
+
+/* --- bins ----------------------------------------------------------------------------------- */
+
+/* A bin being filled: a chain of leaves and the tokens of their union, root to leaf. */
+typedef struct {
+    int64_t num_tokens;
+    int32_t head, tail; /* leaves, linked by next[] */
+} Load;
+
+/* A branch point on the path of the leaf last read: its depth, and where its loads begin. */
+typedef struct {
+    int32_t depth;
+    int32_t first_load;
+} Branch;
+
+static int
+larger_first(const void *a, const void *b)
+{
+    const Load *x = a, *y = b;
+    if (x->num_tokens != y->num_tokens) {
+        return x->num_tokens > y->num_tokens ? -1 : 1;
+    }
+    return (x->head > y->head) - (x->head < y->head);
+}
+
+/* First fit decreasing of the loads under a branch point. Any two share exactly `depth` tokens,
+ * except two bins that a deeper branch was cut into; those share more, but did not fit together
+ * there and so do not fit here. Returns how many loads are left.
+ */
+static int32_t
+first_fit(Load *loads, int32_t n, int32_t depth, int32_t max_tokens, int32_t *next)
+{
+    qsort(loads, (size_t)n, sizeof *loads, larger_first);
+    int32_t used = 0;
+    for (int32_t i = 0; i < n; i++) {
+        const Load load = loads[i];
+        int32_t bin = 0;
+        while (bin < used && loads[bin].num_tokens + load.num_tokens - depth > max_tokens) {
+            bin++;
+        }
+        if (bin == used) {
+            loads[used++] = load;
+        } else {
+            loads[bin].num_tokens += load.num_tokens - depth;
+            next[loads[bin].tail] = load.head;
+            loads[bin].tail = load.tail;
+        }
+    }
+    return used;
+}
+
+/* Gives each of the sorted leaves its bin, deepest branch points first, so that a subtree which
+ * fits stays whole and one which does not is cut at its branch points. Returns the number of bins.
+ * loads and next have room for n, branches for n + 1.
+ */
+static int32_t
+assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Load *loads,
+            Branch *branches, int32_t *next)
+{
+    int32_t num_loads = 0, top = 0;
+    branches[0] = (Branch){.depth = 0, .first_load = 0};
+    for (int32_t i = 0; i <= n; i++) {
+        const int32_t shared = i < n ? leaves[i].shared : 0;
+        int32_t first_load = num_loads - 1; /* the leaf before is its branch's first child */
+        for (; branches[top].depth > shared; top--) {
+            first_load = branches[top].first_load;
+            num_loads = first_load + first_fit(loads + first_load, num_loads - first_load,
+                                               branches[top].depth, max_tokens, next);
+        }
+        if (branches[top].depth < shared) {
+            branches[++top] = (Branch){.depth = shared, .first_load = first_load};
+        }
+        if (i < n) {
+            next[i] = -1;
+            loads[num_loads++] = (Load){paths[leaves[i].path].length, i, i};
+        }
+    }
+    num_loads = first_fit(loads, num_loads, 0, max_tokens, next);
+    for (int32_t bin = 0; bin < num_loads; bin++) {
+        for (int32_t i = loads[bin].head; i >= 0; i = next[i]) {
+            leaves[i].bin = bin;
+        }
+    }
+    return num_loads;
+}
+
+/* Orders the leaves by bin, sorted within each, and sums the bins up. Two leaves of a bin share the
+ * least that any neighbours between them share. last is scratch for one number per bin.
+ */
+static void
+group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *last, Bin *bins,
+             int32_t num_bins)
+{
+    memset(bins, 0, (size_t)num_bins * sizeof *bins);
+    memcpy(sorted, leaves, (size_t)n * sizeof *sorted);
+    for (int32_t i = 0; i < n; i++) {
+        bins[sorted[i].bin].num_leaves++;
+    }
+    for (int32_t bin = 0, first = 0; bin < num_bins; bin++) {
+        bins[bin].first = first;
+        first += bins[bin].num_leaves;
+        bins[bin].num_leaves = 0;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        Bin *bin = &bins[sorted[i].bin];
+        const Path *path = &paths[sorted[i].path];
+        Leaf *leaf = &leaves[bin->first + bin->num_leaves];
+        *leaf = sorted[i];
+        /* no more than the leaf before has, even if the tokens changed under our hands */
+        leaf->shared = bin->num_leaves == 0 ? 0 : paths[leaf[-1].path].length;
+        for (int32_t k = i; bin->num_leaves > 0 && k > last[sorted[i].bin]; k--) {
+            leaf->shared = sorted[k].shared < leaf->shared ? sorted[k].shared : leaf->shared;
+        }
+        last[sorted[i].bin] = i;
+        bin->num_leaves++;
+        bin->num_tokens += path->length - leaf->shared;
+        bin->num_terms += path->num_terms;
+    }
+}
+
+int32_t
+tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves, Bin *bins)
+{
+    if (n == 0) {
+        return 0;
+    }
+    const size_t size = (size_t)n;
+    int32_t num_bins = -1;
+    Leaf *scratch = malloc(size * sizeof *scratch);
+    Load *loads = malloc(size * sizeof *loads);
+    Branch *branches = malloc((size + 1) * sizeof *branches);
+    int32_t *next = malloc(size * sizeof *next);
+    if (scratch != NULL && loads != NULL && branches != NULL && next != NULL) {
+        for (int32_t i = 0; i < n; i++) {
+            leaves[i] = (Leaf){.path = i};
+        }
+        if (share) {
+            sort_leaves(paths, n, leaves, scratch);
+        }
+        num_bins = assign_bins(paths, leaves, n, max_tokens, loads, branches, next);
+        group_by_bin(paths, leaves, n, scratch, next, bins, num_bins);
+    }
+    free(next);
+    free(branches);
+    free(loads);
+    free(scratch);
+    return num_bins;
+}
+
+/* --- layout --------------------------------------------------------------------------------- */
+
+static void
+count_from(int32_t start, int32_t n, int32_t *out)
+{
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = start + i;
+    }
+}
+
+/* Writes n copies of a four-byte value. */
+static void
+repeat(const void *value, int32_t n, void *out)
+{
+    uint32_t bits;
+    memcpy(&bits, value, sizeof bits);
+    for (int32_t i = 0; i < n; i++) {
+        memcpy((char *)out + (size_t)i * sizeof bits, &bits, sizeof bits);
+    }
+}
+
+/* Appends the tokens [start, path->length) of path, the first of them at packed index t. open[d]
+ * becomes the packed index of the path's token at depth d.
+ */
+static void
+append_tokens(const Path *path, int32_t start, int32_t t, int32_t *open, const Layout *out)
+{
+    Cursor at = {path->segments, 0};
+    for (int32_t depth = start, step = start; depth < path->length; depth += step) {
+        advance(&at, step);
+        step = at.segment->size - at.offset;
+        step = step < path->length - depth ? step : path->length - depth;
+        memcpy(out->input_ids + t + (depth - start), at.segment->ids + at.offset,
+               (size_t)step * sizeof *out->input_ids);
+    }
+    count_from(start, path->length - start, out->positions + t);
+    count_from(t, path->length - start, open + start);
+}
+
+/* Writes path's loss terms from index `term` on: the token at depth d is predicted at open[d - 1].
+ */
+static void
+append_terms(const Path *path, int64_t term, const int32_t *open, const Layout *out)
+{
+    const int64_t end = term + path->num_terms;
+    repeat(&path->sample, path->num_terms, out->sample + term);
+    repeat(&path->advantage, path->num_terms, out->advantage + term);
+    repeat(&path->weight, path->num_terms, out->weight + term);
+    int32_t depth = 0;
+    for (const Segment *segment = path->segments; term < end; segment++) {
+        if (segment->logp != NULL) {
+            const size_t size = (size_t)segment->size * sizeof(int32_t);
+            memcpy(out->row + term, open + depth - 1, size);
+            memcpy(out->target + term, segment->ids, size);
+            memcpy(out->old_logp + term, segment->logp, size);
+            term += segment->size;
+        }
+        depth += segment->size;
+    }
+}
+
+void
+tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, int32_t *open,
+             const Layout *out)
+{
+    int32_t t = 0, depth = 0; /* depth: how many tokens are open */
+    int64_t term = 0;
+    for (int32_t i = 0; i <= bin->num_leaves; i++) {
+        const Leaf *leaf = i < bin->num_leaves ? &leaves[bin->first + i] : NULL;
+        const int32_t shared = leaf != NULL ? leaf->shared : 0;
+        while (depth > shared) {
+            out->tout[open[--depth]] = t; /* its subtree ends before the next token */
+        }
+        if (leaf != NULL) {
+            const Path *path = &paths[leaf->path];
+            append_tokens(path, shared, t, open, out);
+            append_terms(path, term, open, out);
+            t += path->length - shared;
+            term += path->num_terms;
+            depth = path->length;
+        }
+    }
+}

@@ -1,0 +1,59 @@
+/* The prefix tree of a step's rollouts: sorted, cut into bins, laid out. No Python here.
+ *
+ * The tree is never built. Paths sorted by their tokens, each with the length it shares with the
+ * path before it, ARE the depth-first order of the tree: laying a path out means appending its
+ * tokens from `shared` on. There are no nodes, no child lists to search and nothing to free.
+ */
+#ifndef AGENTGRPO_TREE_H
+#define AGENTGRPO_TREE_H
+
+#include <stdint.h>
+
+typedef struct {
+    const int32_t *ids;
+    const float *logp; /* NULL: not sampled */
+    int32_t size;      /* > 0 */
+} Segment;
+
+typedef struct {
+    const Segment *segments; /* the first is not sampled: nothing would predict its first token */
+    int32_t length;          /* tokens to lay out: all before the last sampled one */
+    int32_t num_terms;       /* sampled tokens */
+    int32_t sample;          /* index of the rollout within the step */
+    float advantage;
+    float weight;
+} Path;
+
+typedef struct {
+    int32_t path;
+    int32_t
+        shared; /* tokens shared with the leaf before: in the step when sorted, then in its bin */
+    int32_t bin;
+} Leaf;
+
+typedef struct {
+    int64_t num_tokens;
+    int64_t num_terms;
+    int32_t first; /* index of the bin's first leaf */
+    int32_t num_leaves;
+} Bin;
+
+/* Where one bin is written: [T] per token, [N] per loss term. */
+typedef struct {
+    int32_t *input_ids, *positions, *tout;
+    int32_t *row, *target, *sample;
+    float *old_logp, *advantage, *weight;
+} Layout;
+
+/* Sorts n paths into leaves, cuts them into bins of at most max_tokens tokens and orders the leaves
+ * by bin. Without share, every path is a tree of its own. leaves and bins have room for n. Returns
+ * the number of bins, or -1 without memory. Every path fits max_tokens by itself.
+ */
+int32_t tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves,
+                  Bin *bins);
+
+/* Writes one bin. open is scratch for as many tokens as its longest path has. */
+void tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, int32_t *open,
+                  const Layout *out);
+
+#endif

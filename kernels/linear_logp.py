@@ -1,0 +1,345 @@
+"""The LM head over the rows that matter only: log-probabilities and entropies from hidden states.
+
+    logits  = hidden[rows] @ weight.T + bias        (then capped and tempered: see rows.py)
+    logp[n] = log softmax(logits of rows[n])[targets[n]]
+
+A term n is one sampled token: the row whose hidden state predicts it, and its id. Prompts, tool
+results and padding have no terms and cost nothing here. Terms may share a row (a packed tree
+branches after it): each distinct row is projected once.
+
+While the logits of all distinct rows fit max_logits_bytes they are kept, and the backward turns
+them into their own gradient in place: three matrix products in all, where recomputing takes four.
+Beyond it rows go in chunks, the backward computes the logits again, and the gradient of the weight
+accumulates in fp32. A frozen weight skips its product.
+
+Shape suffixes: T packed tokens, H hidden, V vocabulary, N terms, U distinct rows, P distinct
+(row, target) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agentgrpo.kernels.checks import (
+    Backend,
+    backend_for,
+    check_options,
+    check_range,
+    check_tensor,
+)
+from agentgrpo.kernels.rows import (
+    RowStats,
+    cap_,
+    target_grad,
+    torch_grad_,
+    torch_stats_,
+    triton_grad,
+    triton_logp,
+    triton_stats,
+    working_dtype,
+)
+
+LOGITS_BYTES_CUDA = 6 << 30  # 20k rows of a 152k vocabulary in bf16
+LOGITS_BYTES_CPU = 1 << 30  # 5k rows of a 49k vocabulary in fp32
+_ROW_ALIGNMENT = 16  # elements; rows of 151 643 would otherwise be loaded 2 bytes at a time
+
+
+class _Terms(NamedTuple):
+    """Which rows to project, and which of their logits each term reads."""
+
+    rows_U: Tensor
+    row_of_pair: Tensor
+    """[P] index into rows_U, ascending."""
+    target_of_pair: Tensor
+    pair_of_term: Tensor | None
+    """[N]; None if the terms are the pairs and the rows, one to one."""
+
+    @classmethod
+    def of(cls, rows_N: Tensor, targets_N: Tensor, vocab: int) -> _Terms:
+        if bool((rows_N[1:] > rows_N[:-1]).all()):  # flat packing: nothing is shared
+            return cls(rows_N, torch.arange(len(rows_N), device=rows_N.device), targets_N, None)
+        rows_U, row_of_term = torch.unique(rows_N, return_inverse=True)
+        keys, pair_of_term = torch.unique(row_of_term * vocab + targets_N, return_inverse=True)
+        return cls(rows_U, keys // vocab, keys % vocab, pair_of_term)
+
+    def spread(self, of_pair: Tensor, of_row: Tensor) -> tuple[Tensor, Tensor]:
+        """A value of each term's pair and one of its row."""
+        if self.pair_of_term is None:
+            return of_pair, of_row
+        return of_pair[self.pair_of_term], of_row[self.row_of_pair[self.pair_of_term]]
+
+    def per_pair(self, of_term: Tensor) -> Tensor:
+        """Sums over the terms of each pair."""
+        if self.pair_of_term is None:
+            return of_term.contiguous()
+        zeros = of_term.new_zeros(len(self.row_of_pair))
+        return zeros.index_add_(0, self.pair_of_term, of_term)
+
+    def per_row(self, of_pair: Tensor) -> Tensor:
+        """Sums over the pairs of each row."""
+        if self.pair_of_term is None:
+            return of_pair
+        return of_pair.new_zeros(len(self.rows_U)).index_add_(0, self.row_of_pair, of_pair)
+
+
+class _Chunk(NamedTuple):
+    """A run of distinct rows and the run of pairs that lie in them."""
+
+    rows: slice
+    pairs: slice
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+def _chunks(terms: _Terms, rows_per_chunk: int) -> list[_Chunk]:
+    num_rows, num_pairs = len(terms.rows_U), len(terms.row_of_pair)
+    if num_rows <= rows_per_chunk:
+        return [_Chunk(slice(0, num_rows), slice(0, num_pairs))]
+    edges = [*range(0, num_rows, rows_per_chunk), num_rows]
+    pair_edges = torch.searchsorted(terms.row_of_pair, terms.row_of_pair.new_tensor(edges)).tolist()
+    return [
+        _Chunk(slice(edges[i], edges[i + 1]), slice(pair_edges[i], pair_edges[i + 1]))
+        for i in range(len(edges) - 1)
+    ]
+
+
+class _Head(NamedTuple):
+    """The projection: how the logits of a run of rows are made, and become their gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    inv_temperature: float
+    softcap: float | None
+    logits_dtype: torch.dtype
+    """What the matrix product is rounded to."""
+    use_triton: bool
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """What logits are stored in: the torch passes work in place, so in fp32."""
+        return self.logits_dtype if self.use_triton else working_dtype(self.logits_dtype)
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.weight.shape[0] // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+    def buffer(self, num_rows: int) -> Tensor:
+        shape = (num_rows, self.padded_vocab)
+        return torch.empty(shape, dtype=self.buffer_dtype, device=self.weight.device)
+
+    def project_(self, buffer: Tensor, hidden: Tensor) -> Tensor:
+        """The logits, in buffer: one product, rounded once to logits_dtype."""
+        out = buffer[:, : self.weight.shape[0]]
+        if out.dtype == hidden.dtype:
+            torch.mm(hidden, self.weight.T, out=out)
+        elif self.logits_dtype == hidden.dtype:
+            out.copy_(hidden @ self.weight.T)
+        elif out.is_cuda:
+            torch.mm(hidden, self.weight.T, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(hidden.to(out.dtype), self.weight.T.to(out.dtype), out=out)
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+    def forward_(
+        self, buffer: Tensor, hidden: Tensor, row_P: Tensor, target_P: Tensor
+    ) -> tuple[Tensor, RowStats]:
+        """(logp of the pairs, statistics of the rows); leaves in buffer what backward_ needs."""
+        x = self.project_(buffer, hidden)
+        if not self.use_triton:
+            return torch_stats_(cap_(x, self.softcap), row_P, target_P, self.inv_temperature)
+        options = (self.inv_temperature, self.softcap)
+        stats = triton_stats(x, None, *options)
+        return triton_logp(x, row_P, target_P, stats, *options), stats
+
+    def backward_(
+        self, buffer: Tensor, stats: RowStats, grad_U: Tensor, grad_entropy_U: Tensor | None
+    ) -> Tensor:
+        """The gradient of the logits, in buffer, the targets' share missing."""
+        vocab = self.weight.shape[0]
+        x, options = buffer[:, :vocab], (self.inv_temperature, self.softcap)
+        if not self.use_triton:
+            torch_grad_(x, stats, grad_U, grad_entropy_U, *options)
+            return x
+        # fp32 logits of a bf16 model: the gradient is stored in bf16, in the same rows
+        out = buffer.view(self.weight.dtype)[:, :vocab]
+        triton_grad(out, x, None, stats, grad_U, grad_entropy_U, *options)
+        return out
+
+
+def _logits_grads(
+    head: _Head, kept: Tensor | None, hidden_UH: Tensor, terms: _Terms, chunks: list[_Chunk],
+    logp_P: Tensor, stats: RowStats, grad_P: Tensor, grad_entropy_U: Tensor | None,
+) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
+    """(rows, d loss / d logits of these rows), chunk by chunk; each is valid until the next."""
+    buffer = kept if kept is not None else head.buffer(max(chunk.num_rows for chunk in chunks))
+    grad_U = terms.per_row(grad_P)
+    for chunk in chunks:
+        rows, pairs = chunk
+        here = buffer[: chunk.num_rows]
+        row_P, target_P = terms.row_of_pair[pairs], terms.target_of_pair[pairs]
+        if kept is None:
+            head.forward_(here, hidden_UH[rows], row_P - rows.start, target_P)
+        grad_entropy = None if grad_entropy_U is None else grad_entropy_U[rows]
+        d = head.backward_(here, RowStats(*(x[rows] for x in stats)), grad_U[rows], grad_entropy)
+        d[row_P - rows.start, target_P] = target_grad(
+            logp_P[pairs], RowStats(*(x[row_P] for x in stats)), grad_P[pairs], grad_U[row_P],
+            None if grad_entropy_U is None else grad_entropy_U[row_P],
+            head.inv_temperature, head.softcap,
+        ).to(d.dtype)  # fmt: skip
+        yield rows, d.to(head.weight.dtype)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to total, where total may be fp32 and the factors bf16."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+class _LinearLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight: Tensor, bias: Tensor | None, terms: _Terms,
+        head: _Head, rows_per_chunk: int, keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        hidden_UH = hidden_TH[terms.rows_U]
+        chunks = _chunks(terms, rows_per_chunk)
+        buffer = head.buffer(chunks[0].num_rows)
+        done = [
+            head.forward_(
+                buffer[: chunk.num_rows], hidden_UH[chunk.rows],
+                terms.row_of_pair[chunk.pairs] - chunk.rows.start,
+                terms.target_of_pair[chunk.pairs],
+            )
+            for chunk in chunks
+        ]  # fmt: skip
+        logp_P = torch.cat([logp for logp, _ in done])
+        stats = RowStats(*(torch.cat(x) for x in zip(*(stats for _, stats in done), strict=True)))
+        ctx.save_for_backward(hidden_UH, weight, bias, *terms, logp_P, *stats)
+        ctx.options, ctx.chunks, ctx.shape = head[2:], chunks, hidden_TH.shape
+        ctx.kept = buffer if keep and len(chunks) == 1 else None
+        ctx.set_materialize_grads(False)
+        return terms.spread(logp_P, stats.entropy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_UH, weight, bias, *saved = ctx.saved_tensors
+        terms, logp_P, stats = _Terms(*saved[:4]), saved[4], RowStats(*saved[5:])
+        grad_P = torch.zeros_like(logp_P) if grad is None else terms.per_pair(grad.to(logp_P.dtype))
+        if grad_entropy is not None:
+            grad_entropy = terms.per_row(terms.per_pair(grad_entropy.to(logp_P.dtype)))
+        kept, ctx.kept = ctx.kept, None  # a second backward finds none and computes it anew
+
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        sums = weight.dtype if len(ctx.chunks) == 1 else working_dtype(weight.dtype)
+        grad_hidden = hidden_UH.new_zeros(ctx.shape) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sums) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=working_dtype(sums)) if wants_bias else None
+        head = _Head(weight, bias, *ctx.options)
+        for rows, d in _logits_grads(
+            head, kept, hidden_UH, terms, ctx.chunks, logp_P, stats, grad_P, grad_entropy
+        ):
+            if grad_hidden is not None:
+                grad_hidden[terms.rows_U[rows]] = d @ weight
+            if grad_weight is not None:
+                _add_product_(grad_weight, d.T, hidden_UH[rows])
+            if grad_bias is not None:
+                grad_bias += d.sum(0, dtype=grad_bias.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def linear_logp(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    rows_N: Tensor,
+    targets_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    max_logits_bytes: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each term, differentiable in hidden, weight and bias.
+
+    Args:
+        hidden_TH: [T, H] fp32/bf16/fp16 (fp64 with the torch backend), after the final norm. Rows
+            that no term names may hold anything, nan included; their gradient is exactly zero.
+        weight_VH: [V, H], hidden's dtype. requires_grad=False skips its product.
+        rows_N: [N] int64 in [0, T), in any order, repeats allowed: the row that predicts term n
+            (a token at position p is predicted by row p - 1). Strictly ascending is the fast case.
+        targets_N: [N] int64 in [0, V).
+        bias_V: [V], hidden's dtype.
+        temperature: > 0, what the sampler divided its logits by.
+        softcap: logits become softcap * tanh(logits / softcap) first (Gemma 2).
+        logits_dtype: what the product is rounded to: hidden's dtype (default) or float32. bf16
+            logits put 1e-2 nats of noise (rms, H=1024) on every log-probability.
+        max_logits_bytes: above this the logits are computed again in the backward instead of
+            kept. None: 6 GiB on CUDA, 1 GiB elsewhere.
+        backend: see checks.backend_for.
+
+    Returns:
+        (logp_N, entropy_N), nats, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: naming the argument, if shapes, dtypes, devices or values are not as above.
+    """
+    use_triton = backend_for(hidden_TH.device, backend) == "triton"
+    _check(hidden_TH, weight_VH, rows_N, targets_N, bias_V, use_triton)
+    check_options(temperature, softcap)
+    logits_dtype = logits_dtype or hidden_TH.dtype
+    if logits_dtype not in (hidden_TH.dtype, torch.promote_types(hidden_TH.dtype, torch.float32)):
+        raise ValueError(f"logits_dtype: expected {hidden_TH.dtype} or float32, got {logits_dtype}")
+    if max_logits_bytes is None:
+        max_logits_bytes = LOGITS_BYTES_CUDA if hidden_TH.is_cuda else LOGITS_BYTES_CPU
+    head = _Head(weight_VH, bias_V, 1 / temperature, softcap, logits_dtype, use_triton)
+    row_bytes = head.padded_vocab * head.buffer_dtype.itemsize
+    leaves = [x for x in (hidden_TH, weight_VH, bias_V) if x is not None]
+    logp_N, entropy_N = _LinearLogp.apply(  # type: ignore[no-untyped-call]
+        hidden_TH, weight_VH, bias_V, _Terms.of(rows_N, targets_N, weight_VH.shape[0]), head,
+        max(1, max_logits_bytes // row_bytes),
+        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
+    )  # fmt: skip
+    return logp_N, entropy_N
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, bias: Tensor | None,
+    use_triton: bool,
+) -> None:  # fmt: skip
+    allowed = [torch.float32, torch.bfloat16, torch.float16]
+    if not use_triton:
+        allowed.append(torch.float64)
+    if hidden.ndim != 2 or hidden.dtype not in allowed:
+        raise ValueError(
+            f"hidden_TH: expected [T, H] of {allowed}, got {hidden.dtype} {tuple(hidden.shape)}"
+        )
+    vocab = weight.shape[0]
+    check_tensor("weight_VH", weight, (vocab, hidden.shape[1]), (hidden.dtype,), hidden)
+    num_terms = rows.shape[0] if rows.ndim else 0
+    check_tensor("rows_N", rows, (num_terms,), (torch.int64,), hidden)
+    check_tensor("targets_N", targets, (num_terms,), (torch.int64,), hidden)
+    if bias is not None:
+        check_tensor("bias_V", bias, (vocab,), (hidden.dtype,), hidden)
+    check_range("rows_N", rows, hidden.shape[0])
+    check_range("targets_N", targets, vocab)

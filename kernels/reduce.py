@@ -1,0 +1,90 @@
+"""Around grpo_loss: the weights that make a step's loss a mean, and its metrics as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from agentgrpo.kernels.checks import check_tensor
+
+Metrics = dict[str, Tensor]
+
+_PER_SEQUENCE = ("grpo", "sapo", "gmpo")
+_PER_TOKEN = ("bnpo", "dapo", "cispo", "vespo")
+
+
+def term_weights(
+    loss_type: str,
+    sequence_N: Tensor,
+    num_sequences: int,
+    *,
+    mask_N: Tensor | None = None,
+    max_completion_length: int | None = None,
+) -> Tensor:
+    """weight_N of grpo_loss for all terms of an optimizer step, whatever the micro-batches.
+
+    With m a sequence's trained tokens and B = num_sequences:
+
+        grpo, sapo, gmpo            1 / (m B)    the mean over sequences of their token means
+        bnpo, dapo, cispo, vespo    1 / sum m    the mean over tokens
+        dr_grpo                     1 / (B max_completion_length)
+        luspo                       1 / B        a long sequence counts for more
+
+    TRL's bnpo takes sum m over the local micro-batch only, which makes it differ from dapo; here
+    they are one.
+
+    Args:
+        sequence_N: [N] int64 in [0, num_sequences).
+        num_sequences: samples of the step (all ranks), those without a trained token included.
+        mask_N: [N] bool; the other terms get weight 0 and count nowhere.
+
+    Raises:
+        ValueError: unknown loss_type, or dr_grpo without max_completion_length.
+    """
+    if mask_N is None:
+        mask_N = torch.ones_like(sequence_N, dtype=torch.bool)
+    check_tensor("mask_N", mask_N, tuple(sequence_N.shape), (torch.bool,), sequence_N)
+    counted = mask_N.float()
+    if loss_type in _PER_SEQUENCE:
+        sequence_N = torch.where(mask_N, sequence_N, 0)
+        length_S = counted.new_zeros(num_sequences).index_add_(0, sequence_N, counted)
+        return counted / (length_S[sequence_N].clamp(min=1) * num_sequences)
+    if loss_type in _PER_TOKEN:
+        return counted / counted.sum().clamp(min=1)
+    if loss_type == "luspo":
+        return counted / num_sequences
+    if loss_type != "dr_grpo":
+        raise ValueError(f"loss_type: {loss_type!r} has no weights here")
+    if not max_completion_length:
+        raise ValueError("max_completion_length: dr_grpo divides by it, expected a positive number")
+    return counted / (num_sequences * max_completion_length)
+
+
+def combine_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
+    """Metrics of several calls as those of one: largest of *_max, token-weighted mean of the rest.
+
+    One transfer from the device. Empty if no call had a token.
+    """
+    keys = sorted({key for part in parts for key in part})
+    counted = [part for part in _floats(parts, keys) if part["num_tokens"]]
+    total = sum(part["num_tokens"] for part in counted)
+    out = {}
+    for key in keys if counted else []:
+        values = [part[key] for part in counted]
+        if key == "num_tokens":
+            out[key] = total
+        elif key.endswith("_max"):
+            out[key] = max(values)
+        else:
+            out[key] = sum(part[key] * part["num_tokens"] for part in counted) / total
+    return out
+
+
+def _floats(parts: Sequence[Metrics], keys: Iterable[str]) -> list[dict[str, float]]:
+    if not parts:
+        return []
+    zero = parts[0]["num_tokens"].new_zeros(())
+    rows = [torch.stack([part.get(key, zero).double() for key in keys]) for part in parts]
+    return [dict(zip(keys, row, strict=True)) for row in torch.stack(rows).tolist()]

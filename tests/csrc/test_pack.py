@@ -1,0 +1,232 @@
+"""agentgrpo._C at its boundary: errors, references, arrays that change, hostile arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import tracemalloc
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentgrpo import _C
+
+IDS, LOGP = np.array([1, 2, 3], np.int32), np.array([-0.5, -1.0, -2.0], np.float32)
+TWICE = np.repeat(IDS, 2)
+
+
+def arguments(**changed: object) -> list[Any]:
+    """A good call of pack_tree with some arguments replaced: one rollout, prompt and answer.
+
+    Its arrays are Python's own, which refuse to grow while a C function holds their memory.
+    """
+    call: dict[str, object] = {
+        "token_ids": [array("i", [1, 2, 3]), IDS],
+        "logprobs": [None, array("f", [-0.5, -1.0, -2.0])],
+        "num_segments": array("i", [2]),
+        "advantages": array("f", [1.0]),
+        "weights": array("f", [0.5]),
+        "max_tokens": 5,
+        "drop_zero_advantage": True,
+        "share_prefixes": True,
+        "allocate": lambda size: np.empty(size, np.int32),
+    }
+    return list({**call, **changed}.values())
+
+
+def grow_all(call: list[Any]) -> None:
+    """Append to every array of the call: a BufferError if one is still held."""
+    for argument in call:
+        for x in argument if isinstance(argument, list) else [argument]:
+            if isinstance(x, array):
+                x.append(x[0])
+
+
+BAD_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"token_ids": (IDS, IDS)}, TypeError, "token_ids and logprobs must be lists"),
+    ({"token_ids": [IDS]}, ValueError, "num_segments sums to 2, but there are 1 token_ids and 2"),
+    ({"logprobs": [None]}, ValueError, "2 token_ids and 1 logprobs"),
+    ({"num_segments": np.array([-2, 4], np.int32), "advantages": np.ones(2, np.float32),
+      "weights": np.ones(2, np.float32)}, ValueError, "rollout 0: num_segments is -2"),
+    ({"num_segments": [2]}, TypeError, "num_segments: expected a 1-d int32 array"),
+    ({"advantages": np.ones(2, np.float32)}, ValueError, "1 rollouts, but 2 advantages"),
+    ({"advantages": np.ones(1)}, ValueError, "advantages: .* of another type"),
+    ({"weights": np.array([np.nan], np.float32)}, ValueError, "rollout 0: weight is not finite"),
+    ({"token_ids": [IDS, IDS.astype(np.int64)]}, ValueError, "rollout 0: segment 1: token_ids: "),
+    ({"token_ids": [IDS, [1, 2, 3]]}, TypeError, "rollout 0: segment 1: token_ids: "),
+    ({"token_ids": [TWICE[::2], IDS]}, ValueError, "segment 0: token_ids: .* not contiguous"),
+    ({"token_ids": [IDS, IDS.reshape(3, 1)]}, ValueError, "segment 1: token_ids: .* not 1-d"),
+    ({"logprobs": [None, LOGP.astype(np.float64)]}, ValueError, "segment 1: logprobs: "),
+    ({"logprobs": [None, LOGP[:2]]}, ValueError, "segment 1: 2 logprobs for 3 token_ids"),
+    ({"logprobs": [None, LOGP * np.inf]}, ValueError, r"segment 1: logprobs\[0\] is not finite"),
+    ({"logprobs": [LOGP, LOGP]}, ValueError, "segment 0: sampled from the first token on"),
+    ({"max_tokens": 4}, ValueError, "rollout 0: 5 tokens to lay out, more than max_tokens=4"),
+    ({"max_tokens": 2**31}, ValueError, r"max_tokens must be in \[1, 2\*\*31\)"),
+    ({"max_tokens": "5"}, TypeError, "integer"),
+    ({"allocate": None}, TypeError, "not callable"),
+    ({"allocate": lambda size: np.empty(size, np.float32)}, ValueError, r"allocate\(33\): "),
+    ({"allocate": lambda size: np.empty(size - 1, np.int32)}, ValueError, "returned 32 elements"),
+    ({"allocate": lambda size: np.broadcast_to(np.int32(0), size)}, ValueError, "not contiguous"),
+    ({"allocate": lambda size: memoryview(bytes(4 * size)).cast("i")}, ValueError, "read-only"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), BAD_CALLS)
+def test_a_refused_call_keeps_nothing(
+    changed: dict[str, object], error: type[Exception], message: str
+) -> None:
+    before = [sys.getrefcount(x) for x in (IDS, LOGP)]
+    call = arguments(**changed)
+    with pytest.raises(error, match=message):
+        _C.pack_tree(*call)
+    grow_all(call)
+    del call
+    assert [sys.getrefcount(x) for x in (IDS, LOGP)] == before
+
+
+def test_calls_free_their_memory() -> None:
+    calls = [arguments(), *(arguments(**changed) for changed, *_ in BAD_CALLS)]
+    tracemalloc.start()
+    try:
+        for repeat in range(40):
+            if repeat == 20:  # caches are warm
+                before = tracemalloc.get_traced_memory()[0]
+            for call in calls:
+                with contextlib.suppress(TypeError, ValueError):
+                    _C.pack_tree(*call)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 20 * 8, f"{grown} bytes more after 20 rounds"
+
+
+def test_a_good_call_keeps_nothing_but_its_result() -> None:
+    before = sys.getrefcount(IDS)
+    for _ in range(100):
+        call = arguments()
+        memory, sizes = _C.pack_tree(*call)
+        grow_all(call)
+    del call
+    assert sys.getrefcount(IDS) == before
+    assert sys.getrefcount(memory) == 2  # `memory` and the call
+    assert sizes == [(5, 3)]
+    assert memory.tolist()[:18] == [1, 2, 3, 1, 2, 0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 2, 3, 4]
+
+
+def test_arrays_that_change_meanwhile_give_nonsense_but_no_crash() -> None:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 2, 64).astype(np.int32) for _ in range(64)]
+    logp = -np.ones(64, np.float32)
+    stop = threading.Event()
+
+    def scribble() -> None:
+        while not stop.is_set():
+            for x in ids:
+                x[:] = 1 - x
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    try:
+        for _ in range(300):
+            call = arguments(
+                token_ids=[x for own in ids for x in (IDS, own)],
+                logprobs=[None, logp] * 64,
+                num_segments=np.full(64, 2, np.int32),
+                advantages=np.ones(64, np.float32),
+                weights=np.ones(64, np.float32),
+                max_tokens=200,
+            )
+            memory, sizes = _C.pack_tree(*call)
+            assert len(memory) == sum(3 * tokens + 6 * terms for tokens, terms in sizes)
+            assert sum(terms for _, terms in sizes) == 64 * 64
+    finally:
+        stop.set()
+        writer.join()
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=2),
+    st.binary(max_size=9), st.just([]), st.just([IDS]), st.just([None]), st.just(IDS),
+    st.just(LOGP), st.just(np.int32(3)), st.just(np.zeros((2, 2), np.int32)), st.just([IDS, IDS]),
+    st.just([None, LOGP]), st.just(np.array([2], np.int32)), st.just(np.ones(1, np.float32)),
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(ANYTHING, max_size=10), st.dictionaries(st.integers(0, 8), ANYTHING, max_size=2))
+def test_no_argument_crashes(anything: list[object], swaps: dict[int, object]) -> None:
+    call = arguments()
+    for place, value in swaps.items():
+        call[place] = value
+    for function, args in (
+        (_C.pack_tree, anything),
+        (_C.pack_tree, call),
+        (_C.block_mask, anything[:2]),
+        (_C.common_prefix, anything[:2]),
+        (_C.ids_from_list, anything[:1]),
+        (_C.logprobs_from_list, anything[:1]),
+        (_C.TagScanner, anything[:2]),
+    ):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            function(*args)
+
+
+class Destructive:
+    """Converting it to a float empties the list it is read from."""
+
+    def __init__(self, home: list[object]) -> None:
+        self.home = home
+
+    def __float__(self) -> float:
+        self.home.clear()
+        return -1.0
+
+
+def test_a_list_that_changes_while_it_is_read() -> None:
+    values: list[object] = []
+    values += [Destructive(values), *([-0.5] * 100)]
+    with pytest.raises((IndexError, TypeError)):
+        _C.logprobs_from_list(values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ((1, 2), TypeError, "expected a list, got <class 'tuple'>"),
+        ([1, -1], ValueError, r"ids\[1\] is not in \[0, 2\*\*31\)"),
+        ([2**31], ValueError, r"ids\[0\] is not in \[0, 2\*\*31\)"),
+        ([2**200], ValueError, r"ids\[0\] is not in \[0, 2\*\*31\)"),
+        ([1, 2.0], TypeError, "an integer is required"),
+        ([None], TypeError, "an integer is required"),
+    ],
+)
+def test_bad_ids_are_named(ids: list[int], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _C.ids_from_list(ids)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "error", "message"),
+    [
+        (LOGP, TypeError, "expected a list, got <class 'numpy.ndarray'>"),
+        ([-0.5, float("nan")], ValueError, r"logprobs\[1\] is not finite"),
+        ([float("-inf")], ValueError, r"logprobs\[0\] is not finite"),
+        ([-1e300], ValueError, r"logprobs\[0\] is not finite"),
+        (["x"], TypeError, "must be real number"),
+    ],
+)
+def test_bad_logprobs_are_named(
+    logprobs: list[float], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _C.logprobs_from_list(logprobs)
+
+
+def test_minus_one_is_a_logprob() -> None:
+    """It is also what the C API returns on error."""
+    assert np.frombuffer(_C.logprobs_from_list([-1.0, -1]), np.float32).tolist() == [-1.0, -1.0]

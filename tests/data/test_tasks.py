@@ -1,0 +1,217 @@
+"""Task streams: order, resuming, easy first, and what bad files say."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
+from agentgrpo.types import Group, Rollout, Status, Task
+
+
+def group(task: Task, *rewards: float, broken: int = 0) -> Group:
+    """`task` played with these rewards, and `broken` more times on a failing machine."""
+    status = [Status.COMPLETED] * len(rewards) + [Status.INFRA_ERROR] * broken
+    rollouts = [
+        Rollout(task=task, segments=[], status=s, rewards={"answer": r})
+        for s, r in zip(status, [*rewards, *[0.0] * broken], strict=True)
+    ]
+    return Group(task=task, rollouts=rollouts)
+
+
+def solve(tasks: Tasks, count: int, reward: float) -> None:
+    """Draw and play `count` tasks, all with the same reward."""
+    tasks.feedback([group(task, reward, reward) for task in tasks.next(count)])
+
+
+def levels(tasks: list[Task]) -> Counter[int]:
+    return Counter(task.spec["level"] for task in tasks)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"question": f"q{i}", "answer": i, "hint": "h"}) for i in range(5)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_word_problems_start_with_the_easiest_level() -> None:
+    assert levels(WordProblemTasks(levels=(2, 3)).next(50)) == {2: 50}
+
+
+def test_no_task_repeats() -> None:
+    tasks = WordProblemTasks(levels=(1, 2), window=1)
+    drawn = tasks.next(10)
+    tasks.feedback([group(drawn[0], 1.0)])
+    drawn += tasks.next(60)
+    assert len({task.id for task in drawn}) == 70
+
+
+def test_the_next_level_joins_when_a_full_window_earned_enough() -> None:
+    tasks = WordProblemTasks(levels=(1, 2, 4), promote_at=0.5, window=4)
+    solve(tasks, 3, 1.0)
+    assert tasks.newest_level == 1  # the window is not full
+    solve(tasks, 1, 1.0)
+    assert tasks.newest_level == 2
+    solve(tasks, 60, 0.4)
+    assert tasks.newest_level == 2
+    share = levels(tasks.next(400))
+    assert share.keys() == {1, 2}
+    assert 160 <= share[2] <= 240  # half, by a fair coin: 4 deviations
+
+
+def test_only_the_newest_level_decides_and_only_its_last_groups() -> None:
+    tasks = WordProblemTasks(levels=(1, 2, 3), promote_at=0.5, window=4)
+    solve(tasks, 4, 1.0)
+    drawn = tasks.next(200)
+    tasks.feedback([group(task, 1.0) for task in drawn if task.spec["level"] == 1])
+    assert tasks.newest_level == 2
+    newest = [task for task in drawn if task.spec["level"] == 2]
+    tasks.feedback([group(task, 0.0) for task in newest[:50]])
+    assert tasks.newest_level == 2
+    tasks.feedback([group(task, 1.0) for task in newest[50:52]])  # mean of the last 4 is 0.5
+    assert tasks.newest_level == 3
+
+
+def test_groups_that_the_machine_broke_teach_the_schedule_nothing() -> None:
+    tasks = WordProblemTasks(levels=(1, 2), promote_at=0.9, window=2)
+    first, second, third = tasks.next(3)
+    tasks.feedback([group(first, 1.0, broken=7), group(second, broken=8)])
+    assert tasks.newest_level == 1
+    tasks.feedback([group(third, 1.0)])
+    assert tasks.newest_level == 2
+
+
+def test_the_last_level_stays_open() -> None:
+    tasks = WordProblemTasks(levels=(1,), promote_at=0.0, window=1)
+    solve(tasks, 5, 1.0)
+    assert levels(tasks.next(20)) == {1: 20}
+
+
+def run(tasks: Tasks, steps: int) -> list[str]:
+    """Some steps of a run in which what is drawn depends on what came before."""
+    ids = []
+    for _ in range(steps):
+        drawn = tasks.next(7)
+        ids += [task.id for task in drawn]
+        tasks.feedback([group(task, float(len(ids) % 3 > 0), 1.0) for task in drawn])
+    return ids
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 4, 9])
+def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
+    stop_after: int, rows: Path
+) -> None:
+    def streams() -> list[Tasks]:
+        word = WordProblemTasks(levels=(1, 2, 3), window=5, seed=4)
+        return [word, JsonlTasks(rows, seed=4), JsonlTasks(rows, shuffle=False)]
+
+    triples: list[tuple[Tasks, ...]] = list(zip(streams(), streams(), streams(), strict=True))
+    for whole, begun, resumed in triples:
+        want = run(whole, 12)
+        start = run(begun, stop_after)
+        resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        assert start + run(resumed, 12 - stop_after) == want
+
+
+def test_a_taken_state_does_not_move_with_the_stream() -> None:
+    tasks = WordProblemTasks(window=5)
+    solve(tasks, 3, 1.0)
+    state = tasks.state_dict()
+    before = json.dumps(state)
+    solve(tasks, 3, 1.0)
+    assert json.dumps(state) == before
+
+
+def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "q", "answer": 1}\n')
+    streams: list[Tasks] = [
+        WordProblemTasks(seed=1), WordProblemTasks(seed=2), WordProblemTasks(levels=(1,), seed=1),
+        JsonlTasks(rows), JsonlTasks(rows, seed=1), JsonlTasks(rows, shuffle=False),
+        JsonlTasks(other),
+    ]  # fmt: skip
+    for one in streams:
+        for another in streams:
+            if one is not another:
+                with pytest.raises(ValueError, match="the saved data position is of: "):
+                    one.load_state_dict(another.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"levels": ()}, r"levels: expected different levels, got \[\]"),
+        ({"levels": (1, 1)}, r"levels: expected different levels, got \[1, 1\]"),
+        ({"levels": (1, 7)}, r"level: expected one of \[1, 2, 3, 4\], got 7"),
+        ({"window": 0}, "window: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_schedules_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WordProblemTasks(**arguments)
+
+
+def test_rows_become_tasks(rows: Path) -> None:
+    tasks = JsonlTasks(rows, shuffle=False)
+    assert len(tasks) == 5
+    assert tasks.next(7)[5] == Task(
+        id="rows.jsonl:1",
+        messages=({"role": "user", "content": "q0"},),
+        spec={"answer": 0, "hint": "h"},
+    )
+
+
+def test_columns_can_have_other_names_and_questions_can_be_chats(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path.write_text("\n" + json.dumps({"prompt": chat, "gold": "7", "key": 12}) + "\n\n")
+    (task,) = JsonlTasks(path, question="prompt", answer="gold", id="key").next(1)
+    assert task == Task(id="12", messages=tuple(chat), spec={"gold": "7", "key": 12, "answer": "7"})
+
+
+def test_every_round_has_every_row_in_another_order(rows: Path) -> None:
+    tasks = JsonlTasks(rows)
+    rounds = [tuple(task.id for task in tasks.next(5)) for _ in range(8)]
+    assert {frozenset(ids) for ids in rounds} == {frozenset(rounds[0])}
+    assert len(frozenset(rounds[0])) == 5
+    assert len(set(rounds)) > 1
+    assert rounds != [tuple(t.id for t in JsonlTasks(rows, seed=1).next(5)) for _ in range(8)]
+
+
+GOOD = b'{"question": "q", "answer": 1, "id": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"rows.jsonl: no rows; expected one JSON object a line"),
+        (b"\n \n", r"rows.jsonl: no rows"),
+        (GOOD + b"{'a': 1}\n", r"rows.jsonl:2: not JSON: Expecting property name"),
+        (GOOD + b"\n\xff\n", r"rows.jsonl:3: not JSON: "),
+        (b"[1]\n", r"rows.jsonl:1: expected a JSON object, got list"),
+        (b'{"q": 1, "id": 2}', r"rows.jsonl:1: no column 'question'; the row has \['id', 'q'\]"),
+        (b'{"question": "q", "answer": null}', r"rows.jsonl:1: no column 'answer'"),
+        (b'{"question": "q", "answer": 1}', r"rows.jsonl:1: no column 'id'"),
+        (b'{"question": " ", "answer": 1, "id": 1}', r"column 'question': expected text or a list"),
+        (b'{"question": [], "answer": 1, "id": 1}', r"column 'question': expected text or a list"),
+        (b'{"question": ["q"], "answer": 1, "id": 1}', r"rows.jsonl:1: column 'question'"),
+        (b'{"question": [{"role": "user", "content": 3}], "answer": 1, "id": 1}', r"got \[\{"),
+        (GOOD + GOOD, r"rows.jsonl:2: the id 'x' appears twice"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        JsonlTasks(path, id="id")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        JsonlTasks(tmp_path / "nowhere.jsonl")

@@ -1,0 +1,217 @@
+"""Generated problems: answers, disjoint splits, stable addresses."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from agentgrpo.data import word_problems, word_templates
+from agentgrpo.data.word_problems import LEVELS, Split, generate, task, wordings
+from agentgrpo.data.word_templates import KINDS, Kind
+
+SPLITS: list[Split] = ["train", "heldout"]
+EVERYWHERE = pytest.mark.parametrize(
+    ("split", "level"), [(split, level) for split in SPLITS for level in LEVELS]
+)
+
+
+def oracle(kind: str, n: dict[str, int]) -> Fraction:
+    """The answers once more, in closed form and in fractions."""
+    a, b, c, d, p = (Fraction(n.get(letter, 0)) for letter in "abcdp")
+    ia, ib, ic = int(a), int(b), int(c)
+    if kind == "power_remainder":
+        return Fraction(pow(ia, ib, ic))
+    if kind == "digit_sum":
+        return Fraction(sum(map(int, f"{ia**ib:d}")))
+    if kind == "doubling":
+        return a * Fraction(ib**ic)
+    if kind == "doubling_gifts":
+        return a + b * Fraction(2**ic - 1)
+    if kind == "multiples":
+        return Fraction(int(p) // ic - (ia - 1) // ic)
+    if kind == "left_over":
+        return a * b - c * math.floor(a * b / c)
+    forms: dict[str, Fraction] = {
+        "product": a * b,
+        "sum": a + b + c,
+        "difference": a - b,
+        "product_plus": a * b + c,
+        "product_minus": a * b - c,
+        "times_sum": a * b + a * c,
+        "minus_plus": a + c - b,
+        "triple_product": a * (b * c),
+        "two_buyers": a * c + b * c,
+        "change": p - a * b,
+        "two_losses": a - (b + c),
+        "some_and_boxes": a * b + c,
+        "boxes_less_some": a * b - c,
+        "less_each": a * c - b * c,
+        "two_orders": a * b + c * d,
+        "two_orders_less": a * b - c * d,
+        "shared": (p - c) / (a or 1),
+        "percent_off": a * b - a * b * c / 100,
+        "average": (a + b + c + d) / 4,
+        "clock": 60 * a * c + b * c,
+        "full_bags": Fraction(math.floor((a + b) / (c or 1))),
+        "sum_between": (a + p) * (p - a + 1) / 2,
+        "sum_of_squares": a * (a + 1) * (2 * a + 1) / 6,
+        "more_each_week": a * c + b * c * (c - 1) / 2,
+    }
+    return forms[kind]
+
+
+def numbers_of(kind: Kind, wording: str, question: str) -> dict[str, int]:
+    """The numbers of a question, found by matching its text against the wording."""
+    pattern, seen = "", set()
+    for text, letter in re.findall(r"([^{]*)(?:\{(\w)\})?", wording):
+        pattern += re.escape(text)
+        if letter:
+            value = r"\d+" if letter in "abcdp" else r"\w+"
+            pattern += f"(?P={letter})" if letter in seen else f"(?P<{letter}>{value})"
+            seen.add(letter)
+    found = re.fullmatch(pattern, question, re.IGNORECASE)
+    assert found, (wording, question)
+    return {letter: int(value) for letter, value in found.groupdict().items() if value.isdigit()}
+
+
+@EVERYWHERE
+def test_the_answer_is_what_the_visible_numbers_demand(split: Split, level: int) -> None:
+    wording_of = dict(_by_wording(split, level))
+    for index in range(6 * len(wordings(split, level))):
+        made = task(split, level, index, seed=3)
+        question = made.messages[0]["content"]
+        kind, wording = wording_of[_skeleton(question)]
+        assert kind.name == made.spec["kind"]
+        numbers = numbers_of(kind, wording, question)
+        assert made.spec["answer"] == oracle(kind.name, numbers), question
+        assert type(made.spec["answer"]) is int
+        assert made.spec["answer"] >= 0
+
+
+def _skeleton(question: str) -> str:
+    """A question without what was drawn: numbers, names, things."""
+    text = re.sub(r"\d+", "#", question)
+    words = (
+        *word_templates.TRAIN_NAMES, *word_templates.HELDOUT_NAMES,
+        *word_templates.TRAIN_THINGS, *word_templates.HELDOUT_THINGS,
+    )  # fmt: skip
+    return re.sub(rf"\b({'|'.join(words)})\b", "_", text, flags=re.IGNORECASE).lower()
+
+
+def _by_wording(split: Split, level: int) -> list[tuple[str, tuple[Kind, str]]]:
+    pairs = []
+    for kind, wording in wordings(split, level):
+        text = re.sub(r"\{[abcdp]\}", "1", wording)
+        text = text.replace("{n}", "Tom").replace("{m}", "Ana").replace("{t}", "pens")
+        pairs.append((_skeleton(text), (kind, wording)))
+    return pairs
+
+
+def test_no_two_wordings_are_alike_across_all_splits_and_levels() -> None:
+    skeletons = [s for split in SPLITS for level in LEVELS for s, _ in _by_wording(split, level)]
+    assert len(skeletons) == len(set(skeletons))
+
+
+def test_heldout_words_are_never_seen_in_training() -> None:
+    train = {*word_templates.TRAIN_NAMES, *word_templates.TRAIN_THINGS}
+    heldout = {*word_templates.HELDOUT_NAMES, *word_templates.HELDOUT_THINGS}
+    assert not train & heldout
+    for problem in itertools.islice(generate("heldout"), 400):
+        assert not train & set(re.findall(r"\w+", problem.messages[0]["content"])), problem
+    for problem in itertools.islice(generate("train"), 400):
+        assert not heldout & set(re.findall(r"\w+", problem.messages[0]["content"])), problem
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_is_asked_in_both_splits_with_all_its_numbers(kind: Kind) -> None:
+    assert kind.train
+    assert kind.heldout
+    # a bound that only `let` reads (as the c in p = a * b + c) may stay unsaid
+    derived = set(re.findall(r"\{(\w)\}", "".join(kind.let.values())))
+    said_by_expr = set(re.findall(r"\{(\w)\}", kind.expr))
+    for wording in kind.train + kind.heldout:
+        said = set(re.findall(r"\{(\w)\}", wording))
+        assert said_by_expr <= said, wording
+        assert set(kind.ranges) - derived <= said, wording
+        assert said <= {*kind.ranges, *kind.let, "n", "m", "t"}, wording
+
+
+@EVERYWHERE
+def test_a_cycle_uses_every_wording_once(split: Split, level: int) -> None:
+    choices = wordings(split, level)
+    for cycle in range(3):
+        indices = range(cycle * len(choices), (cycle + 1) * len(choices))
+        made = [_skeleton(task(split, level, i).messages[0]["content"]) for i in indices]
+        assert sorted(made) == sorted(skeleton for skeleton, _ in _by_wording(split, level))
+
+
+def test_a_problem_depends_on_its_address_alone() -> None:
+    later_first = {i: task("train", 2, i, seed=5) for i in reversed(range(40))}
+    assert later_first == {i: task("train", 2, i, seed=5) for i in range(40)}
+    texts = {
+        task(split, level, index, seed).messages[0]["content"]
+        for split in SPLITS for level in LEVELS for index in range(20) for seed in range(3)
+    }  # fmt: skip
+    assert len(texts) > 470  # of 480: "What is {a} - {b}?" may repeat
+
+
+def test_problems_never_change_between_versions() -> None:
+    """A saved data position must mean the same tasks after an update."""
+    first = task("train", 1, 0)
+    assert first.id == "word/train/level1/seed0/0"
+    assert first.messages[0]["content"] == (
+        "There were 619 books on the table and 179 fell off. How many books are left?"
+    )
+    last = task("heldout", 4, 1000, seed=7)
+    assert last.id == "word/heldout/level4/seed7/1000"
+    assert last.messages[0]["content"] == (
+        "Seats are numbered 142, 142 + 1 and so on up to 427. What do the seat numbers add up to?"
+    )
+
+
+def test_the_reference_expression_gives_the_answer() -> None:
+    for problem in itertools.islice(generate("train", seed=11), 200):
+        tree = ast.parse(problem.spec["expression"], mode="eval")
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert names <= {"sum", "range", "str", "int", "i", "digit"}
+        assert eval(problem.spec["expression"]) == problem.spec["answer"]
+
+
+@EVERYWHERE
+def test_the_agent_sees_the_question_and_nothing_that_is_graded(split: Split, level: int) -> None:
+    for index in range(30):
+        made = task(split, level, index)
+        (message,) = made.messages
+        assert message.keys() == {"role", "content"}
+        assert message["role"] == "user"
+        assert "{" not in message["content"]
+        assert made.spec.keys() == {"answer", "expression", "kind", "level"}
+        assert made.spec["level"] == level
+
+
+def test_generate_takes_the_levels_in_turn_and_can_start_anywhere() -> None:
+    all_of_them = list(itertools.islice(generate("heldout", (3, 1), seed=2), 9))
+    assert [t.spec["level"] for t in all_of_them] == [3, 1, 3, 1, 3, 1, 3, 1, 3]
+    assert len({t.id for t in all_of_them}) == 9
+    assert (
+        list(itertools.islice(generate("heldout", (3, 1), seed=2, start=4), 5)) == all_of_them[4:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("test", 1, 0), "split: expected 'train' or 'heldout', got 'test'"),
+        (("train", 5, 0), r"level: expected one of \[1, 2, 3, 4\], got 5"),
+        (("train", 1, -1), "index: expected at least 0, got -1"),
+    ],
+)
+def test_an_address_that_does_not_exist_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        word_problems.task(*arguments)
