@@ -128,7 +128,8 @@ def bench_steps(repeats: int) -> None:
             session.step("x = 0")
             for _ in range(20):
                 session.step(code)
-            row(f"step: {name}", [span(lambda: session.step(code)) for _ in range(repeats)])  # noqa: B023
+            step = partial(session.step, code)
+            row(f"step: {name}", [span(step) for _ in range(repeats)])
 
 
 def bench_acquire(repeats: int) -> None:
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--bwrap", help="the bubblewrap binary")
     given = parser.parse_args()
     n = given.repeats
-    benches: dict[str, Callable[[], None]] = {
+    benches: dict[str, Callable[[], object]] = {
         "cold": lambda: bench_cold(n),
         "steps": lambda: bench_steps(5 * n),
         "acquire": lambda: bench_acquire(n),
@@ -261,11 +262,12 @@ def main() -> None:
         "limits": lambda: bench_limits(max(5, n // 6)),
         "kill": lambda: bench_kill(max(3, n // 10)),
     }
-    for name, wanted, bench in (
+    optional: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
         ("heavy", given.heavy, partial(bench_heavy, given.heavy, n)),
         ("ipykernel", given.ipykernel, partial(bench_ipykernel, given.ipykernel)),
         ("bwrap", given.bwrap, partial(bench_bwrap, given.bwrap, n)),
-    ):
+    )
+    for name, wanted, bench in optional:
         if wanted:
             benches[name] = bench
         else:
