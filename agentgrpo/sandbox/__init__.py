@@ -31,6 +31,7 @@ from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
+from agentgrpo.sandbox.templates import build_template, find_template
 
 __all__ = [
     "AsyncSandbox",
@@ -63,4 +64,6 @@ __all__ = [
     "StepResult",
     "Template",
     "TimeoutException",
+    "build_template",
+    "find_template",
 ]
