@@ -396,8 +396,10 @@ PyDoc_STRVAR(
     "channels are the non-blocking descriptors (request, response, out, err, status), pidfds "
     "those\n"
     "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
-    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, unless\n"
-    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, err, "
+    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, "
+    "unless\n"
+    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, "
+    "err, "
     "background,\n"
     "answer, wait_status, max_rss_kib, cpu_us), out and err as (head, tail, total); answer is\n"
     "None unless ending is 1 (ANSWERED).");
