@@ -131,7 +131,8 @@ def clipped(r: Tensor, a: float, low: float, high: float, o: dict[str, Any]) -> 
     bounded = r if nearest == r.item() else torch.tensor(nearest, dtype=torch.float64)
     loss = -(free * a if free.item() * a <= bounded.item() * a else bounded * a)
     if o.get("clip_ratio_c") is not None and a < 0 and loss.item() > -o["clip_ratio_c"] * a:
-        return 0 * r - o["clip_ratio_c"] * a
+        capped: Tensor = 0 * r - o["clip_ratio_c"] * a
+        return capped
     out: Tensor = loss.double() + 0 * r
     return out
 
