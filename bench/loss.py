@@ -1,0 +1,132 @@
+"""What do LM head, log-probabilities and GRPO loss cost on a CPU, beside plain torch and TRL?
+
+python -m bench.loss [--trl PATH] [--positions N] [--repeats N]
+    PATH: trl/kernels/chunked_logprob.py of TRL 1.16.0
+
+One step is hidden states -> log-probability and entropy -> dapo loss -> gradients of the hidden
+states (and of the head unless frozen). Plain torch and TRL score every position (TRL does so on
+CPUs and masks afterwards), ours the sampled ones. All use the same tensors and one thread, whose
+CPU time is taken, so that a busy machine distorts little. Gradients are compared before timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from agentgrpo.kernels.masked_grpo import masked_grpo_loss
+from agentgrpo.kernels.objective import Objective
+from bench.harness import append_row, cpu_seconds
+
+VOCAB, HIDDEN = 49_152, 576  # SmolLM2-135M
+TRL_CHUNK = 32_768
+SHARES = (1.0, 0.33, 0.125)
+Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Batch:
+    """Positions of one packed batch, a share of them sampled."""
+
+    def __init__(self, positions: int, share: float, *, frozen: bool) -> None:
+        gen = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(positions, HIDDEN, generator=gen).requires_grad_()
+        self.head = (torch.randn(VOCAB, HIDDEN, generator=gen) * 0.05).requires_grad_(not frozen)
+        self.targets = torch.randint(VOCAB, (positions,), generator=gen)
+        self.mask = torch.zeros(positions, dtype=torch.bool)
+        self.mask[torch.randperm(positions, generator=gen)[: round(positions * share)]] = True
+        self.advantage = torch.randn(positions, generator=gen)
+        self.sequence = torch.zeros_like(self.targets)
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        leaves = [x for x in (self.hidden, self.head) if x.requires_grad]
+        return list(torch.autograd.grad(loss, leaves))
+
+
+def ours(batch: Batch) -> list[Tensor]:
+    loss, _ = masked_grpo_loss(
+        batch.hidden, batch.head, batch.targets, batch.mask, batch.advantage, Objective(),
+        sequence=batch.sequence, num_sequences=1,
+    )  # fmt: skip
+    return batch.gradients(loss)
+
+
+def every_position(batch: Batch, score: Score) -> list[Tensor]:
+    """What a trainer does that has log-probabilities of all positions and masks them afterwards."""
+    logp, _ = score(batch.hidden, batch.head, batch.targets)
+    ratio = torch.exp(logp - logp.detach())
+    surrogate = torch.min(ratio * batch.advantage, ratio.clamp(0.8, 1.2) * batch.advantage)
+    return batch.gradients(-(surrogate * batch.mask).sum() / batch.mask.sum())
+
+
+def plain_score(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(hidden @ head.T, -1)
+    with torch.no_grad():
+        entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def trl_score(module: ModuleType) -> Score:
+    def score(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        out = module.ChunkedLogProbFunction.apply(
+            hidden, head, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("entropy",)
+        )
+        return out[0], out[1]
+
+    return score
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trl_chunked_logprob", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"--trl: no Python file at {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure(
+    name: str, run: Callable[[Batch], list[Tensor]], batch: Batch, share: float, repeats: int
+) -> None:
+    for got, want in zip(run(batch), every_position(batch, plain_score), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+    frozen = not batch.head.requires_grad
+    shape = {
+        "positions": len(batch.mask),
+        "sampled": int(batch.mask.sum()),
+        "V": VOCAB,
+        "H": HIDDEN,
+    }
+    variant = f"{name}, {'frozen' if frozen else 'trained'} head, {share:.1%} sampled"
+    seconds = cpu_seconds(lambda: run(batch), repeats=repeats, warmup=1)
+    append_row("loss", variant, seconds, unit="s", shape=shape, note="CPU time of one thread")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl", type=Path, help="chunked_logprob.py of TRL 1.16.0")
+    parser.add_argument("--positions", type=int, default=384)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    peers = {"plain torch": plain_score}
+    if arguments.trl:
+        peers["TRL 1.16 chunked"] = trl_score(load(arguments.trl))
+    else:
+        print("TRL: absent (give --trl)")
+    for frozen in (True, False):
+        for share in SHARES:
+            batch = Batch(arguments.positions, share, frozen=frozen)
+            measure("ours", ours, batch, share, arguments.repeats)
+        for name, score in peers.items():  # their cost does not depend on the share
+            batch = Batch(arguments.positions, 1.0, frozen=frozen)
+            measure(name, lambda b, s=score: every_position(b, s), batch, 1.0, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
