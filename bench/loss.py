@@ -1,7 +1,7 @@
 """What do LM head, log-probabilities and GRPO loss cost on a CPU, beside plain torch and TRL?
 
 python -m bench.loss [--trl PATH] [--positions N] [--repeats N]
-    PATH: trl/kernels/chunked_logprob.py of TRL 1.16.0
+    PATH: a folder that holds TRL 1.16.0 (pip download trl==1.16.0 --no-deps, unpacked)
 
 One step is hidden states -> log-probability and entropy -> dapo loss -> gradients of the hidden
 states (and of the head unless frozen). Plain torch and TRL score every position (TRL does so on
@@ -12,8 +12,11 @@ CPU time is taken, so that a busy machine distorts little. Gradients are compare
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -71,23 +74,20 @@ def plain_score(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, 
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def trl_score(module: ModuleType) -> Score:
+def trl_score(folder: Path) -> Score:
+    """TRL's chunked projection; of its trainer package, only a context that does nothing here."""
+    sys.path.insert(0, str(folder))
+    for name in ("trl.trainer", "trl.trainer.utils"):
+        sys.modules[name] = ModuleType(name)
+    gather = {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}  # DeepSpeed ZeRO-3 only
+    sys.modules["trl.trainer.utils"].__dict__.update(gather)
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+
     def score(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        out = module.ChunkedLogProbFunction.apply(
-            hidden, head, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("entropy",)
-        )
+        out = function.apply(hidden, head, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("entropy",))
         return out[0], out[1]
 
     return score
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trl_chunked_logprob", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"--trl: no Python file at {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def measure(
@@ -109,14 +109,14 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl", type=Path, help="chunked_logprob.py of TRL 1.16.0")
+    parser.add_argument("--trl", type=Path, help="folder that holds the package trl")
     parser.add_argument("--positions", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    peers = {"plain torch": plain_score}
+    peers: dict[str, Score] = {"plain torch": plain_score}
     if arguments.trl:
-        peers["TRL 1.16 chunked"] = trl_score(load(arguments.trl))
+        peers["TRL 1.16 chunked"] = trl_score(arguments.trl)
     else:
         print("TRL: absent (give --trl)")
     for frozen in (True, False):
@@ -125,7 +125,8 @@ def main() -> None:
             measure("ours", ours, batch, share, arguments.repeats)
         for name, score in peers.items():  # their cost does not depend on the share
             batch = Batch(arguments.positions, 1.0, frozen=frozen)
-            measure(name, lambda b, s=score: every_position(b, s), batch, 1.0, arguments.repeats)
+            run = partial(every_position, score=score)
+            measure(name, run, batch, 1.0, arguments.repeats)
 
 
 if __name__ == "__main__":
