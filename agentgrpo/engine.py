@@ -34,7 +34,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from agentgrpo.config import EngineConfig
 from agentgrpo.types import Float32, Int32
 
-
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
 

@@ -19,7 +19,7 @@ from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.linear_logp import linear_logp
-from agentgrpo.kernels.logp import backend_for
+from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.kernels.reduce import combine_metrics

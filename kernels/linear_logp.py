@@ -198,14 +198,17 @@ def _logits_grads(
         yield rows, d.to(head.weight.dtype)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total, where total may be fp32 and the factors bf16."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Total + a @ b in dtype (a's or fp32), total overwritten; None is zero."""
+    if total is None:
+        if dtype == a.dtype:
+            return a @ b
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    if dtype == a.dtype:
+        return torch.addmm(total, a, b, out=total)
+    if total.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    return total.add_(a @ b)
 
 
 class _LinearLogp(torch.autograd.Function):
@@ -246,20 +249,20 @@ class _LinearLogp(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # a second backward finds none and computes it anew
 
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        sums = weight.dtype if len(ctx.chunks) == 1 else working_dtype(weight.dtype)
         grad_hidden = hidden_UH.new_zeros(ctx.shape) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sums) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=working_dtype(sums)) if wants_bias else None
+        grad_weight = grad_bias = None
+        sums = weight.dtype if len(ctx.chunks) == 1 else working_dtype(weight.dtype)
         head = _Head(weight, bias, *ctx.options)
         for rows, d in _logits_grads(
             head, kept, hidden_UH, terms, ctx.chunks, logp_P, stats, grad_P, grad_entropy
         ):
             if grad_hidden is not None:
                 grad_hidden[terms.rows_U[rows]] = d @ weight
-            if grad_weight is not None:
-                _add_product_(grad_weight, d.T, hidden_UH[rows])
-            if grad_bias is not None:
-                grad_bias += d.sum(0, dtype=grad_bias.dtype)
+            if wants_weight:
+                grad_weight = _add_product(grad_weight, d.T, hidden_UH[rows], sums)
+            if wants_bias:
+                part = d.sum(0, dtype=working_dtype(d.dtype))
+                grad_bias = part if grad_bias is None else grad_bias + part
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:

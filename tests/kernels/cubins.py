@@ -42,7 +42,13 @@ def _stats(dtype: str, unaligned: tuple[str, ...] = (), **flags: bool) -> Case:
         "V": "i32", "num_cols": "i32", "stride_b": "i32", "stride_l": "i32", "inv_temperature": F32,
         "softcap": F32,
     }  # fmt: skip
-    constants = {"stride_v": 1, "STAGES": rows.FORWARD_STAGES, "HAS_MASK": False, "HAS_SOFTCAP": False, **flags}
+    constants = {
+        "stride_v": 1,
+        "STAGES": rows.FORWARD_STAGES,
+        "HAS_MASK": False,
+        "HAS_SOFTCAP": False,
+        **flags,
+    }
     constants["BLOCK_V"] = rows.FORWARD_BLOCK_V
     return Case(rows.stats_kernel, types, constants, rows.FORWARD_WARPS, unaligned)
 
@@ -54,7 +60,13 @@ def _grad(out: str, logits: str, unaligned: tuple[str, ...] = (), **flags: bool)
         "out": out, "logits": logits, "mask": "*i1", **dict.fromkeys(pointers, F32S),
         **dict.fromkeys(ints, "i32"), "inv_temperature": F32, "softcap": F32,
     }  # fmt: skip
-    flags = {"HAS_MASK": False, "HAS_ENTROPY": False, "HAS_SOFTCAP": False, "NARROWS": False, **flags}
+    flags = {
+        "HAS_MASK": False,
+        "HAS_ENTROPY": False,
+        "HAS_SOFTCAP": False,
+        "NARROWS": False,
+        **flags,
+    }
     constants = {"stride_v": 1, "out_v": 1, **flags, "BLOCK_V": rows.BACKWARD_BLOCK_V}
     return Case(rows.grad_kernel, types, constants, rows.BACKWARD_WARPS, unaligned)
 
@@ -63,7 +75,12 @@ def _loss(**flags: Any) -> Case:
     pointers = ("logp", "old_logp", "advantage", "weight", "ref_logp", "factor", "slope_out",
                 "sums_out", "ratio_max_out")  # fmt: skip
     floats = ("clip_low", "clip_high", "delta", "clip_ratio_c", "tau_pos", "tau_neg", "beta")
-    types = {**dict.fromkeys(pointers, F32S), "mask": "*i1", "N": "i32", **dict.fromkeys(floats, F32)}
+    types = {
+        **dict.fromkeys(pointers, F32S),
+        "mask": "*i1",
+        "N": "i32",
+        **dict.fromkeys(floats, F32),
+    }
     constants = {
         "KIND": 0, "KL": 3, "BIAS_CORRECTED": True, "HAS_FACTOR": True,
         "HAS_DELTA": True, "HAS_DUAL": True, "BLOCK_N": grpo_loss._BLOCK_N, **flags,
@@ -107,7 +124,7 @@ def build(case: Case, capability: int) -> Any:
 
 
 def facts(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack and local memory; counts of loads and stores by width."""
+    """Registers, bytes of stack and local memory, counts of loads and stores by width."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
@@ -116,9 +133,11 @@ def facts(cubin: bytes) -> dict[str, int]:
         code = _output([str(tools / "nvdisasm"), path])
     sizes = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert sizes is not None, usage
-    out = dict(zip(("registers", "stack", "shared", "local"), map(int, sizes.groups()), strict=True))
+    out = dict(
+        zip(("registers", "stack", "shared", "local"), map(int, sizes.groups()), strict=True)
+    )
     out["spills"] = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    for name in ("LDG", "STG"):
+    for name in ("LDG", "STG", "LDGSTS"):
         widths = re.findall(rf"\b{name}\.E(?:\.\w+)*", code)
         out[f"{name}.128"] = sum(".128" in x for x in widths)
         out[f"{name}.16"] = sum(".U16" in x or ".U8" in x for x in widths)
@@ -132,4 +151,6 @@ def _output(command: list[str]) -> str:
 
 if __name__ == "__main__":
     wanted = sys.argv[2:] or list(CASES)
-    print(json.dumps({name: facts(build(CASES[name], int(sys.argv[1])).asm["cubin"]) for name in wanted}))  # noqa: T201
+    capability = int(sys.argv[1])
+    found = {name: facts(build(CASES[name], capability).asm["cubin"]) for name in wanted}
+    print(json.dumps(found))  # noqa: T201

@@ -46,7 +46,9 @@ def sample_loss(s: Sample, o: dict[str, Any], threshold: float | None, corrects:
         return s.logp.sum()
     kind = o["loss_type"]
     ratio = importance(s, o)
-    keep = torch.ones_like(s.logp) if threshold is None else (s.entropy.detach() >= threshold).double()
+    keep = (
+        torch.ones_like(s.logp) if threshold is None else (s.entropy.detach() >= threshold).double()
+    )
     correction = sampler_correction(s, o) if corrects else torch.ones_like(s.logp)
     policy = policy_loss(s, o, ratio, keep, correction)
     if kind != "gmpo":
@@ -62,7 +64,8 @@ def sample_loss(s: Sample, o: dict[str, Any], threshold: float | None, corrects:
         )
     total = policy + o.get("beta", 0.0) * kl_penalty(s, o, ratio)
     bonus = o.get("entropy_coef", 0.0) * s.entropy_weight * s.entropy * keep
-    return (s.weight * total - bonus).sum()
+    out: Tensor = (s.weight * total - bonus).sum()
+    return out
 
 
 def importance(s: Sample, o: dict[str, Any]) -> Tensor:
@@ -76,7 +79,9 @@ def importance(s: Sample, o: dict[str, Any]) -> Tensor:
     return torch.exp(mean.detach()) * torch.exp(s.logp - s.logp.detach())
 
 
-def policy_loss(s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, correction: Tensor) -> Tensor:
+def policy_loss(
+    s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, correction: Tensor
+) -> Tensor:
     kind, adv = o["loss_type"], s.advantage
     low = o.get("epsilon", 0.4 if kind == "gmpo" else 0.2)
     high = o.get("epsilon_high", low)
@@ -97,11 +102,17 @@ def policy_loss(s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, corre
         if kind == "cispo":
             out.append(-min(r.item(), high) * a * s.logp[i])
         elif kind == "sapo":
-            tau = o.get("sapo_temperature_pos", 1.0) if a > 0 else o.get("sapo_temperature_neg", 1.05)
+            tau = (
+                o.get("sapo_temperature_pos", 1.0) if a > 0 else o.get("sapo_temperature_neg", 1.05)
+            )
             out.append(-a * 4 / tau / (1 + torch.exp(-tau * (r - 1))))
         elif kind == "vespo":
             k, lam = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
-            phi = math.exp(lam) * math.exp(log_w.item()) ** k * math.exp(-lam * math.exp(log_w.item()))
+            phi = (
+                math.exp(lam)
+                * math.exp(log_w.item()) ** k
+                * math.exp(-lam * math.exp(log_w.item()))
+            )
             out.append(-phi * a * s.logp[i])
         elif kind == "gmpo":
             out.append(-geometric * a)
@@ -111,13 +122,19 @@ def policy_loss(s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, corre
 
 
 def clipped(r: Tensor, a: float, low: float, high: float, o: dict[str, Any]) -> Tensor:
-    free = r if o.get("delta") is None or r.item() <= o["delta"] else torch.tensor(o["delta"], dtype=torch.float64)
+    free = (
+        r
+        if o.get("delta") is None or r.item() <= o["delta"]
+        else torch.tensor(o["delta"], dtype=torch.float64)
+    )
     nearest = max(1 - low, min(r.item(), 1 + high))
     bounded = r if nearest == r.item() else torch.tensor(nearest, dtype=torch.float64)
     loss = -(free * a if free.item() * a <= bounded.item() * a else bounded * a)
     if o.get("clip_ratio_c") is not None and a < 0 and loss.item() > -o["clip_ratio_c"] * a:
-        return 0 * r - o["clip_ratio_c"] * a
-    return loss.double() + 0 * r
+        capped: Tensor = 0 * r - o["clip_ratio_c"] * a
+        return capped
+    out: Tensor = loss.double() + 0 * r
+    return out
 
 
 def sampler_correction(s: Sample, o: dict[str, Any]) -> Tensor:
@@ -146,5 +163,5 @@ def kl_penalty(s: Sample, o: dict[str, Any], ratio: Tensor) -> Tensor:
     if not o.get("beta"):
         return torch.zeros_like(s.logp)
     d = s.ref - s.logp
-    kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[o.get("kl_estimator", "k3")]
+    kl: Tensor = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[o.get("kl_estimator", "k3")]
     return kl * ratio if o.get("use_bias_correction_kl", True) else kl
