@@ -106,9 +106,10 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     progress.say("sandbox: checking that this machine can isolate code")
     pool = open_sandbox(config.sandbox)
     try:
-        progress.say(f"sandbox: {_one_line(pool.describe())}")
+        progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
+        progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        progress.say(f"engine: loading vLLM and {model}")
+        progress.say(f"engine: starting vLLM on {model}")
         chat = _chat(model)
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
@@ -154,7 +155,7 @@ def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Pa
         tasks.load_state_dict(state["tasks"])
         log.cut_back(state["log_offsets"])
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
-    progress.say(f"learner: {_one_line(learner.describe())}")
+    progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -249,9 +250,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _one_line(values: dict[str, Any]) -> str:
+def _one_line(values: dict[str, Any], *names: str) -> str:
+    shown = {name: values[name] for name in names}
     return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
-        for name, value in values.items()
-        if not isinstance(value, dict | list)
+        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in shown.items()
     )

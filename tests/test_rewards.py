@@ -81,6 +81,11 @@ def test_no_text_breaks_the_reader(text: str) -> None:
     only_number(text)
 
 
+def test_an_exponent_beyond_all_numbers_is_no_exponent() -> None:
+    assert last_number("1e3") == 1000
+    assert only_number(f"1e{10**30}") is None
+
+
 @pytest.mark.parametrize("text", ["36 pens", "it is 36", "36 36", "12*3", "36..", ""])
 def test_strict_reading_takes_nothing_but_a_number(text: str) -> None:
     assert only_number(text) is None

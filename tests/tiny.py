@@ -54,7 +54,6 @@ def make_model(*, seed: int = 0, tied: bool = True) -> Any:
         initializer_range=0.1,
         eos_token_id=SPECIAL.index("<|im_end|>"),
         bos_token_id=None,
-        pad_token_id=0,
     )
     state = torch.get_rng_state()
     torch.manual_seed(seed)

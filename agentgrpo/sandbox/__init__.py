@@ -27,10 +27,12 @@ from agentgrpo.sandbox.execution import (
     Result,
 )
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
+from agentgrpo.sandbox.templates import build_template, find_template
 
 __all__ = [
     "AsyncSandbox",
@@ -60,7 +62,10 @@ __all__ = [
     "Session",
     "Status",
     "StepError",
+    "StepLoop",
     "StepResult",
     "Template",
     "TimeoutException",
+    "build_template",
+    "find_template",
 ]

@@ -37,7 +37,8 @@ from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.template import Template, check_environment, find_template
+from agentgrpo.sandbox.template import Template, check_environment
+from agentgrpo.sandbox.templates import find_template
 from agentgrpo.sandbox.zygote import session_environment
 
 DEFAULT_TIMEOUT_S = 300.0

@@ -43,7 +43,7 @@ class CgroupsUnavailable(Exception):
     """No control group can be made here; the message says why."""
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
     """What tells this process from a later one of the same number; "" if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -156,7 +156,7 @@ class Cgroups:
         missing = [name for name in wanted if name not in mounted]
         if missing:
             raise CgroupsUnavailable("no cgroup file system with memory and pids is mounted")
-        name = f"{OWNER}.{os.getpid()}.{_start_time(os.getpid())}.{id(self):x}"
+        name = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}.{id(self):x}"
         self._parents = {key: mounted[key] / name for key in wanted}
         try:
             for path in self._parents.values():
@@ -222,5 +222,5 @@ def remove_stale(parent: Path) -> None:
     """Remove the groups of owners that no longer run."""
     for path in parent.glob(f"{OWNER}.*"):
         pid, start = path.name.split(".")[1:3]
-        if _start_time(int(pid)) != start:
+        if start_time(int(pid)) != start:
             _remove_tree(path)

@@ -90,5 +90,8 @@ def start_context(
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
     if ready.status is not Status.OK:
         context.close()
-        raise SandboxException(f"{language} did not start: {ready.detail} {ready.stderr[-2000:]}")
+        hint = "; Node.js needs a control group or limits.memory_mib of 1024" * (language == "node")
+        raise SandboxException(
+            f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
+        )
     return context

@@ -8,7 +8,12 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from agentgrpo.sandbox.errors import SandboxBusy, SandboxException, SandboxInfraError
+from agentgrpo.sandbox.errors import (
+    SandboxBusy,
+    SandboxException,
+    SandboxInfraError,
+    SandboxUnavailable,
+)
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
@@ -66,6 +71,12 @@ class SandboxPool:
         self._counts = {"acquired": 0, "from_idle": 0, "waited": 0}
         self._waited_s = 0.0
         self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
+        if self.template.setup:  # fail now rather than at the first acquire()
+            try:
+                self._start().close()
+            except SandboxInfraError as error:
+                self._spawner.close()
+                raise SandboxUnavailable(str(error)) from error
         if min_idle:
             self._wanted.set()
             self._refiller.start()
@@ -132,6 +143,12 @@ class SandboxPool:
         session = Session(spawned.channels, self.limits, group=spawned.group, on_close=release)
         with self._lock:
             self._live.add(session)
+        if self.template.setup:
+            done = session.step(self.template.setup)
+            if done.status is not Status.OK:
+                session.close()
+                shown = done.error.traceback if done.error else done.detail
+                raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")
         return session
 
     def _refill(self) -> None:

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentgrpo.sandbox.errors import NotFoundException
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -34,6 +32,9 @@ class Template:
     """Environment of the code, besides PATH, HOME, LANG and TMPDIR."""
     mounts: tuple[str, ...] = ()
     """Further files or directories to show read-only."""
+    setup: str = ""
+    """Python that every session runs before it is handed out, such as the functions of a tool
+    script. It runs inside, as untrusted as what follows it."""
 
     def __post_init__(self) -> None:
         for key, paths in (("site_dirs", self.site_dirs), ("mounts", self.mounts)):
@@ -56,17 +57,6 @@ class Template:
     def prefix(self) -> str:
         """The directory that the interpreter and its standard library live in."""
         return os.path.dirname(os.path.dirname(self.interpreter))
-
-
-def find_template(name: str | None) -> Template:
-    """The template of that name; None is the interpreter that runs this, without packages.
-
-    Raises:
-        NotFoundException: none was built under this name.
-    """
-    if name in (None, "python", "base", "code-interpreter-v1"):
-        return Template()
-    raise NotFoundException(f"no template {name!r}")
 
 
 def check_environment(key: str, env: Mapping[str, str]) -> None:

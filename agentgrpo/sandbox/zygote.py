@@ -1,5 +1,6 @@
 """The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -10,11 +11,12 @@ import socket
 import sys
 import tempfile
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from agentgrpo import _C
 from agentgrpo.sandbox import policy
-from agentgrpo.sandbox.cgroup import Group
+from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
 from agentgrpo.sandbox.channels import Channels, Ends, await_ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import (
@@ -108,7 +110,9 @@ class Zygote:
         self.template, self.limits, self.rung = template, limits, rung
         self._uids = itertools.count(FIRST_UID)
         self.nsjail = find_nsjail(nsjail)
-        self._scratch = tempfile.mkdtemp(prefix="agentgrpo-sandbox-")
+        remove_stale_scratch()
+        mine = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}."
+        self._scratch = tempfile.mkdtemp(prefix=mine)
         self._log = os.memfd_create("nsjail-log")
         self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = 0
@@ -232,6 +236,15 @@ class Zygote:
             os.close(self._log)
             self._log = -1
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def remove_stale_scratch() -> None:
+    """Remove the scratch directories of this user's processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{OWNER}.*"):
+        pid, start = path.name.split(".")[1:3]
+        with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
+            if path.stat().st_uid == os.geteuid() and start_time(int(pid)) != start:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _reap(pid: int) -> None:
