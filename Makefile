@@ -47,7 +47,7 @@ $(CPU): requirements-cpu.txt setup.py | $(VENV)/bin/python
 	@$(PIP) --upgrade pip setuptools wheel
 	@$(PIP) --no-deps -r requirements-cpu.txt
 	@$(PY) -c 'import torch' || { echo "error: this torch does not import. The CPU build is needed: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove $(VENV), and repeat."; exit 1; }
-	@$(PIP) --no-deps --no-build-isolation --editable .
+	@PYTHONWARNINGS=ignore $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(DEV): requirements-dev.txt $(CPU)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import DataConfig, SandboxConfig, TrainConfig
+from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.python import PythonEnv
@@ -101,14 +101,15 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     Raises:
         As build().
     """
-    heldout = _heldout_tasks(config.data)
+    heldout = heldout_tasks(config.data)
     progress = Progress(config.steps)
     progress.say("sandbox: checking that this machine can isolate code")
-    pool = _sandbox(config.sandbox)
+    pool = open_sandbox(config.sandbox)
     try:
-        progress.say(f"sandbox: {_one_line(pool.describe())}")
+        progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
+        progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        progress.say(f"engine: loading vLLM and {model}")
+        progress.say(f"engine: starting vLLM on {model}")
         chat = _chat(model)
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
@@ -123,7 +124,7 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
         engine=engine,
         sampler=Sampler(engine, CodeAgent(config.agent), env, chat, config.rollout),
         pool=pool,
-        reward=NumericReward(answer=config.reward.answer, format=config.reward.format),
+        reward=make_reward(config.reward),
         heldout=heldout,
         tokenizer=chat.tokenizer,
         progress=progress,
@@ -154,7 +155,7 @@ def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Pa
         tasks.load_state_dict(state["tasks"])
         log.cut_back(state["log_offsets"])
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
-    progress.say(f"learner: {_one_line(learner.describe())}")
+    progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -205,7 +206,8 @@ def _training_tasks(config: DataConfig, seed: int) -> Tasks:
     return JsonlTasks(config.train, seed=seed)
 
 
-def _heldout_tasks(config: DataConfig) -> list[Task]:
+def heldout_tasks(config: DataConfig) -> list[Task]:
+    """The tasks of every evaluation, in order."""
     if config.heldout == "word_problems":
         source = word_problems.generate("heldout", config.heldout_levels)
         return list(islice(source, config.num_heldout))
@@ -213,7 +215,13 @@ def _heldout_tasks(config: DataConfig) -> list[Task]:
     return rows.next(min(config.num_heldout, len(rows)))
 
 
-def _sandbox(config: SandboxConfig) -> SandboxPool:
+def make_reward(config: RewardConfig) -> Reward:
+    """What a rollout is worth."""
+    return NumericReward(answer=config.answer, format=config.format)
+
+
+def open_sandbox(config: SandboxConfig) -> SandboxPool:
+    """The pool that code runs in; the caller closes it."""
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
     return SandboxPool(limits=limits, max_live=config.max_live)
 
@@ -242,9 +250,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _one_line(values: dict[str, Any]) -> str:
+def _one_line(values: dict[str, Any], *names: str) -> str:
+    shown = {name: values[name] for name in names}
     return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
-        for name, value in values.items()
-        if not isinstance(value, dict | list)
+        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in shown.items()
     )

@@ -39,7 +39,8 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
     """
     final = out_dir / "checkpoints" / f"step_{step:06d}"
     partial = final.with_name(f".partial-{final.name}")
-    _remove(partial)
+    for rest in (*final.parent.glob(".partial-*"), *final.parent.glob(".removed-*")):
+        shutil.rmtree(rest)  # of a process that was killed
     partial.mkdir(parents=True)
     try:
         write(partial)
@@ -59,14 +60,15 @@ def _complete(out_dir: Path) -> list[Path]:
     folder = out_dir / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if re.fullmatch(r"step_\d{6,}", p.name))
+    return sorted(
+        (p for p in folder.iterdir() if re.fullmatch(r"step_\d{6,}", p.name)), key=step_of
+    )
 
 
 def _remove(checkpoint: Path) -> None:
     """Rename first: a kill halfway must not leave half a checkpoint under its name."""
     if checkpoint.exists():
         doomed = checkpoint.with_name(f".removed-{checkpoint.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
 

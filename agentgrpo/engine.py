@@ -6,7 +6,8 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   plain weight stays, so that the learner's parameters can be views of it (weights.py).
 * The rank of a sampled token is computed by a function that torch.compile builds in C++ on first
   use: 20 s on CPU for a number that nobody reads.
-* vLLM's CPU worker replaces torch.set_num_threads by a no-op for the whole process.
+* vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
+  no-op, for the whole process: the learner too would work on half of two cores.
 * On CUDA the weights stay out of vLLM's sleeping memory pool: the learner works on them while the
   engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 """
@@ -32,6 +33,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from agentgrpo.config import EngineConfig
 from agentgrpo.types import Float32, Int32
+
+_pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +71,7 @@ class Engine:
         self.max_model_len = config.max_model_len
         self.asleep = False
         self._in_flight: set[str] = set()
-        set_num_threads = torch.set_num_threads
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         with _plain_cpu_weights(), _weights_stay_awake():
             self._engine = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -90,6 +93,7 @@ class Engine:
                 )
             )
         torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
         if self.device == "cpu":
             vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
                 -1
@@ -108,6 +112,29 @@ class Engine:
         crash under chunked prefill, and one seed for a whole group would make it one rollout.
         """
         torch.manual_seed(seed)
+
+    def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
+        """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.
+
+        Small batches decode up to four times faster on packed weights. A packed weight is a copy,
+        so only what never changes may be packed; the plain tensors stay where they are.
+
+        Returns:
+            How many layers were packed; 0 on CUDA.
+        """
+        if self.device != "cpu":
+            return 0
+        changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
+        frozen = []
+        for module in self.model.modules():
+            weight = getattr(module, "weight", None)
+            if not hasattr(module, "cpu_linear") or not isinstance(weight, torch.Tensor):
+                continue
+            if weight.untyped_storage().data_ptr() not in changing:
+                frozen.append(module)
+        for module in frozen:
+            _pack_cpu_weight(module, remove_weight=False)
+        return len(frozen)
 
     def add_request(
         self,
@@ -245,12 +272,11 @@ def _plain_cpu_weights() -> Any:
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
-    packed = vllm_layers.dispatch_cpu_unquantized_gemm
     vllm_layers.dispatch_cpu_unquantized_gemm = keep
     try:
         yield
     finally:
-        vllm_layers.dispatch_cpu_unquantized_gemm = packed
+        vllm_layers.dispatch_cpu_unquantized_gemm = _pack_cpu_weight
 
 
 @contextlib.contextmanager

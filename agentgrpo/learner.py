@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
+from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.linear_logp import linear_logp
-from agentgrpo.kernels.logp import backend_for
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.kernels.reduce import combine_metrics
@@ -67,6 +67,7 @@ class Learner:
         self._optimizer = MasterAdamW(
             self.trained, lr=config.learning_rate, weight_decay=config.weight_decay
         )
+        self.num_packed = engine.pack_frozen(self.trained)
         self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
@@ -75,6 +76,7 @@ class Learner:
             "weights": self.weights,
             "device": self.device,
             "dtype": self._engine.dtype,
+            "packed_frozen_layers": self.num_packed,
             "trained_parameters": sum(p.numel() for p in self.trained),
             "all_parameters": sum(p.numel() for p in self.model.parameters()),
             "kernels": backend_for(torch.device(self.device)),
@@ -215,7 +217,7 @@ def _policy(model: str | Path, engine: Engine, weights: str) -> tuple[str, Any]:
     options = {"dtype": getattr(torch, engine.dtype), "attn_implementation": "sdpa"}
     if weights != "copy":
         with parameters_on_meta():
-            policy: Any = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+            policy: Any = AutoModelForCausalLM.from_config(config, **options)
         try:
             install(policy, views_for(engine.model, policy))
         except CannotShare as error:

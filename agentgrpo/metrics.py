@@ -7,6 +7,7 @@ that no step is recorded twice.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,18 @@ class RunLog:
         }
 
     def cut_back(self, offsets: dict[str, int]) -> None:
-        """Drop what was written after `offsets` were taken."""
+        """Drop what was written after `offsets` were taken.
+
+        Raises:
+            ValueError: a record is shorter than it was then, so the run's history is incomplete.
+        """
         for name in FILES:
-            path = self._out_dir / name
+            path, kept = self._out_dir / name, offsets.get(name, 0)
+            size = path.stat().st_size if path.exists() else 0
+            if size < kept:
+                raise ValueError(f"{path}: {size} bytes, but the checkpoint's record had {kept}")
             if path.exists():
-                with path.open("r+b") as file:
-                    file.truncate(offsets.get(name, 0))
+                os.truncate(path, kept)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         with (self._out_dir / name).open("a") as file:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, parts: Parts) -> None:
     """Run up to optimizer step config.steps, from the one the learner was resumed at."""
     learner, log, progress = parts.learner, parts.log, parts.progress
-    evaluate_heldout(config, parts, learner.step_count)
+    evaluate_if_due(config, parts, learner.step_count)
     for step in range(learner.step_count, config.steps):
         progress.begin_step()
         with generating(parts) as engine_metrics:
@@ -44,8 +44,8 @@ def train(config: TrainConfig, parts: Parts) -> None:
         progress.step_done(step, sampled, learned, engine_metrics)
         if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
             progress.say(f"saved {parts.save(config)}")
-        if learner.step_count == config.steps or due(learner.step_count, config.eval_every):
-            evaluate_heldout(config, parts, learner.step_count)
+        evaluate_if_due(config, parts, learner.step_count)
+    progress.finished(config.out_dir)
 
 
 @contextlib.contextmanager
@@ -84,18 +84,19 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
 
 
-def evaluate_heldout(config: TrainConfig, parts: Parts, step: int) -> None:
-    """Play the held-out tasks greedily; record and print what share was solved."""
+def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
+    """Play the held-out tasks greedily; record and print what share was solved.
+
+    Due before the first step, after the last and every eval_every: a function of the step alone, so
+    that a resumed run records what an uninterrupted one does.
+    """
+    if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
+        return
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
     parts.log.rollouts(step, groups, split="heldout")
     parts.log.write(step, eval=metrics)
     parts.progress.evaluated(step, metrics)
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one."""
-    return every > 0 and step % every == 0
 
 
 def main(arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ Llama, Mistral, Gemma 3 and Phi-3; tied embeddings stay tied.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,26 +39,26 @@ def views_for(sampler: nn.Module, learner: nn.Module) -> dict[str, Tensor]:
     theirs = dict(sampler.named_parameters())
     modules = dict(sampler.named_modules())
     views: dict[str, Tensor] = {}
-    covered: set[str] = set()
+    owned: Counter[str] = Counter()
     for name, parameter in learner.named_parameters():
         path, _, leaf = name.rpartition(".")
         parent, _, module = path.rpartition(".")
         fused, index = fused_of.get(module, (module, 0))
         fused_path = f"{parent}.{fused}" if parent else fused
-        source, start = name, 0
+        source, start, rows = name, 0, parameter.shape[0]
         if module in fused_of and fused_path in modules:
             sizes = list(modules[fused_path].output_sizes)
-            source, start = f"{fused_path}.{leaf}", sum(sizes[:index])
+            source, start, rows = f"{fused_path}.{leaf}", sum(sizes[:index]), sizes[index]
         whole = theirs.get(source)
         if whole is None or whole.numel() == 0:
             raise CannotShare(f"{name}: vLLM holds no tensor {source}")
-        if whole.shape[0] < start + parameter.shape[0] or whole.shape[1:] != parameter.shape[1:]:
+        if (rows, *whole.shape[1:]) != parameter.shape or whole.shape[0] < start + rows:
             raise CannotShare(
                 f"{name}: {tuple(parameter.shape)} is no slice of {tuple(whole.shape)}"
             )
-        views[name] = whole.data.narrow(0, start, parameter.shape[0])
-        covered.add(source)
-    if missed := sorted(set(theirs) - covered):
+        views[name] = whole.data.narrow(0, start, rows)
+        owned[source] += len(whole) if source == name else rows  # padding needs no owner
+    if missed := sorted(name for name, whole in theirs.items() if owned[name] < len(whole)):
         raise CannotShare(f"the learner has no parameter for vLLM's {', '.join(missed[:3])}")
     return views
 

@@ -1,106 +1,145 @@
 /* block_mask(): what FlexAttention's create_block_mask() computes from T * T mask values, read off
- * the tree's intervals instead: T for the extremes of each block, then (T / block_size)^2.
+ * the tree's intervals instead.
  *
- * With token q seeing token k iff k <= q < tout[k], and blocks of queries [q0, q1) and keys before
- * them, some pair is visible iff the largest tout of the keys is above q0, and all pairs are iff
- * the smallest is at least q1.
+ * With token q seeing token k iff k <= q < tout[k], a block of keys is seen by the blocks of
+ * queries from its own up to the largest tout in it, and seen whole by those between its own and
+ * the smallest tout in it. Two numbers per block of keys are the mask; what remains is to write it
+ * down.
  */
 #include "tokens.h"
 
 #include "methods.h"
 
-typedef enum { EMPTY, PARTIAL, FULL } Kind;
-
-typedef struct {
-    int32_t size;  /* tokens per block; the last one may be incomplete */
-    int32_t count; /* blocks */
-    int32_t num_tokens;
-    int32_t *least, *most; /* tout within each block */
-} Blocks;
-
-static Kind
-kind_of(const Blocks *blocks, int32_t q, int32_t k)
-{
-    const int64_t q_start = (int64_t)q * blocks->size, q_end = q_start + blocks->size;
-    if (k > q) {
-        return EMPTY;
-    }
-    if (k == q) { /* a token sees itself and nothing after it */
-        return blocks->size == 1 ? FULL : PARTIAL;
-    }
-    if (blocks->most[k] <= q_start) {
-        return EMPTY;
-    }
-    /* the padding of an incomplete block counts as not visible, as in create_block_mask() */
-    return blocks->least[k] >= q_end && q_end <= blocks->num_tokens ? FULL : PARTIAL;
-}
-
-/* Writes, for each row, how many of its blocks are of the wanted kind, then their indices in order
- * and after them all others in order. Rows are queries, or keys if transposed. Returns the end.
+/* Which blocks of queries see block k of keys: all of it those in [from, whole_end), part of it k
+ * itself (unless from == k) and those in [whole_end, end).
  */
-static int32_t *
-write_rows(const Blocks *blocks, int transposed, Kind wanted, int32_t *counts)
-{
-    const int32_t n = blocks->count;
-    int32_t *row = counts + n;
-    for (int32_t i = 0; i < n; i++, row += n) {
-        int32_t found = 0, others = n;
-        for (int32_t j = n - 1; j >= 0; j--) { /* backwards: the others fill the row from its end */
-            const Kind kind = transposed ? kind_of(blocks, j, i) : kind_of(blocks, i, j);
-            if (kind != wanted) {
-                row[--others] = j;
-            }
-        }
-        for (int32_t j = 0; found < others; j++) {
-            const Kind kind = transposed ? kind_of(blocks, j, i) : kind_of(blocks, i, j);
-            if (kind == wanted) {
-                row[found++] = j;
-            }
-        }
-        counts[i] = found;
-    }
-    return row;
-}
+typedef struct {
+    int32_t from, whole_end, end;
+} Reach;
 
-/* Fills least and most. Returns the index of the first token whose tout is impossible, or -1. */
+/* Fills reach. Returns the index of the first token whose tout is impossible, or -1. */
 static int32_t
-find_extremes(const int32_t *tout, Blocks *blocks)
+find_reach(const int32_t *tout, int32_t num_tokens, int32_t size, Reach *reach)
 {
-    for (int32_t t = 0; t < blocks->num_tokens; t++) {
-        if (tout[t] <= t || tout[t] > blocks->num_tokens) {
-            return t;
+    for (int32_t k = 0, start = 0; start < num_tokens; k++) {
+        const int32_t end = size < num_tokens - start ? start + size : num_tokens;
+        int32_t least = num_tokens, most = 0;
+        for (int32_t t = start; t < end; t++) {
+            if (tout[t] <= t || tout[t] > num_tokens) {
+                return t;
+            }
+            least = tout[t] < least ? tout[t] : least;
+            most = tout[t] > most ? tout[t] : most;
         }
-        const int32_t block = t / blocks->size;
-        if (t % blocks->size == 0) {
-            blocks->least[block] = blocks->most[block] = tout[t];
-        } else if (tout[t] < blocks->least[block]) {
-            blocks->least[block] = tout[t];
-        } else if (tout[t] > blocks->most[block]) {
-            blocks->most[block] = tout[t];
-        }
+        reach[k].from = size == 1 ? k : k + 1; /* a token sees itself but nothing after it */
+        reach[k].whole_end = least / size > k + 1 ? least / size : k + 1;
+        reach[k].end = most / size + (most % size != 0);
+        start = end;
     }
     return -1;
 }
 
-static PyObject *
-build(const int32_t *tout, Blocks *blocks)
+/* Writes [first, end) from *out on and moves it. */
+static void
+write_range(int32_t first, int32_t end, int32_t **out)
 {
-    const int32_t bad = find_extremes(tout, blocks);
+    for (int32_t i = first; i < end; i++) {
+        (*out)[i - first] = i;
+    }
+    *out += end - first;
+}
+
+/* One of the four results: n counts, then n rows of n blocks, the chosen ones and behind them the
+ * others, both in order.
+ */
+typedef struct {
+    int32_t *counts, *rows;
+} Table;
+
+static Table
+table_at(int32_t *memory, int32_t n, int32_t number)
+{
+    int32_t *counts = memory + (size_t)number * (size_t)n * ((size_t)n + 1);
+    return (Table){.counts = counts, .rows = counts + n};
+}
+
+/* Appends a row whose chosen blocks are given. */
+static void
+append_row(Table *table, int32_t n, const int32_t *chosen, int32_t count)
+{
+    *table->counts++ = count;
+    memcpy(table->rows, chosen, (size_t)count * sizeof *chosen);
+    table->rows += count;
+    int32_t next = 0;
+    for (int32_t i = 0; i < count; i++) {
+        write_range(next, chosen[i], &table->rows);
+        next = chosen[i] + 1;
+    }
+    write_range(next, n, &table->rows);
+}
+
+/* The partial and the whole blocks of each query block. seen, part and whole are scratch for n
+ * each; seen are the blocks that the last query block saw, and only those may be seen by the next.
+ */
+static void
+write_by_query(const Reach *reach, int32_t n, int32_t *seen, int32_t *part, int32_t *whole,
+               Table partial_table, Table whole_table)
+{
+    int32_t num_seen = 0;
+    for (int32_t q = 0; q < n; q++) {
+        int32_t still = 0, num_part = 0, num_whole = 0;
+        seen[num_seen++] = q;
+        for (int32_t i = 0; i < num_seen; i++) {
+            const int32_t k = seen[i];
+            const int sees = q < reach[k].end, all = q >= reach[k].from && q < reach[k].whole_end;
+            seen[still] = part[num_part] = whole[num_whole] = k;
+            still += sees;
+            num_part += sees && !all;
+            num_whole += all;
+        }
+        num_seen = still;
+        append_row(&partial_table, n, part, num_part);
+        append_row(&whole_table, n, whole, num_whole);
+    }
+}
+
+/* The partial and the whole blocks of each key block. */
+static void
+write_by_key(const Reach *reach, int32_t n, Table partial_table, Table whole_table)
+{
+    for (int32_t k = 0; k < n; k++) {
+        const int32_t from = reach[k].from, whole_end = reach[k].whole_end, end = reach[k].end;
+        *partial_table.counts++ = from - k + end - whole_end;
+        write_range(k, from, &partial_table.rows);
+        write_range(whole_end, end, &partial_table.rows);
+        write_range(0, k, &partial_table.rows);
+        write_range(from, whole_end, &partial_table.rows);
+        write_range(end, n, &partial_table.rows);
+        *whole_table.counts++ = whole_end - from;
+        write_range(from, whole_end, &whole_table.rows);
+        write_range(0, from, &whole_table.rows);
+        write_range(whole_end, n, &whole_table.rows);
+    }
+}
+
+static PyObject *
+build(const int32_t *tout, int32_t num_tokens, int32_t size, Reach *reach, int32_t *scratch)
+{
+    const int32_t bad = find_reach(tout, num_tokens, size, reach);
     if (bad >= 0) {
         return PyErr_Format(PyExc_ValueError, "tout[%d] is %d, expected %d < tout <= %d", (int)bad,
-                            (int)tout[bad], (int)bad, (int)blocks->num_tokens);
+                            (int)tout[bad], (int)bad, (int)num_tokens);
     }
-    const Py_ssize_t n = blocks->count;
-    PyObject *result = PyByteArray_FromStringAndSize(NULL, 4 * 4 * n * (n + 1));
+    const int32_t n = num_tokens / size + (num_tokens % size != 0);
+    PyObject *result = PyByteArray_FromStringAndSize(NULL, 4 * 4 * (Py_ssize_t)n * (n + 1));
     if (result == NULL) {
         return NULL;
     }
-    int32_t *out = (int32_t *)PyByteArray_AsString(result);
+    int32_t *const out = (int32_t *)PyByteArray_AsString(result);
     Py_BEGIN_ALLOW_THREADS
-        out = write_rows(blocks, 0, PARTIAL, out);
-        out = write_rows(blocks, 0, FULL, out);
-        out = write_rows(blocks, 1, PARTIAL, out);
-        write_rows(blocks, 1, FULL, out);
+        write_by_query(reach, n, scratch, scratch + n, scratch + 2 * (size_t)n, table_at(out, n, 0),
+                       table_at(out, n, 1));
+        write_by_key(reach, n, table_at(out, n, 2), table_at(out, n, 3));
     Py_END_ALLOW_THREADS
     return result;
 }
@@ -134,18 +173,17 @@ block_mask(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     if (tokens_get_buffer(args[0], 'i', 0, &tout, "tout") < 0) {
         return NULL;
     }
-    Blocks blocks = {.size = (int32_t)size, .num_tokens = (int32_t)tout.shape[0]};
-    blocks.count = blocks.num_tokens / blocks.size + (blocks.num_tokens % blocks.size != 0);
-    int32_t *memory = PyMem_Calloc(2 * (size_t)blocks.count + 1, sizeof *memory);
+    const size_t num_blocks = (size_t)(tout.shape[0] / size + 1);
+    Reach *reach = PyMem_Calloc(num_blocks, sizeof *reach);
+    int32_t *scratch = PyMem_Calloc(3 * num_blocks, sizeof *scratch);
     PyObject *result = NULL;
-    if (memory == NULL) {
+    if (reach == NULL || scratch == NULL) {
         PyErr_NoMemory();
     } else {
-        blocks.least = memory;
-        blocks.most = memory + blocks.count;
-        result = build(tout.buf, &blocks);
+        result = build(tout.buf, (int32_t)tout.shape[0], (int32_t)size, reach, scratch);
     }
-    PyMem_Free(memory);
+    PyMem_Free(scratch);
+    PyMem_Free(reach);
     PyBuffer_Release(&tout);
     return result;
 }

@@ -10,10 +10,18 @@
 static int
 add_all(PyObject *module)
 {
+    // clang-format off: one table a line
     PyMethodDef *const tables[] = {
-        agentgrpo_blocks_methods, agentgrpo_delta_methods,         agentgrpo_ingest_methods,
-        agentgrpo_pack_methods,   agentgrpo_sandbox_spawn_methods, agentgrpo_sandbox_step_methods,
+        agentgrpo_blocks_methods,
+        agentgrpo_delta_methods,
+        agentgrpo_ingest_methods,
+        agentgrpo_pack_methods,
+        agentgrpo_sandbox_files_methods,
+        agentgrpo_sandbox_loop_methods,
+        agentgrpo_sandbox_spawn_methods,
+        agentgrpo_sandbox_step_methods,
     };
+    // clang-format on
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {
             return -1;

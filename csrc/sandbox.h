@@ -1,8 +1,10 @@
-/* What the two sides of the sandbox agree on. */
+/* What the files of the sandbox, and its two sides, agree on. */
 #ifndef AGENTGRPO_SANDBOX_H
 #define AGENTGRPO_SANDBOX_H
 
 #include <stdint.h>
+#include <sys/resource.h>
+#include <sys/types.h>
 
 enum { SANDBOX_REPORT_READY = 1, SANDBOX_REPORT_EXIT = 2, SANDBOX_REPORT_FAILED = 3 };
 enum { SANDBOX_EXIT_SETUP = 125 };
@@ -11,6 +13,7 @@ enum { SANDBOX_EXIT_SETUP = 125 };
 enum sandbox_setup_step {
     SANDBOX_SETUP_CLONE,
     SANDBOX_SETUP_USERS,
+    SANDBOX_SETUP_CGROUP,
     SANDBOX_SETUP_MOUNTS,
     SANDBOX_SETUP_PROC,
     SANDBOX_SETUP_NETWORK,
@@ -19,9 +22,11 @@ enum sandbox_setup_step {
     SANDBOX_SETUP_FORK,
     SANDBOX_SETUP_STREAMS,
     SANDBOX_SETUP_FILTER,
+    SANDBOX_SETUP_EXEC,
 };
 
-/* One message of a session's PID 1 to the host, on the status socket. READY carries two pidfds. */
+/* One message of a session's PID 1 to the host. READY carries pidfds: of PID 1 and PID 2 for a
+ * session, of the new process for a command. */
 struct sandbox_report {
     uint32_t kind;
     int32_t value;  /* EXIT: the wait status; FAILED: the setup step */
@@ -30,5 +35,26 @@ struct sandbox_report {
     int64_t max_rss_kib;
     int64_t cpu_us;
 };
+
+/* An order of the host to PID 1: run a program. Followed by NUL-terminated strings (directory,
+ * argv, environment), with the descriptors status, stdin, stdout, stderr and, if it speaks the step
+ * protocol, request and response. */
+struct sandbox_order {
+    uint32_t num_arguments, num_environment;
+};
+
+/* What PID 1 needs to start another process like PID 2. */
+struct sandbox_filter {
+    const char *bytes;
+    size_t count;
+};
+
+void sandbox_report(int status_fd, const struct sandbox_report *message, const int *fds,
+                    int num_fds);
+void sandbox_refuse(int status_fd, enum sandbox_setup_step step);
+void sandbox_take_descriptors(int status_fd, const int *wanted, int count, int open_files,
+                              const struct sandbox_filter *filter);
+void sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
+                      const struct sandbox_filter *filter);
 
 #endif

@@ -16,10 +16,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <net/if.h>
-#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <string.h>
@@ -27,10 +24,8 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "methods.h"
@@ -39,54 +34,27 @@
 #define NAMESPACES                                                                                 \
     (CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
 
+enum mode {
+    MODE_USERNS,   /* clone into new namespaces, user namespace included */
+    MODE_ROOT,     /* the same without a user namespace, under a user id of the session's own */
+    MODE_IN_PLACE, /* nsjail made this process PID 1 of namespaces of its own already */
+};
+enum { MAX_CGROUPS = 3 };
+
 struct session_spec {
     int status, request, response, out, err;
     const char *home_options, *tmp_options, *shm_options;
-    unsigned long long address_space, processes, open_files, file_size, cpu_s;
-    int niceness;
-    int own_users; /* a user namespace per session; else a uid per session (root zygote) */
+    int cgroups[MAX_CGROUPS]; /* -1: none */
+    unsigned long long address_space, processes, file_size, cpu_s;
+    int open_files, niceness, mode;
     unsigned int uid;
-    const char *filter;
-    Py_ssize_t filter_bytes;
+    struct sandbox_filter filter;
 };
-
-static void
-report(int status_fd, uint32_t kind, int32_t value, int32_t detail, const int *fds, int num_fds)
-{
-    struct sandbox_report message = {.kind = kind, .value = value, .detail = detail};
-    struct rusage used;
-    if (kind == SANDBOX_REPORT_EXIT && getrusage(RUSAGE_CHILDREN, &used) == 0) {
-        message.max_rss_kib = used.ru_maxrss;
-        message.cpu_us = (used.ru_utime.tv_sec + used.ru_stime.tv_sec) * 1000000 +
-                         used.ru_utime.tv_usec + used.ru_stime.tv_usec;
-    }
-    struct iovec body = {.iov_base = &message, .iov_len = sizeof message};
-    union {
-        char bytes[CMSG_SPACE(2 * sizeof(int))];
-        struct cmsghdr align;
-    } control;
-    struct msghdr header = {.msg_iov = &body, .msg_iovlen = 1};
-    if (num_fds > 0) {
-        const size_t length = (size_t)num_fds * sizeof(int);
-        header.msg_control = control.bytes;
-        header.msg_controllen = CMSG_SPACE(length);
-        struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-        rights->cmsg_level = SOL_SOCKET;
-        rights->cmsg_type = SCM_RIGHTS;
-        rights->cmsg_len = CMSG_LEN(length);
-        memcpy(CMSG_DATA(rights), fds, length);
-    }
-    /* Nobody is left to tell if this fails: the host has closed its end and is gone. */
-    if (sendmsg(status_fd, &header, MSG_NOSIGNAL) < 0) {
-        _exit(SANDBOX_EXIT_SETUP);
-    }
-}
 
 static void
 refuse(const struct session_spec *spec, enum sandbox_setup_step step)
 {
-    report(spec->status, SANDBOX_REPORT_FAILED, (int32_t)step, errno, NULL, 0);
-    _exit(SANDBOX_EXIT_SETUP);
+    sandbox_refuse(spec->status, step);
 }
 
 static int
@@ -163,7 +131,6 @@ set_limits(const struct session_spec *spec)
 {
     limit(spec, RLIMIT_AS, spec->address_space);
     limit(spec, RLIMIT_NPROC, spec->processes);
-    limit(spec, RLIMIT_NOFILE, spec->open_files);
     limit(spec, RLIMIT_FSIZE, spec->file_size);
     limit(spec, RLIMIT_CPU, spec->cpu_s);
     limit(spec, RLIMIT_CORE, 0);
@@ -177,7 +144,7 @@ set_limits(const struct session_spec *spec)
 static void
 drop_privileges(const struct session_spec *spec)
 {
-    for (unsigned long capability = 0;; capability++) {
+    for (unsigned long capability = 0; spec->mode != MODE_IN_PLACE; capability++) {
         if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0) {
             if (errno == EINVAL && capability > 0) { /* one past the kernel's last capability */
                 break;
@@ -185,9 +152,9 @@ drop_privileges(const struct session_spec *spec)
             refuse(spec, SANDBOX_SETUP_PRIVILEGES);
         }
     }
-    if (!spec->own_users && (syscall(SYS_setgroups, 0, NULL) < 0 ||
-                             syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
-                             syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
+    if (spec->mode == MODE_ROOT && (syscall(SYS_setgroups, 0, NULL) < 0 ||
+                                    syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
+                                    syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
     }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
@@ -198,85 +165,23 @@ drop_privileges(const struct session_spec *spec)
     }
 }
 
-/* The life of PID 1: reap, report the end of the interpreter, end with the host. Not reachable from
- * inside: PID 1 ignores signals of its own namespace, is not dumpable and listens to nobody. */
+/* Into the session's control groups: the descriptors were opened by the host, with its rights. */
 static void
-run_init(int status_fd, pid_t interpreter)
+enter_cgroups(const struct session_spec *spec)
 {
-    if (dup2(status_fd, 3) < 0 || syscall(SYS_close_range, 4, ~0U, 0) < 0) {
-        _exit(SANDBOX_EXIT_SETUP);
-    }
-    close(0);
-    close(1);
-    close(2);
-    prctl(PR_SET_NAME, "sandbox-init");
-    sigset_t child;
-    sigemptyset(&child);
-    sigaddset(&child, SIGCHLD);
-    const int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
-    struct pollfd watched[] = {{.fd = signals, .events = POLLIN}, {.fd = 3, .events = 0}};
-    for (;;) {
-        if (poll(watched, 2, -1) < 0 && errno != EINTR) {
-            _exit(SANDBOX_EXIT_SETUP);
-        }
-        if (watched[1].revents != 0) { /* the host closed its end or died */
-            _exit(0);
-        }
-        struct signalfd_siginfo info;
-        while (read(signals, &info, sizeof info) > 0) {
-        }
-        int how;
-        pid_t pid;
-        while ((pid = waitpid(-1, &how, WNOHANG)) > 0) {
-            if (pid == interpreter) {
-                report(3, SANDBOX_REPORT_EXIT, how, 0, NULL, 0);
-                _exit(0);
-            }
+    for (int i = 0; i < MAX_CGROUPS && spec->cgroups[i] >= 0; i++) {
+        if (write(spec->cgroups[i], "0", 1) < 0) {
+            refuse(spec, SANDBOX_SETUP_CGROUP);
         }
     }
 }
 
-/* In PID 2: standard streams, the two pipes of the protocol as 3 and 4, and nothing else. */
+/* What nsjail has not done already when every session has a jail of its own. */
 static void
-become_interpreter(const struct session_spec *spec)
+enter_namespaces(const struct session_spec *spec)
 {
-    setsid();
-    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    /* Through high numbers first, since any of them may itself be a number we assign below. */
-    const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
-    int high[5];
-    for (int i = 0; i < 5; i++) {
-        high[i] = fcntl(wanted[i], F_DUPFD_CLOEXEC, 16);
-        if (high[i] < 0) {
-            refuse(spec, SANDBOX_SETUP_STREAMS);
-        }
-    }
-    int status = fcntl(spec->status, F_DUPFD_CLOEXEC, 64);
-    for (int i = 0; i < 5; i++) {
-        if (dup3(high[i], i, i < 3 ? 0 : O_CLOEXEC) < 0 && errno != EINVAL) {
-            _exit(SANDBOX_EXIT_SETUP);
-        }
-    }
-    struct session_spec told = *spec;
-    told.status = status;
-    struct sock_fprog program = {.len = (unsigned short)(spec->filter_bytes / 8),
-                                 .filter = (struct sock_filter *)(uintptr_t)spec->filter};
-    /* While the status socket is still there to complain on; it is closed before Python runs. */
-    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0) {
-        refuse(&told, SANDBOX_SETUP_FILTER);
-    }
-    if (syscall(SYS_close_range, 5, ~0U, 0) < 0) {
-        refuse(&told, SANDBOX_SETUP_STREAMS);
-    }
-}
-
-/* In the clone: sets the session up; returns only in PID 2. */
-static void
-run_session(const struct session_spec *spec)
-{
-    signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (spec->own_users) {
+    if (spec->mode == MODE_USERNS) {
         enter_user_namespace(spec);
     }
     mount_private_files(spec);
@@ -284,13 +189,24 @@ run_session(const struct session_spec *spec)
     if (sethostname("sandbox", 7) < 0) {
         refuse(spec, SANDBOX_SETUP_NETWORK);
     }
+}
+
+/* In PID 1: sets the session up; returns only in PID 2. */
+static void
+run_session(const struct session_spec *spec)
+{
+    signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
+    enter_cgroups(spec);
+    if (spec->mode != MODE_IN_PLACE) {
+        enter_namespaces(spec);
+    }
     set_limits(spec);
     drop_privileges(spec);
-    prctl(PR_SET_DUMPABLE, 0); /* /proc/1/{mem,fd,environ} stay closed to PID 2 */
+    prctl(PR_SET_DUMPABLE, 0);
     sigset_t child, before;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
-    sigprocmask(SIG_BLOCK, &child, &before); /* before the fork: no exit may go unseen */
+    sigprocmask(SIG_BLOCK, &child, &before);
     const pid_t interpreter = fork();
     if (interpreter < 0) {
         refuse(spec, SANDBOX_SETUP_FORK);
@@ -301,48 +217,63 @@ run_session(const struct session_spec *spec)
         if (fds[0] < 0 || fds[1] < 0) {
             refuse(spec, SANDBOX_SETUP_FORK);
         }
-        report(spec->status, SANDBOX_REPORT_READY, 0, 0, fds, 2);
-        run_init(spec->status, interpreter);
+        const struct sandbox_report ready = {.kind = SANDBOX_REPORT_READY};
+        sandbox_report(spec->status, &ready, fds, 2);
+        sandbox_run_init(spec->status, interpreter, spec->open_files, &spec->filter);
     }
     sigprocmask(SIG_SETMASK, &before, NULL);
     prctl(PR_SET_DUMPABLE, 1);
-    become_interpreter(spec);
+    setsid();
+    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
+    sandbox_take_descriptors(spec->status, wanted, 5, spec->open_files, &spec->filter);
+    close(5); /* the status socket, kept to complain on until here */
 }
 
 PyDoc_STRVAR(
     spawn_session_doc,
-    "spawn_session($module, status, request, response, out, err, home, tmp, shm, address_space,\n"
-    "              processes, open_files, file_size, cpu_s, niceness, own_users, uid, filter, /)\n"
+    "spawn_session($module, channels, cgroups, tmpfs, limits, mode, uid, filter, /)\n"
     "--\n"
     "\n"
-    "Clone this process into a session; None here, True in the new interpreter (PID 2).\n"
+    "Turn this process or a clone of it into a session; None in the zygote, True in PID 2.\n"
     "\n"
-    "The five descriptors are the session's ends of its channels. home, tmp and shm are tmpfs "
-    "mount\n"
-    "options. address_space and file_size are bytes, cpu_s seconds, filter the bytes of a seccomp\n"
-    "program. What goes wrong inside the session is reported on status, not raised.\n"
-    "Raises OSError if the clone itself is refused.");
+    "channels: the session's ends of (status, request, response, out, err). cgroups: three\n"
+    "descriptors of cgroup.procs files, or -1. tmpfs: mount options of (home, tmp, shm). limits:\n"
+    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode: "
+    "0\n"
+    "clones with a user namespace, 1 without one and under uid, 2 does not clone. filter: the "
+    "bytes\n"
+    "of a seccomp program. What goes wrong inside is reported on status, not raised.\n"
+    "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
 
 static PyObject *
 spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct session_spec spec;
-    if (!PyArg_ParseTuple(args, "iiiiisssKKKKKipIy#", &spec.status, &spec.request, &spec.response,
-                          &spec.out, &spec.err, &spec.home_options, &spec.tmp_options,
-                          &spec.shm_options, &spec.address_space, &spec.processes, &spec.open_files,
-                          &spec.file_size, &spec.cpu_s, &spec.niceness, &spec.own_users, &spec.uid,
-                          &spec.filter, &spec.filter_bytes)) {
+    Py_ssize_t filter_bytes;
+    if (!PyArg_ParseTuple(args, "(iiiii)(iii)(sss)(KKKKii)iIy#", &spec.status, &spec.request,
+                          &spec.response, &spec.out, &spec.err, &spec.cgroups[0], &spec.cgroups[1],
+                          &spec.cgroups[2], &spec.home_options, &spec.tmp_options,
+                          &spec.shm_options, &spec.address_space, &spec.processes, &spec.file_size,
+                          &spec.cpu_s, &spec.open_files, &spec.niceness, &spec.mode, &spec.uid,
+                          &spec.filter.bytes, &filter_bytes)) {
         return NULL;
     }
-    if (spec.filter_bytes == 0 || spec.filter_bytes % 8 != 0 || spec.filter_bytes / 8 > 4096) {
+    if (filter_bytes == 0 || filter_bytes % 8 != 0 || filter_bytes / 8 > 4096) {
         PyErr_Format(PyExc_ValueError,
                      "filter: expected 1 to 4096 instructions of 8 bytes, got %zd bytes",
-                     spec.filter_bytes);
+                     filter_bytes);
         return NULL;
     }
-    const int namespaces = spec.own_users ? NAMESPACES : NAMESPACES & ~CLONE_NEWUSER;
+    if (spec.mode < MODE_USERNS || spec.mode > MODE_IN_PLACE) {
+        return PyErr_Format(PyExc_ValueError, "mode: expected 0, 1 or 2, got %d", spec.mode);
+    }
+    spec.filter.count = (size_t)filter_bytes;
     PyOS_BeforeFork();
-    const long pid = syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);
+    const int namespaces = spec.mode == MODE_USERNS ? NAMESPACES : NAMESPACES & ~CLONE_NEWUSER;
+    const long pid = spec.mode == MODE_IN_PLACE
+                         ? 0
+                         : syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);
     if (pid != 0) {
         const int error = errno;
         PyOS_AfterFork_Parent();

@@ -1,6 +1,6 @@
 """The LM head over the rows that matter only: log-probabilities and entropies from hidden states.
 
-    logits  = hidden[rows] @ weight.T + bias        (then capped and tempered: see logp.py)
+    logits  = hidden[rows] @ weight.T + bias        (then capped and tempered: see rows.py)
     logp[n] = log softmax(logits of rows[n])[targets[n]]
 
 A term n is one sampled token: the row whose hidden state predicts it, and its id. Prompts, tool
@@ -25,14 +25,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agentgrpo.kernels.logp import (
+from agentgrpo.kernels.checks import (
     Backend,
-    RowStats,
     backend_for,
-    cap_,
     check_options,
     check_range,
     check_tensor,
+)
+from agentgrpo.kernels.rows import (
+    RowStats,
+    cap_,
     target_grad,
     torch_grad_,
     torch_stats_,
@@ -196,14 +198,17 @@ def _logits_grads(
         yield rows, d.to(head.weight.dtype)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be fp32 and the factors bf16."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Total + a @ b in dtype (a's or fp32), total overwritten; None is zero."""
+    if total is None:
+        if dtype == a.dtype:
+            return a @ b
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    if dtype == a.dtype:
+        return torch.addmm(total, a, b, out=total)
+    if total.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    return total.add_(a @ b)
 
 
 class _LinearLogp(torch.autograd.Function):
@@ -226,17 +231,13 @@ class _LinearLogp(torch.autograd.Function):
         logp_P = torch.cat([logp for logp, _ in done])
         stats = RowStats(*(torch.cat(x) for x in zip(*(stats for _, stats in done), strict=True)))
         ctx.save_for_backward(hidden_UH, weight, bias, *terms, logp_P, *stats)
-        ctx.head, ctx.chunks, ctx.shape = (
-            head._replace(weight=None, bias=None),
-            chunks,
-            hidden_TH.shape,
-        )
+        ctx.options, ctx.chunks, ctx.shape = head[2:], chunks, hidden_TH.shape
         ctx.kept = buffer if keep and len(chunks) == 1 else None
         ctx.set_materialize_grads(False)
         return terms.spread(logp_P, stats.entropy)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -248,20 +249,20 @@ class _LinearLogp(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # a second backward finds none and computes it anew
 
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        sums = weight.dtype if len(ctx.chunks) == 1 else working_dtype(weight.dtype)
         grad_hidden = hidden_UH.new_zeros(ctx.shape) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sums) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=working_dtype(sums)) if wants_bias else None
-        head = ctx.head._replace(weight=weight, bias=bias)
+        grad_weight = grad_bias = None
+        sums = weight.dtype if len(ctx.chunks) == 1 else working_dtype(weight.dtype)
+        head = _Head(weight, bias, *ctx.options)
         for rows, d in _logits_grads(
             head, kept, hidden_UH, terms, ctx.chunks, logp_P, stats, grad_P, grad_entropy
         ):
             if grad_hidden is not None:
                 grad_hidden[terms.rows_U[rows]] = d @ weight
-            if grad_weight is not None:
-                _add_product_(grad_weight, d.T, hidden_UH[rows])
-            if grad_bias is not None:
-                grad_bias += d.sum(0, dtype=grad_bias.dtype)
+            if wants_weight:
+                grad_weight = _add_product(grad_weight, d.T, hidden_UH[rows], sums)
+            if wants_bias:
+                part = d.sum(0, dtype=working_dtype(d.dtype))
+                grad_bias = part if grad_bias is None else grad_bias + part
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
@@ -298,7 +299,7 @@ def linear_logp(
             logits put 1e-2 nats of noise (rms, H=1024) on every log-probability.
         max_logits_bytes: above this the logits are computed again in the backward instead of
             kept. None: 6 GiB on CUDA, 1 GiB elsewhere.
-        backend: see logp.backend_for.
+        backend: see checks.backend_for.
 
     Returns:
         (logp_N, entropy_N), nats, fp32 (fp64 for fp64 inputs).
@@ -334,7 +335,7 @@ def _check(
         allowed.append(torch.float64)
     if hidden.ndim != 2 or hidden.dtype not in allowed:
         raise ValueError(
-            f"hidden_TH: expected [T, H] of one of {allowed}, got {hidden.dtype} {tuple(hidden.shape)}"
+            f"hidden_TH: expected [T, H] of {allowed}, got {hidden.dtype} {tuple(hidden.shape)}"
         )
     vocab = weight.shape[0]
     check_tensor("weight_VH", weight, (vocab, hidden.shape[1]), (hidden.dtype,), hidden)

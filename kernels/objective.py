@@ -33,8 +33,8 @@ class Objective:
     cispo (2506.13585), sapo (2511.20347), vespo (2602.10693), gmpo (2507.20673)."""
 
     importance_sampling_level: str = "token"
-    """token; sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands for
-    each; sequence_token: GSPO-token, the same value with each token's own gradient (TRL
+    """token; sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands
+    for each; sequence_token: GSPO-token, the same value with each token's own gradient (TRL
     experimental; verl's gspo)."""
 
     epsilon: float | None = None
@@ -76,15 +76,15 @@ class Objective:
     """Weight the policy term by exp(old - sampler), bounded, where sampler_logp is given."""
 
     vllm_importance_sampling_mode: str = "sequence_mask"
-    """{token, sequence, geometric}_{truncate, mask}: a ratio per token, the product of a sequence's,
-    or their geometric mean (Unsloth); bounded, or zeroed outside the bounds."""
+    """{token, sequence, geometric}_{truncate, mask}: a ratio per token, the product of a
+    sequence's, or their geometric mean (Unsloth); bounded, or zeroed outside the bounds."""
 
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
     off_policy_mask_threshold: float | None = None
-    """DeepSeek-V3.2: drop the terms with A < 0 of sequences whose mean log(sampler / policy) is above
-    this. None: off."""
+    """DeepSeek-V3.2: drop the terms with A < 0 of sequences whose mean log(sampler / policy) is
+    above this. None: off."""
 
     def __post_init__(self) -> None:
         _one_of("loss_type", self.loss_type, LOSS_TYPES)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from agentgrpo.kernels.logp import check_tensor
+from agentgrpo.kernels.checks import check_tensor
 
 Metrics = dict[str, Tensor]
 

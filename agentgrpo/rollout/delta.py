@@ -17,7 +17,7 @@ import numpy as np
 from agentgrpo.types import Int32
 
 Message = Mapping[str, str]
-_MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template or text has it
+_MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
 
 
 class ChatTemplate:
@@ -40,7 +40,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         closing = self._after_turn({"role": "user", "content": "x"})
         ids = self._encode(closing)
-        if not len(ids) or int(ids[0]) not in tokenizer.all_special_ids:
+        if not len(ids) or int(ids[0]) not in tokenizer.get_added_vocab().values():
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path!r} must end an assistant turn with "
                 f"a special token, but after the turn's text comes {closing[:40]!r}"
@@ -90,8 +90,8 @@ class ChatTemplate:
     def _after_turn(self, message: Message) -> str:
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
         text = self._render([*history, message])
-        before, mark, after = text.rpartition(_MARK)
-        if not mark or _MARK in before:
+        _, _, after = text.partition(_MARK)
+        if text.count(_MARK) != 1 + message["content"].count(_MARK):
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} does not show an assistant "
                 f"turn exactly once when a {message['role']!r} message follows it"

@@ -148,15 +148,16 @@ class _Play:
         self.stats = SamplerStats()
 
     def run(self, tasks: Sequence[Task], threads: ThreadPoolExecutor) -> list[Rollout]:
-        rollouts = [self._start(index, task) for index, task in enumerate(tasks)]
         try:
+            rollouts = [self._start(index, task) for index, task in enumerate(tasks)]
             while self._live:
                 self._take_answers(block=not self._decoding)
                 if self._decoding:
                     self._decode(threads)
         finally:
+            running = [tool for tool in self._tools.values() if not tool.cancel()]
             self._engine.abort(list(self._decoding))
-            wait(self._tools.values())
+            wait(running)
             for live in self._live.values():
                 live.episode.close()
         return rollouts

@@ -1,4 +1,7 @@
-"""What the sandbox raises. What untrusted code causes is never raised by ``Session.step()``."""
+"""What the sandbox raises. What untrusted code causes is never raised by ``Session.step()``.
+
+The names ending in Exception are those of E2B's SDK, so that ``except`` clauses move over.
+"""
 
 
 class SandboxException(Exception):
@@ -13,5 +16,37 @@ class SandboxInfraError(SandboxException):
     """The sandbox itself failed (a zygote died, descriptors ran out): not the code's doing."""
 
 
-class SandboxBusy(SandboxException):
+class RateLimitException(SandboxException):
+    """Too many sessions at once."""
+
+
+class SandboxBusy(RateLimitException):
     """``max_live`` sessions stayed in use until the deadline of ``acquire()`` passed."""
+
+
+class TimeoutException(SandboxException):
+    """Code or a command ran out of time."""
+
+
+class InvalidArgumentException(SandboxException):
+    """An argument cannot mean anything."""
+
+
+class NotSupportedException(SandboxException):
+    """E2B's cloud has this, a local jail does not; it is refused rather than ignored."""
+
+
+class NotEnoughSpaceException(SandboxException):
+    """A file does not fit into the session's file system."""
+
+
+class NotFoundException(SandboxException):
+    """What was named is not there."""
+
+
+class FileNotFoundException(NotFoundException):
+    """No such file in the session."""
+
+
+class SandboxNotFoundException(NotFoundException):
+    """The session is over."""

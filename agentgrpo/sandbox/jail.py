@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentgrpo.sandbox.errors import SandboxUnavailable
+from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.template import Template
 
 JAIL_ID = 65534
@@ -15,6 +16,7 @@ JAIL_ID = 65534
 GUEST_DIR = "/sandbox/guest"
 EXTENSION_FILE = "/sandbox/_C.so"
 HOST_FD = 8
+PRIVATE = ("/home/user", "/tmp", "/dev/shm")
 
 _PASSWD = "nobody:x:65534:65534::/home/user:/bin/bash\nroot:x:0:0::/:/bin/false\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
@@ -129,15 +131,75 @@ def _bind(bind: Bind) -> str:
     )
 
 
-def zygote_config(template: Template, binds: Sequence[Bind], *, open_files: int) -> str:
+def tmpfs_options(limits: Limits, mib: int) -> str:
+    """Mount options of one of a session's private directories."""
+    return f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
+
+
+def _private(options: Sequence[str]) -> list[str]:
+    """The directories that every session has its own of: home, tmp, shm."""
+    return [
+        _mount(
+            dst=path,
+            fstype="tmpfs",
+            options=option,
+            rw=True,
+            nosuid=True,
+            nodev=True,
+            noexec=locked,
+        )
+        for path, option, locked in zip(PRIVATE, options, (False, False, True), strict=True)
+    ]
+
+
+def zygote_config(template: Template, binds: Sequence[Bind], *, own_users: bool) -> str:
     """The nsjail configuration of a zygote: the machine as sessions will see it.
 
-    The zygote keeps its capabilities inside its own user namespace, because it has to make the
-    sessions' namespaces; each session gives everything up. Its /proc is a full one, because the
-    kernel lets a nested namespace mount its own /proc only where it could see a whole one.
+    The zygote keeps its capabilities inside its jail, because it has to make the sessions'
+    namespaces; each session gives everything up. Its /proc is a full one, because the kernel lets a
+    nested namespace mount its own /proc only where it could see a whole one.
+
+    Args:
+        template: what the sessions find.
+        binds: the paths to show, see shown_paths().
+        own_users: put the jail in a user namespace; without, the zygote is the machine's root.
     """
+    proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
+    mounts = [*_private(["size=64k,nr_inodes=64"] * 3), proc]
+    return _config(template, binds, mounts, own_users=own_users, directory="/")
+
+
+def session_config(template: Template, binds: Sequence[Bind], limits: Limits) -> str:
+    """The nsjail configuration of a session with a jail of its own (Rung.NSJAIL_ONCE)."""
+    proc = _mount(
+        dst="/proc",
+        fstype="proc",
+        options="subset=pid",
+        rw=False,
+        nosuid=True,
+        nodev=True,
+        noexec=True,
+    )
+    mounts = [*_private([tmpfs_options(limits, mib) for mib in limits.private_mib]), proc]
+    return _config(template, binds, mounts, own_users=True, directory="/home/user")
+
+
+def _identity(*, own_users: bool) -> list[str]:
+    if not own_users:
+        return ["clone_newuser: false keep_caps: true"]
     outside = str(JAIL_ID) if os.geteuid() == 0 else ""
-    identity = f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1'
+    one = f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1'
+    return [f"clone_newuser: true keep_caps: false uidmap {{ {one} }} gidmap {{ {one} }}"]
+
+
+def _config(
+    template: Template,
+    binds: Sequence[Bind],
+    mounts: Sequence[str],
+    *,
+    own_users: bool,
+    directory: str,
+) -> str:
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": "/home/user",
@@ -147,26 +209,16 @@ def zygote_config(template: Template, binds: Sequence[Bind], *, open_files: int)
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
-    scratch = [
-        _mount(
-            dst=path,
-            fstype="tmpfs",
-            options="size=64k,nr_inodes=64",
-            rw=True,
-            nosuid=True,
-            nodev=True,
-        )
-        for path in ("/dev/shm", "/tmp", "/home/user")
-    ]
-    proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
     arguments = ["-s", "-P", "-S", "-B", "-X", "utf8", f"{GUEST_DIR}/zygote.py"]
+    arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
     lines = [
-        'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" cwd: "/" time_limit: 0',
-        "log_level: WARNING keep_env: false keep_caps: false disable_no_new_privs: false",
-        "clone_newnet: true clone_newuser: true clone_newns: true clone_newpid: true",
+        'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 '
+        f'cwd: "{directory}"',
+        "log_level: WARNING keep_env: false disable_no_new_privs: false",
+        "clone_newnet: true clone_newns: true clone_newpid: true",
         "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
-        f"uidmap {{ {identity} }} gidmap {{ {identity} }}",
-        f"rlimit_core: 0 rlimit_nofile: {open_files} rlimit_fsize_type: INF rlimit_as_type: INF",
+        *_identity(own_users=own_users),
+        "rlimit_core: 0 rlimit_nofile: 4096 rlimit_fsize_type: INF rlimit_as_type: INF",
         "rlimit_cpu_type: INF rlimit_nproc_type: SOFT",
         "rlimit_stack: 8 rlimit_stack_type: VALUE rlimit_memlock: 64 rlimit_memlock_type: VALUE",
         "rlimit_msgqueue: 0 rlimit_msgqueue_type: VALUE",
@@ -174,11 +226,8 @@ def zygote_config(template: Template, binds: Sequence[Bind], *, open_files: int)
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in environment.items()),
         *_system_mounts(),
-        *scratch,
-        proc,
+        *mounts,
         *(_bind(bind) for bind in binds),
-        f"exec_bin {{ path: {_text(template.interpreter)} "
-        + " ".join(f"arg: {_text(argument)}" for argument in arguments)
-        + " }",
+        f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
     ]
     return "\n".join(lines) + "\n"

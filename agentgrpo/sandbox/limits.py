@@ -66,6 +66,11 @@ class Limits:
     niceness: int = 5
     """Scheduling priority of the session, 1 (eager) to 19 (polite)."""
 
+    @property
+    def private_mib(self) -> tuple[int, int, int]:
+        """Sizes of the private directories: home, tmp, shm."""
+        return self.home_mib, self.tmp_mib, self.shm_mib
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -75,6 +80,8 @@ class Limits:
                 raise ValueError(f"limits.{field.name} must be {kind}, got {value!r}")
             if not math.isfinite(value) or value <= 0:
                 raise ValueError(f"limits.{field.name} must be positive and finite, got {value!r}")
+        if self.open_files < 32:
+            raise ValueError(f"limits.open_files must be at least 32, got {self.open_files}")
         if self.niceness > 19:
             raise ValueError(f"limits.niceness must be in 1..19, got {self.niceness}")
         if self.processes < 3:

@@ -1,15 +1,25 @@
-"""A pool of sessions over its zygotes: the part of the sandbox that the trainer talks to."""
+"""A pool of sessions: the part of the sandbox that the trainer talks to."""
 
 import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from agentgrpo.sandbox.errors import SandboxBusy, SandboxException
+from agentgrpo.sandbox.errors import (
+    SandboxBusy,
+    SandboxException,
+    SandboxInfraError,
+    SandboxUnavailable,
+)
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.zygote import Zygote
+from agentgrpo.sandbox.spawner import LADDER, Spawner
+from agentgrpo.sandbox.template import Template, check_environment
+from agentgrpo.sandbox.zygote import Rung
 
 
 class SandboxPool:
@@ -18,7 +28,11 @@ class SandboxPool:
     Args:
         limits: what each session may use.
         template: the environment the sessions find.
-        max_live: sessions that may be live at once; ``acquire()`` waits for a free one.
+        max_live: sessions that may be in use at once; ``acquire()`` waits for a free one.
+        min_idle: sessions kept ready besides those, started in the background. 0 starts each when
+            it is asked for.
+        zygotes: how many the sessions are spread over. One that dies takes its sessions with it.
+        rungs: the ways of isolating that are acceptable, best first.
         nsjail: path of the nsjail binary; None looks for it.
 
     Raises:
@@ -31,53 +45,142 @@ class SandboxPool:
         limits: Limits | None = None,
         template: Template | None = None,
         max_live: int = 256,
+        min_idle: int = 4,
+        zygotes: int = 2,
+        rungs: Sequence[Rung] = LADDER,
         nsjail: str | None = None,
     ) -> None:
-        if max_live < 1:
-            raise ValueError(f"max_live must be at least 1, got {max_live}")
-        self.limits = limits or Limits()
-        self.template = template or Template()
-        self.max_live = max_live
-        self._zygote = Zygote(self.template, self.limits, nsjail=nsjail)
+        for name, value, least in (
+            ("max_live", max_live, 1),
+            ("min_idle", min_idle, 0),
+            ("zygotes", zygotes, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.limits, self.template = limits or Limits(), template or Template()
+        self.max_live, self.min_idle = max_live, min_idle
+        self._spawner = Spawner(
+            self.template, self.limits, zygotes=zygotes, rungs=rungs, nsjail=nsjail
+        )
         self._free = threading.Semaphore(max_live)
         self._lock = threading.Lock()
         self._live: set[Session] = set()
+        self._idle: deque[Session] = deque()
+        self._wanted = threading.Event()
         self._closed = False
+        self._counts = {"acquired": 0, "from_idle": 0, "waited": 0}
+        self._waited_s = 0.0
+        self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
+        if self.template.setup:  # fail now rather than at the first acquire()
+            try:
+                self._start().close()
+            except SandboxInfraError as error:
+                self._spawner.close()
+                raise SandboxUnavailable(str(error)) from error
+        if min_idle:
+            self._wanted.set()
+            self._refiller.start()
 
-    def acquire(self, timeout_s: float = 60.0) -> Session:
+    def acquire(self, timeout_s: float = 60.0, *, env: Mapping[str, str] | None = None) -> Session:
         """A fresh session, waiting up to timeout_s while max_live sessions are in use.
+
+        Args:
+            timeout_s: how long to wait for a place.
+            env: environment variables of the session, besides the template's.
 
         Raises:
             SandboxBusy: none became free in time.
             SandboxInfraError: the sandbox itself failed.
+            ValueError: env is malformed.
         """
-        if self._closed:
-            raise SandboxException("the pool is closed")
-        if not self._free.acquire(timeout=timeout_s):
-            raise SandboxBusy(
-                f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close sessions "
-                "that are done, or raise max_live"
-            )
+        check_environment("env", env or {})
+        self._admit(timeout_s)
         try:
-            session = Session(self._zygote.spawn(), self.limits, self._released)
+            session = self._take_idle() or self._start()
         except BaseException:
             self._free.release()
             raise
-        with self._lock:
-            self._live.add(session)
+        session.begin(self._free.release)
+        if env and session.set_env(env).status is not Status.OK:
+            session.close()
+            raise SandboxInfraError("a fresh session did not take its environment variables")
         return session
 
-    def _released(self, session: Session) -> None:
+    def _admit(self, timeout_s: float) -> None:
+        if self._closed:
+            raise SandboxException("the pool is closed")
+        started = time.monotonic()
+        if not self._free.acquire(blocking=False):
+            self._counts["waited"] += 1
+            if not self._free.acquire(timeout=timeout_s):
+                raise SandboxBusy(
+                    f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
+                    "sessions that are done, or raise max_live"
+                )
+        self._counts["acquired"] += 1
+        self._waited_s += time.monotonic() - started
+
+    def _take_idle(self) -> Session | None:
+        try:
+            while True:
+                session = self._idle.popleft()
+                self._wanted.set()
+                if session.healthy():
+                    self._counts["from_idle"] += 1
+                    return session
+                session.close()
+        except IndexError:
+            return None
+
+    def _start(self) -> Session:
+        spawned = self._spawner.spawn()
+
+        def release() -> None:
+            spawned.release()
+            with self._lock:
+                self._live.discard(session)
+
+        session = Session(spawned.channels, self.limits, group=spawned.group, on_close=release)
         with self._lock:
-            self._live.discard(session)
-        self._free.release()
+            self._live.add(session)
+        if self.template.setup:
+            done = session.step(self.template.setup)
+            if done.status is not Status.OK:
+                session.close()
+                shown = done.error.traceback if done.error else done.detail
+                raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")
+        return session
+
+    def _refill(self) -> None:
+        """Background: keep min_idle sessions ready, their first page faults behind them."""
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            while not self._closed and len(self._idle) < self.min_idle:
+                try:
+                    session = self._start()
+                except SandboxInfraError:
+                    break  # acquire() will meet the same, and has somebody to tell
+                session.warm_up()
+                self._idle.append(session)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, and the mean time acquire() waited for a place, in seconds."""
+        acquired = self._counts["acquired"]
+        return {
+            **self._counts,
+            "live": len(self._live) - len(self._idle),
+            "idle": len(self._idle),
+            "mean_wait_s": self._waited_s / acquired if acquired else 0.0,
+            "zygote_restarts": self._spawner.restarts,
+        }
 
     def describe(self) -> dict[str, Any]:
         """What was chosen: for the log of whoever runs untrusted code."""
         return {
-            "rung": "zygote-userns",
-            "nsjail": self._zygote.nsjail,
-            "python": self._zygote.python_version,
+            **self._spawner.describe(),
+            "nsjail": self._spawner.nsjail,
+            "python": self._spawner.python_version,
             "template": self.template.name,
             "max_live": self.max_live,
             "limits": asdict(self.limits),
@@ -85,12 +188,17 @@ class SandboxPool:
 
     def close(self) -> None:
         """End every session and the zygotes. May be called twice."""
+        if self._closed:
+            return
         self._closed = True
+        self._wanted.set()
+        if self.min_idle:
+            self._refiller.join()
         with self._lock:
             live = list(self._live)
         for session in live:
             session.close()
-        self._zygote.close()
+        self._spawner.close()
 
     def __enter__(self) -> Self:
         return self

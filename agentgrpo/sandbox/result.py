@@ -1,6 +1,7 @@
 """What a step of untrusted code came to."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -51,6 +52,8 @@ class StepResult:
     stderr: str = ""
     value: str | None = None
     """``repr()`` of the last expression; None if there is none or it is None."""
+    rich: Mapping[str, bytes] = field(default_factory=dict)
+    """MIME type to data: other forms of the value, if they were asked for."""
     error: StepError | None = None
     exit_code: int | None = None
     """The process's exit code, if the interpreter itself ended."""
@@ -60,7 +63,11 @@ class StepResult:
     cpu_s: float = 0.0
     """CPU time of the step: of all processes if there is a cgroup, else of the interpreter."""
     max_rss_kib: int | None = None
-    """Peak memory; None if unknown."""
+    """Peak resident memory of the interpreter, if it has ended."""
+    max_memory_kib: int | None = None
+    """Peak memory charged to the session, if the memory limit was met and there is a cgroup."""
+    processes_left: int | None = None
+    """Processes and threads that the code left running; None without a cgroup."""
     oom_kills: int = 0
     """Processes of the session that the memory limit killed during the step."""
     truncated: bool = False
@@ -68,6 +75,8 @@ class StepResult:
     stderr_bytes: int = 0
     background: str = ""
     """Output that arrived between the last step and this one (at most 4 KiB are kept)."""
+    more: bool = False
+    """A console's statement is not complete yet."""
     state_lost: bool = False
     """The session is over: variables and files are gone."""
     detail: str = ""

@@ -1,21 +1,42 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
-import contextlib
 import os
+import select
 import signal
 import struct
+import threading
 import time
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Self
 
 from agentgrpo import _C
+from agentgrpo.sandbox.cgroup import Group
+from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import Status, StepError, StepResult
-from agentgrpo.sandbox.zygote import Channels
+from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
+CLOSED = "the session was closed"
+
+Stream = tuple[bytes, bytes, int]
+RawStep = tuple[int, bool, float, Stream, Stream, bytes, bytes | None, int, int, int]
+StepArguments = tuple[
+    tuple[int, int, int, int, int],
+    tuple[int, int],
+    bytes,
+    int,
+    float,
+    float,
+    int,
+    int,
+    int,
+    Callable[[int, bytes], object] | None,
+]
 
 
 class Ending(IntEnum):
@@ -60,6 +81,17 @@ def decode_answer(body: bytes) -> list[bytes]:
     return fields
 
 
+def _flat(env: Mapping[str, str]) -> list[bytes]:
+    return [text.encode("utf-8", "surrogatepass") for pair in env.items() for text in pair]
+
+
+def _pairs(code: str, env: Mapping[str, str] | None) -> list[bytes]:
+    if not isinstance(code, str):
+        raise TypeError(f"code must be str, got {type(code).__name__}")
+    check_environment("env", env or {})
+    return [code.encode("utf-8", "surrogatepass"), *_flat(env or {})]
+
+
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
@@ -70,38 +102,104 @@ class Session:
     After anything that ends it (``state_lost``), every further step says how it ended.
     """
 
-    def __init__(self, channels: Channels, limits: Limits, on_close: Any = None) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        limits: Limits,
+        *,
+        group: Group | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.limits = limits
         self._channels: Channels | None = channels
+        self._group = group
+        self._oom_before = group.oom_kills() if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
         self._steps = 0
         self._ended: StepResult | None = None
-        self._pid = _pid_of(channels.interpreter)
+        self._busy = threading.RLock()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._asked = self._cpu_before = 0.0
+        self._pid = pid_of(channels.interpreter)
 
-    def step(self, code: str, timeout_s: float | None = None) -> StepResult:
+    def step(
+        self, code: str, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
+    ) -> StepResult:
         """Run code in the session's namespace and say what happened.
 
         Args:
             code: Python source. What it does, and its size, are data: nothing of it is raised.
             timeout_s: wall time, limits.timeout_s if None.
+            env: environment variables for this step only.
 
         Raises:
-            ValueError: timeout_s is not a positive, finite number of seconds.
+            ValueError: timeout_s is not a positive, finite number of seconds, or env is malformed.
             TypeError: code is not text.
         """
+        return self._request([b"run", *_pairs(code, env)], timeout_s)
+
+    def cell(
+        self,
+        code: str,
+        timeout_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepResult:
+        """Like step(), with the value's HTML, PNG ... forms in ``rich``.
+
+        Args:
+            code: as for step().
+            timeout_s: as for step().
+            env: as for step().
+            listener: called with (0 for stdout or 1 for stderr, data) as output arrives. What it
+                raises is raised here, after the step.
+        """
+        return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
+
+    def make_console(self) -> None:
+        """Join both streams, as on a terminal (console.Console)."""
+        self._request([b"console"], None)
+
+    def push(self, line: str, timeout_s: float | None = None) -> StepResult:
+        """Type one line at the interactive prompt; ``more`` says that it needs further ones."""
+        return self._request([b"push", *_pairs(line, None)], timeout_s)
+
+    def set_env(self, env: Mapping[str, str]) -> StepResult:
+        """Set environment variables for the rest of the session; they never pass the zygote."""
+        check_environment("env", env)
+        return self._request([b"env", *_flat(env)], None)
+
+    def request_of(
+        self, code: str, timeout_s: float | None, env: Mapping[str, str] | None = None
+    ) -> tuple[list[bytes], float] | StepResult:
+        """For loop.py: what step() would run, or its result if nothing has to be run."""
+        fields = [b"run", *_pairs(code, env)]
+        timeout = self._check(timeout_s)
+        return self._ended or self._refuse(fields) or (fields, timeout)
+
+    def _check(self, timeout_s: float | None) -> float:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
-        if not isinstance(code, str):
-            raise TypeError(f"code must be str, got {type(code).__name__}")
+        return timeout
+
+    def _request(
+        self,
+        fields: list[bytes],
+        timeout_s: float | None,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepResult:
+        timeout = self._check(timeout_s)
         if self._ended is not None:
             return self._ended
-        return self._refuse(code) or self._run(code, timeout)
+        return self._refuse(fields) or self._run(fields, timeout, listener)
 
-    def _refuse(self, code: str) -> StepResult | None:
+    def _refuse(self, fields: list[bytes]) -> StepResult | None:
         """An answer without running anything, if a budget of the session is used up."""
-        if len(code) > self.limits.code_kib << 10:
+        if sum(map(len, fields)) > self.limits.code_kib << 10:
             return StepResult(
                 status=Status.ERROR,
                 error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
@@ -122,30 +220,63 @@ class Session:
         self.close()
         return self._ended
 
-    def _run(self, code: str, timeout: float) -> StepResult:
+    def _run(
+        self,
+        fields: list[bytes],
+        timeout: float,
+        listener: Callable[[int, bytes], object] | None,
+    ) -> StepResult:
+        arguments = self.prepare(fields, timeout, listener)
+        if arguments is None:
+            assert self._ended is not None
+            return self._ended
+        try:
+            raw = _C.sandbox_run_step(*arguments)
+        except BaseException:  # a listener's
+            self._busy.release()
+            raise
+        return self.conclude(raw)
+
+    def prepare(
+        self,
+        fields: list[bytes],
+        timeout: float,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepArguments | None:
+        """For whoever runs steps (this class, loop.py): the arguments of ``_C.sandbox_run_step``.
+
+        The session is busy until conclude() is called, by the same thread; None if it is over.
+        """
+        self._busy.acquire()
         channels, limits = self._channels, self.limits
-        assert channels is not None
+        if channels is None:
+            self._busy.release()
+            return None
         self._steps += 1
-        cpu_before = self._cpu_seconds()
-        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = (
-            _C.sandbox_run_step(
-                (
-                    channels.request,
-                    channels.response,
-                    channels.out,
-                    channels.err,
-                    channels.status,
-                ),
-                (channels.init, channels.interpreter),
-                encode_request(self._steps, [code.encode("utf-8", "surrogatepass")]),
-                self._steps,
-                min(timeout, self._seconds_left() + 1e-3),
-                limits.grace_s,
-                limits.output_kib << 9,
-                limits.output_max_mib * MIB,
-                (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
-            )
+        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        return (
+            (channels.request, channels.response, channels.out, channels.err, channels.status),
+            (channels.init, channels.interpreter),
+            encode_request(self._steps, fields),
+            self._steps,
+            max(1e-3, min(timeout, self._seconds_left())),
+            limits.grace_s,
+            limits.output_kib << 9,
+            limits.output_max_mib * MIB,
+            10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+            listener,
         )
+
+    def conclude(self, raw: RawStep) -> StepResult:
+        """What ``_C.sandbox_run_step`` returned, in words."""
+        try:
+            return self._interpret(raw)
+        finally:
+            self._busy.release()
+
+    def _interpret(self, raw: RawStep) -> StepResult:
+        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = raw
+        timeout, cpu_before = self._asked, self._cpu_before
         facts: dict[str, Any] = {
             "stdout": self._join(out),
             "stderr": self._join(err),
@@ -155,23 +286,41 @@ class Session:
             "wall_s": wall_s,
             "background": _text(background),
         }
+        self._count_processes(facts)
         if ending == Ending.ANSWERED:
             facts["cpu_s"] = max(0.0, self._cpu_seconds() - cpu_before)
             try:
                 return self._answered(decode_answer(answer or b""), interrupted, facts)
             except MalformedAnswer as error:
                 return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", facts)
+        if self._closed and ending != Ending.ANSWERED:
+            return self._died(Status.EXIT, CLOSED, facts)
+        if ending == Ending.EXITED and interrupted:
+            detail = f"it ended at the interrupt at {timeout:g} s"
+            return self._died(Status.TIMEOUT_KILLED, detail, facts)
         if ending == Ending.EXITED:
             facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
             return self._exited(how, facts)
+        if ending == Ending.LOST and facts.get("oom_kills"):
+            return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
         return self._died(*self._meaning(Ending(ending), timeout), facts)
 
-    def _join(self, stream: tuple[bytes, bytes, int]) -> str:
+    def _join(self, stream: Stream) -> str:
         head, tail, total = stream
         missing = total - len(head) - len(tail)
         if not missing:
             return _text(head + tail)
         return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
+
+    def _count_processes(self, facts: dict[str, Any]) -> None:
+        """What the control group says of the step: processes killed for memory, or left behind."""
+        if self._group is None:
+            return
+        killed = self._group.oom_kills()
+        facts["oom_kills"], self._oom_before = killed - self._oom_before, killed
+        if facts["oom_kills"]:
+            facts["max_memory_kib"] = self._group.peak_kib()
+        facts["processes_left"] = max(0, self._group.processes() - 2)
 
     def _cpu_seconds(self) -> float:
         try:  # the clock of another process, see clock_getcpuclockid(3)
@@ -184,8 +333,11 @@ class Session:
     ) -> StepResult:
         kind, *rest = fields
         status = Status.TIMEOUT if interrupted else Status.OK
-        if kind == b"ok" and len(rest) <= 1:
-            return StepResult(status=status, value=_text(rest[0]) if rest else None, **facts)
+        if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
+            rich = {_text(mime): data for mime, data in zip(rest[1::2], rest[2::2], strict=True)}
+            value = _text(rest[0]) if rest else None
+            more = kind == b"more"
+            return StepResult(status=status, value=value, rich=rich, more=more, **facts)
         if kind == b"error" and len(rest) == 3:
             error = StepError(*map(_text, rest))
             return StepResult(status=status if interrupted else Status.ERROR, error=error, **facts)
@@ -202,6 +354,8 @@ class Session:
             number = os.WTERMSIG(how)
             name = signal.Signals(number).name if number < 32 else f"signal {number}"
             facts["signal"] = number
+            if number == signal.SIGKILL and facts.get("oom_kills"):
+                return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
             return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", facts)
         facts["exit_code"] = os.WEXITSTATUS(how)
         detail = f"the interpreter ended with exit code {facts['exit_code']}"
@@ -226,25 +380,82 @@ class Session:
         ended = self._end(status, detail)
         return StepResult(status=ended.status, detail=detail, state_lost=True, **facts)
 
+    def begin(self, on_close: Callable[[], None]) -> None:
+        """Hand the session to a user: its time starts now, on_close() is called when it is over."""
+        self._started = time.monotonic()
+        self._steps = 0
+        release = self._on_close
+
+        def both() -> None:
+            if release is not None:
+                release()
+            on_close()
+
+        self._on_close = both
+
+    def warm_up(self, timeout_s: float | None = None) -> StepResult:
+        """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
+        return self._request([b"env"], timeout_s)
+
+    def healthy(self) -> bool:
+        """Whether nothing has been heard of an end of this session."""
+        if self._channels is None:
+            return False
+        return not select.select([self._channels.status], [], [], 0)[0]
+
+    @property
+    def channels(self) -> Channels | None:
+        """The descriptors, None after close(); they stay the session's."""
+        return self._channels
+
+    def root_and_owner(self) -> tuple[int, int | None]:
+        """A new descriptor of the session's root directory, and the user to act as in it.
+
+        The user is None if this process is not root and has no choice.
+        """
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        channels = self._channels
+        try:
+            root = os.open(f"/proc/{self._pid}/root", flags)
+            owner = os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+            if channels is not None:  # it lives, so the number was its own and not a successor's
+                signal.pidfd_send_signal(channels.interpreter, 0)
+                return root, owner
+        except OSError as error:
+            raise SandboxNotFoundException(f"the session is over: {error}") from error
+        os.close(root)
+        raise SandboxNotFoundException("the session is over")
+
     @property
     def alive(self) -> bool:
         """Whether another step can run."""
         return self._ended is None
 
-    def close(self) -> None:
-        """End the session: its processes, its files. May be called twice."""
+    def _take_channels(self) -> bool:
+        """Kill and let go; False if that was done before."""
         channels, self._channels = self._channels, None
-        if channels is None:
-            return
-        if self._ended is None:
-            self._ended = StepResult(
-                status=Status.EXIT, state_lost=True, detail="the session was closed"
-            )
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-            signal.pidfd_send_signal(channels.init, signal.SIGKILL)
-        channels.close()
-        if self._on_close is not None:
-            self._on_close(self)
+        if channels is not None:
+            channels.kill()
+        return channels is not None
+
+    def close(self) -> None:
+        """End the session: its processes, its files. May be called twice, and by any thread.
+
+        A step that runs in another thread ends at once and says that the session was closed.
+        """
+        with self._closing:  # so that no thread signals through a descriptor that another closes
+            if self._channels is None:
+                return
+            self._closed = True
+            self._channels.signal()
+        with self._busy:
+            with self._closing:
+                if not self._take_channels():
+                    return
+            if self._ended is None:
+                self._ended = StepResult(status=Status.EXIT, state_lost=True, detail=CLOSED)
+            if self._on_close is not None:
+                self._on_close()
 
     def __enter__(self) -> Self:
         return self
@@ -256,8 +467,3 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _pid_of(pidfd: int) -> int:
-    with open(f"/proc/self/fdinfo/{pidfd}") as info:
-        return int(next(line.split()[1] for line in info if line.startswith("Pid:")))

@@ -32,6 +32,9 @@ class Template:
     """Environment of the code, besides PATH, HOME, LANG and TMPDIR."""
     mounts: tuple[str, ...] = ()
     """Further files or directories to show read-only."""
+    setup: str = ""
+    """Python that every session runs before it is handed out, such as the functions of a tool
+    script. It runs inside, as untrusted as what follows it."""
 
     def __post_init__(self) -> None:
         for key, paths in (("site_dirs", self.site_dirs), ("mounts", self.mounts)):

@@ -1,19 +1,23 @@
 """The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
 
+import contextlib
+import itertools
 import json
 import os
 import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
-from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from agentgrpo import _C
 from agentgrpo.sandbox import policy
+from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import (
     EXTENSION_FILE,
@@ -21,7 +25,9 @@ from agentgrpo.sandbox.jail import (
     JAIL_ID,
     Bind,
     find_nsjail,
+    session_config,
     shown_paths,
+    tmpfs_options,
     zygote_config,
 )
 from agentgrpo.sandbox.limits import Limits
@@ -30,70 +36,56 @@ from agentgrpo.sandbox.template import Template
 START_TIMEOUT_S = 60.0
 SPAWN_TIMEOUT_S = 10.0
 STAGES = ("/mnt", "/media", "/srv", "/run", "/tmp")
-REPORT = struct.Struct("<IiiiqQ")  # struct sandbox_report in csrc/sandbox.h
-REPORT_READY, REPORT_EXIT, REPORT_FAILED = 1, 2, 3
-SETUP_STEPS = (
-    "cloning into new namespaces",
-    "mapping its user",
-    "mounting its private directories",
-    "mounting its /proc",
-    "setting up its network and host name",
-    "setting resource limits",
-    "dropping privileges",
-    "forking the interpreter",
-    "arranging its descriptors",
-    "installing the system call filter",
-)
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """The host's descriptors of one live session. Whoever holds this closes them."""
+class Rung(StrEnum):
+    """How sessions are isolated from each other, strongest and fastest first."""
 
-    request: int
-    response: int
-    out: int
-    err: int
-    status: int
-    init: int
-    """pidfd of PID 1 of the session"""
-    interpreter: int
-    """pidfd of PID 2, which runs the untrusted code"""
-
-    def close(self) -> None:
-        for name in self.__slots__:
-            os.close(getattr(self, name))
+    ZYGOTE_USERNS = "zygote-userns"
+    """Each session has all namespaces, a user namespace included, inside a common jail."""
+    ZYGOTE_ROOT = "zygote-root"
+    """The same without user namespaces: a user id per session instead. Needs root."""
+    NSJAIL_ONCE = "nsjail-once"
+    """Each session has an nsjail of its own; starting one takes tens of milliseconds."""
 
 
-def _settings(template: Template, limits: Limits, *, bound_address_space: bool) -> dict[str, Any]:
-    size = f"size={{}}m,nr_inodes={limits.inodes},mode=0700"
+MODES = {Rung.ZYGOTE_USERNS: 0, Rung.ZYGOTE_ROOT: 1, Rung.NSJAIL_ONCE: 2}
+FIRST_UID = 0x60000000
+"""Of the user ids that sessions of a root zygote get: far from any that a machine gives out."""
+
+
+def session_environment(template: Template) -> dict[str, str]:
+    """What the code finds in os.environ."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/home/user",
+        "LANG": "C.UTF-8",
+        "TMPDIR": "/tmp",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        **template.env,
+    }
+
+
+def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
     return {
         "extension": EXTENSION_FILE,
         "site_dirs": list(template.site_dirs),
         "preload": list(template.preload),
-        "python_env": {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": "/home/user",
-            "LANG": "C.UTF-8",
-            "TMPDIR": "/tmp",
-            "OPENBLAS_NUM_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-            **template.env,
-        },
-        "home": size.format(limits.home_mib),
-        "tmp": size.format(limits.tmp_mib),
-        "shm": size.format(limits.shm_mib),
-        "address_space": limits.memory_mib * MIB if bound_address_space else 0,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-        "file_size": largest_file,
-        "cpu_s": limits.cpu_s,
-        "niceness": limits.niceness,
-        "own_users": True,
-        "uid": JAIL_ID,
-        "filter": policy.build().hex(),
+        "python_env": session_environment(template),
+        "tmpfs": [tmpfs_options(limits, mib) for mib in limits.private_mib],
+        "limits": [
+            limits.memory_mib * MIB if bounded else 0,
+            limits.processes,
+            largest_file,
+            limits.cpu_s,
+            limits.open_files,
+            limits.niceness,
+        ],
+        "mode": MODES[rung],
+        "filter": policy.build(memory_by_address_space=bounded).hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }
@@ -111,20 +103,25 @@ class Zygote:
         template: Template,
         limits: Limits,
         *,
+        rung: Rung = Rung.ZYGOTE_USERNS,
         nsjail: str | None = None,
         bound_address_space: bool = True,
     ) -> None:
-        self.template = template
+        self.template, self.limits, self.rung = template, limits, rung
+        self._uids = itertools.count(FIRST_UID)
         self.nsjail = find_nsjail(nsjail)
-        self._scratch = tempfile.mkdtemp(prefix="agentgrpo-sandbox-")
+        remove_stale_scratch()
+        mine = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}."
+        self._scratch = tempfile.mkdtemp(prefix=mine)
         self._log = os.memfd_create("nsjail-log")
         self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = 0
         try:
             with guest:
                 self.pid = self._launch(guest.fileno())
-            settings = _settings(template, limits, bound_address_space=bound_address_space)
-            self.python_version = self._greet(settings)
+            self.python_version = self._greet(
+                _settings(template, limits, rung, bound_address_space)
+            )
         except BaseException:
             self.close()
             raise
@@ -138,7 +135,7 @@ class Zygote:
         if os.geteuid() == 0:
             argv, binds = self._stage(argv, env, binds)
         with open(config, "w") as file:
-            file.write(zygote_config(self.template, binds, open_files=4096))
+            file.write(self._config(binds))
         with open(os.devnull, "r+b") as null:
             actions = [
                 (os.POSIX_SPAWN_DUP2, null.fileno(), 0),
@@ -148,6 +145,12 @@ class Zygote:
             ]
             defaults = [signal.SIGINT, signal.SIGPIPE]
             return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
+
+    def _config(self, binds: list[Bind]) -> str:
+        if self.rung is Rung.NSJAIL_ONCE:
+            return session_config(self.template, binds, self.limits)
+        own_users = self.rung is Rung.ZYGOTE_USERNS
+        return zygote_config(self.template, binds, own_users=own_users)
 
     def _stage(
         self, argv: list[str], env: dict[str, str], binds: list[Bind]
@@ -196,53 +199,32 @@ class Zygote:
         """What nsjail and the zygote wrote to their standard error."""
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
 
-    def spawn(self) -> Channels:
-        """Start a session; its interpreter is ready or about to be.
+    def spawn(self, group: Group | None = None) -> Channels:
+        """Start a session, in a control group if there is one; its interpreter is about to run.
 
         Raises:
             SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
-        channels, theirs = self._make_channels()
-        try:
-            socket.send_fds(self._host, [b"+"], theirs)
-        except OSError as error:
-            for fd in channels[:4]:
-                os.close(fd)
-            channels[4].close()
-            raise SandboxInfraError(f"the zygote is gone ({error}): {self.log()}") from error
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        status = channels[4]
-        try:
-            init, interpreter = _await_ready(status)
-        except BaseException:
-            for fd in channels[:4]:
-                os.close(fd)
-            status.close()
-            raise
-        return Channels(*channels[:4], status.detach(), init, interpreter)
+        uid = next(self._uids) if self.rung is Rung.ZYGOTE_ROOT else JAIL_ID
+        with Ends(uid if os.geteuid() == 0 else None) as ends:
+            theirs = list(ends.theirs)
+            attach = group.open_for_attaching() if group is not None else []
+            try:
+                socket.send_fds(self._host, [b"%d" % uid], theirs + attach)
+            except OSError as error:
+                raise SandboxInfraError(f"the zygote is gone ({error}): {self.log()}") from error
+            finally:
+                for fd in attach:
+                    os.close(fd)
+            ends.close_theirs()
+            init, interpreter = await_ready(ends.status, 2)
+            return ends.detach(init, interpreter)
 
-    @staticmethod
-    def _make_channels() -> tuple[tuple[int, int, int, int, socket.socket], list[int]]:
-        """The host's (request, response, out, err, status socket), and the session's in order."""
-        opened: list[int] = []
-        try:
-            for _ in range(4):
-                opened += os.pipe()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:
-            for fd in opened:
-                os.close(fd)
-            raise SandboxInfraError(f"no descriptors for another session: {error}") from error
-        request_r, request_w, response_r, response_w, out_r, out_w, err_r, err_w = opened
-        for fd in (request_w, response_r, out_r, err_r):
-            os.set_blocking(fd, False)
-        if os.geteuid() == 0:  # so that the code may open /dev/stdout
-            os.fchown(out_w, JAIL_ID, JAIL_ID)
-            os.fchown(err_w, JAIL_ID, JAIL_ID)
-        mine = (request_w, response_r, out_r, err_r, ours)
-        return mine, [theirs.detach(), request_r, response_w, out_w, err_w]
+    def alive(self) -> bool:
+        """Whether its jail still runs."""
+        if not self.pid:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def close(self) -> None:
         """End the zygote and with it every session. May be called twice."""
@@ -256,25 +238,13 @@ class Zygote:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _await_ready(status: socket.socket) -> tuple[int, int]:
-    """The pidfds of PID 1 and PID 2, once PID 1 has set the session up."""
-    status.settimeout(SPAWN_TIMEOUT_S)
-    try:
-        message, fds, _, _ = socket.recv_fds(status, REPORT.size, 2)
-    except OSError as error:
-        raise SandboxInfraError(f"a new session did not report: {error}") from error
-    finally:
-        status.settimeout(0)
-    if len(message) != REPORT.size:
-        raise SandboxInfraError("a new session ended before it reported: is the zygote alive?")
-    kind, step, code, *_ = REPORT.unpack(message)
-    if kind != REPORT_READY:
-        for fd in fds:
-            os.close(fd)
-        raise SandboxInfraError(
-            f"a new session failed at {SETUP_STEPS[step]}: {os.strerror(code)} (errno {code})"
-        )
-    return fds[0], fds[1]
+def remove_stale_scratch() -> None:
+    """Remove the scratch directories of this user's processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{OWNER}.*"):
+        pid, start = path.name.split(".")[1:3]
+        with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
+            if path.stat().st_uid == os.geteuid() and start_time(int(pid)) != start:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _reap(pid: int) -> None:

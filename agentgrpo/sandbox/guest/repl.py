@@ -2,25 +2,55 @@
 
 Everything here is at the mercy of the code it runs. The host believes nothing it says beyond
 "this is what the session showed": how a step ended, how long it took and what it cost are
-established elsewhere. What this file does promise is to survive ordinary accidents: every
-primitive is bound before user code can replace it, and errors are formatted behind a guard.
+established elsewhere. What this file does promise is to survive ordinary accidents: it is loaded
+with builtins of its own (load.py), takes every function it needs by name when it is imported, and
+formats errors behind a guard.
 
 A request is ``length:u32, id:u32, count:u32, (length:u32, bytes) * count``; an answer has the same
 form. Little endian; the first field names the kind. No JSON, no pickle: nothing to recurse into.
+
+    run CODE (NAME VALUE)*    run a cell, these environment variables set for its duration
+    cell CODE (NAME VALUE)*   the same, and show the value's HTML, PNG ... forms as well
+    env (NAME VALUE)*         set environment variables for good
+    console                   from now on both streams are one, as on a terminal
+    push LINE                 a line typed at the interactive prompt
+
+    ok [TEXT (MIME DATA)*] | error NAME VALUE TRACEBACK | exit CODE | more
 """
 
-import ast
-import linecache
+import builtins
 import os
-import signal
-import struct
 import sys
-import traceback
-from types import CodeType, FrameType
+from _signal import (  # type: ignore[import-not-found]
+    SIGINT,
+    signal,
+)  # signal.signal() is Python and would look up isinstance
+from ast import Expr, Expression, PyCF_ONLY_AST
+from collections.abc import Callable
+from linecache import cache as line_cache
+from os import _exit, dup2, environ, getpid, read, write
+from struct import Struct
+from sys import setprofile, settrace
+from traceback import TracebackException, format_tb
+from types import FrameType, ModuleType
 from typing import Any, Never
 
+from console import Console  # type: ignore[import-not-found]
+
 REQUEST_FD, RESPONSE_FD = 3, 4
-ONLY_AST = ast.PyCF_ONLY_AST
+OURS = os.path.dirname(__file__) + "/"
+RICH_FORMS = {
+    "_repr_html_": b"text/html",
+    "_repr_markdown_": b"text/markdown",
+    "_repr_latex_": b"text/latex",
+    "_repr_svg_": b"image/svg+xml",
+    "_repr_png_": b"image/png",
+    "_repr_jpeg_": b"image/jpeg",
+}
+U32, HEAD = Struct("<I"), Struct("<II")
+unpack_u32, pack_u32 = U32.unpack_from, U32.pack
+unpack_head, pack_head = HEAD.unpack_from, HEAD.pack
+class_name = type.__dict__["__name__"].__get__
 
 
 def reseed() -> None:
@@ -33,160 +63,210 @@ def reseed() -> None:
         torch.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
-class Channel:
-    """The two pipes to the host, with every primitive bound before user code runs."""
+def read_exactly(count: int) -> bytes:
+    """The next count bytes of the request pipe; the process ends when the host has closed it."""
+    data = b""
+    while len(data) < count:
+        more = read(REQUEST_FD, count - len(data))
+        if not more:
+            _exit(0)
+        data += more
+    return data
 
-    def __init__(self) -> None:
-        self._read, self._write, self._exit = os.read, os.write, os._exit
-        self._u32, self._head = struct.Struct("<I"), struct.Struct("<II")
-        self._len, self._int = len, int
 
-    def _exactly(self, count: int) -> bytes:
-        data = b""
-        while self._len(data) < count:
-            more = self._read(REQUEST_FD, count - self._len(data))
-            if not more:  # the host closed the session
-                self._exit(0)
-            data += more
-        return data
+def receive() -> tuple[int, list[bytes]]:
+    """The next request: its number and its fields."""
+    (length,) = unpack_u32(read_exactly(4))
+    body = read_exactly(length)
+    number, count = unpack_head(body)
+    fields, at = [], 8
+    for _ in range(count):
+        (size,) = unpack_u32(body, at)
+        fields.append(body[at + 4 : at + 4 + size])
+        at += 4 + size
+    return number, fields
 
-    def receive(self) -> tuple[int, list[bytes]]:
-        (length,) = self._u32.unpack(self._exactly(4))
-        body = self._exactly(length)
-        number, count = self._head.unpack_from(body)
-        fields, at = [], 8
-        for _ in range(count):
-            (size,) = self._u32.unpack_from(body, at)
-            fields.append(body[at + 4 : at + 4 + size])
-            at += 4 + size
-        return number, fields
 
-    def send(self, number: int, fields: list[bytes]) -> None:
-        body = self._head.pack(number, self._len(fields))
-        for field in fields:
-            body += self._u32.pack(self._len(field)) + field
-        data = self._u32.pack(self._len(body)) + body
-        while data:
-            data = data[self._write(RESPONSE_FD, data) :]
+def send(number: int, fields: list[bytes]) -> None:
+    """The answer to a request."""
+    body = pack_head(number, len(fields))
+    for field in fields:
+        body += pack_u32(len(field)) + field
+    data = pack_u32(len(body)) + body
+    while data:
+        data = data[write(RESPONSE_FD, data) :]
+
+
+def clip(text: object, limit: int) -> bytes:
+    """At most limit bytes of a text that untrusted code made."""
+    if not isinstance(text, str):
+        return b"<not a string>"
+    return str.encode(text[: limit + 1], "utf-8", "backslashreplace")[:limit]
 
 
 class Interpreter:
     """Runs one cell at a time in one namespace and says how it went."""
 
     def __init__(self, value_bytes: int, traceback_bytes: int) -> None:
-        self._value_bytes, self._traceback_bytes = value_bytes, traceback_bytes
-        self._compile, self._exec, self._eval = compile, exec, eval
-        self._repr, self._str, self._isinstance, self._type = repr, str, isinstance, type
-        self._expr, self._expression = ast.Expr, ast.Expression
-        self._format = traceback.TracebackException
-        self._getpid, self._exit = os.getpid, os._exit
-        self._pid = os.getpid()
-        self._lines = linecache.cache
-        self._signal, self._sigint = signal.signal, signal.SIGINT
-        self._flush = (sys.stdout.flush, sys.stderr.flush)
-        self._cells = 0
-        self._running = False
-        self._base = BaseException
-        module = type(sys)("__main__")
+        self.value_bytes, self.traceback_bytes = value_bytes, traceback_bytes
+        self.pid = getpid()
+        self.flush_streams = (sys.stdout.flush, sys.stderr.flush)
+        self.cells = 0
+        self.running = False
+        module = ModuleType("__main__")
         sys.modules["__main__"] = module
-        self.namespace: dict[str, Any] = module.__dict__
-        self.namespace["__builtins__"] = sys.modules["builtins"]
+        self.namespace = module.__dict__
+        self.namespace["__builtins__"] = builtins
+        self.console = Console(self.namespace)
 
     def on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
         """Stop user code; between cells there is nothing to stop."""
-        if self._running:
+        if self.running:
             raise KeyboardInterrupt
 
-    def run(self, source: str) -> list[bytes]:
-        """Run a cell; the fields of its answer."""
-        self._signal(self._sigint, self.on_interrupt)  # the last cell may have replaced it
+    def serve(self, fields: list[bytes]) -> list[bytes]:
+        """Do what a request asks; the fields of its answer."""
+        kind, *rest = [field.decode("utf-8", "surrogatepass") for field in fields]
+        if kind == "push":
+            return self.run(lambda: self.push(rest[0]))
+        if kind == "console":
+            dup2(1, 2)
+            return [b"ok"]
+        if kind == "env":
+            environ.update(zip(rest[::2], rest[1::2], strict=True))
+            return [b"ok"]
+        if not rest[1:]:
+            return self.run(lambda: self.evaluate(rest[0], rich=kind == "cell"))
+        before = dict(environ)
+        environ.update(zip(rest[1::2], rest[2::2], strict=True))
         try:
-            try:
-                self._running = True
-                answer = self._evaluate(source)
-            finally:
-                self._running = False
+            return self.run(lambda: self.evaluate(rest[0], rich=kind == "cell"))
+        finally:
+            environ.clear()
+            environ.update(before)
+
+    def run(self, work: Callable[[], list[bytes]]) -> list[bytes]:
+        """Run user code under guard; the fields of its answer."""
+        signal(SIGINT, self.on_interrupt)  # the last cell may have replaced it
+        try:
+            answer: list[bytes] = self.interruptible(work)
         except SystemExit as stop:
             code = stop.code
-            if self._getpid() != self._pid:
-                self._leave(code)
-            answer = [b"exit", self._guarded(lambda: self._repr(code), 200)]
-        except self._base as error:
-            answer = self._describe(error)
-        if self._getpid() != self._pid:  # a fork of user code reached the end of the cell
-            self._leave(None)
-        self._flush_streams()
+            if getpid() != self.pid:
+                self.leave(code)
+            answer = [b"exit", self.guarded(lambda: repr(code), 200)]
+        except BaseException as error:
+            answer = self.describe(error)
+        if getpid() != self.pid:  # a fork of user code reached the end of the cell
+            self.leave(None)
+        self.flush()
         return answer
 
-    def _evaluate(self, source: str) -> list[bytes]:
-        self._cells += 1
-        name = f"<cell {self._cells}>"
-        self._lines[name] = (len(source), None, source.splitlines(True), name)
-        tree = self._compile(source, name, "exec", ONLY_AST)
-        last = None
-        if tree.body and self._isinstance(tree.body[-1], self._expr):
-            last = self._expression(tree.body.pop().value)
-        code: CodeType = self._compile(tree, name, "exec")
-        self._exec(code, self.namespace)
+    def interruptible(self, work: Callable[[], Any]) -> Any:
+        """The only place where SIGINT raises."""
+        try:
+            self.running = True
+            return work()
+        finally:
+            settrace(None)  # one left behind would run in our frames too
+            setprofile(None)
+            self.running = False
+
+    def push(self, line: str) -> list[bytes]:
+        """A line of the interactive console."""
+        more, error = self.console.push(line)
+        if error is not None:
+            return self.describe(error)
+        return [b"more"] if more else [b"ok"]
+
+    def evaluate(self, source: str, *, rich: bool) -> list[bytes]:
+        """Run a cell and show the value of its last expression."""
+        self.cells += 1
+        name = f"<cell {self.cells}>"
+        line_cache[name] = (len(source), None, source.splitlines(True), name)
+        tree: Any = compile(source, name, "exec", PyCF_ONLY_AST)
+        last: Any = None
+        if tree.body and isinstance(tree.body[-1], Expr):
+            last = Expression(tree.body.pop().value)
+        exec(compile(tree, name, "exec"), self.namespace)
         if last is None:
             return [b"ok"]
-        value = self._eval(self._compile(last, name, "eval"), self.namespace)
+        value = eval(compile(last, name, "eval"), self.namespace)
         if value is None:
             return [b"ok"]
-        return [b"ok", self._clip(self._repr(value), self._value_bytes)]
+        answer = [b"ok", clip(repr(value), self.value_bytes)]
+        return answer + self.rich_forms(value) if rich else answer
 
-    def _clip(self, text: Any, limit: int) -> bytes:
-        if not self._isinstance(text, self._str):
-            return b"<not a string>"
-        return self._str(text[: limit + 1]).encode("utf-8", "backslashreplace")[:limit]
+    def rich_forms(self, value: Any) -> list[bytes]:
+        """Jupyter's other forms of a value, as far as they fit: MIME type, data, MIME type ..."""
+        found: list[bytes] = []
+        room = 8 * self.value_bytes
+        for method, mime in RICH_FORMS.items():
+            show = getattr(type(value), method, None)
+            data: Any = show(value) if show is not None else None
+            if isinstance(data, str):
+                data = data.encode("utf-8", "backslashreplace")
+            if isinstance(data, bytes) and len(data) < room:
+                room -= len(data)
+                found += [mime, data]
+        return found
 
-    def _guarded(self, produce: Any, limit: int) -> bytes:
+    def guarded(self, produce: Callable[[], object], limit: int) -> bytes:
+        """A text that untrusted code has a hand in, or a note that there is none."""
         try:
-            return self._clip(produce(), limit)
-        except self._base as error:
-            return b"<unprintable: " + self._type(error).__name__.encode() + b">"
+            return self.interruptible(lambda: clip(produce(), limit))  # type: ignore[no-any-return]
+        except BaseException as error:
+            return b"<unprintable: " + clip(class_name(type(error)), 99) + b">"
 
-    def _describe(self, error: BaseException) -> list[bytes]:
-        def text() -> str:
-            told = self._format(self._type(error), error, error.__traceback__, limit=-40)
-            told.stack[:] = [frame for frame in told.stack if frame.filename != __file__]
-            if not told.stack:
-                told.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
-            whole = "".join(told.format())
-            half = self._traceback_bytes // 2
-            return whole if len(whole) <= 2 * half else f"{whole[:half]}\n...\n{whole[-half:]}"
+    def describe(self, error: BaseException) -> list[bytes]:
+        """An exception as name, text and traceback without frames of ours."""
+        name = clip(class_name(type(error)), 200)
+        value = self.guarded(lambda: str(error), 4096)
+        if value.startswith(b"<unprintable"):  # nothing more is asked of it
+            text = self.guarded(
+                lambda: "".join(format_tb(error.__traceback__, limit=-40)), self.traceback_bytes
+            )
+        else:
+            text = self.guarded(lambda: self.whole_traceback(error), self.traceback_bytes + 8)
+        return [b"error", name, value, text]
 
-        name = self._guarded(lambda: self._type(error).__name__, 200)
-        value = self._guarded(lambda: self._str(error), 4096)
-        return [b"error", name, value, self._guarded(text, self._traceback_bytes + 8)]
+    def whole_traceback(self, error: BaseException) -> str:
+        """What Python would print, the middle left out if it is long."""
+        told = TracebackException(type(error), error, error.__traceback__, limit=-40)
+        told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
+        if not told.stack:
+            told.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
+        whole = "".join(told.format())
+        half = self.traceback_bytes // 2
+        return whole if len(whole) <= 2 * half else f"{whole[:half]}\n...\n{whole[-half:]}"
 
-    def _flush_streams(self) -> None:
-        for flush in self._flush:
+    def flush(self) -> None:
+        """Bring what was printed into the pipes, before the answer that ends the step."""
+        for flush in self.flush_streams:
             try:
                 flush()
-            except self._base:  # closed or full: the host sees what arrived on the pipes
+            except BaseException:  # closed or full: the host sees what arrived on the pipes
                 continue
 
-    def _leave(self, code: Any) -> Never:
-        self._flush_streams()
-        self._exit(code if self._isinstance(code, int) else 0 if code is None else 1)
+    def leave(self, code: Any) -> Never:
+        """End a fork of user code as Python would have."""
+        self.flush()
+        _exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def run(environment: dict[str, str], value_bytes: int, traceback_bytes: int) -> Never:
     """Serve the host until it closes the request pipe."""
-    os.environ.clear()
-    os.environ.update(environment)
+    environ.clear()
+    environ.update(environment)
     reseed()
     sys.argv = [""]
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the session's, for good)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    channel = Channel()
     interpreter = Interpreter(value_bytes, traceback_bytes)
-    signal.signal(signal.SIGINT, interpreter.on_interrupt)
-    receive, send, leave = channel.receive, channel.send, os._exit
+    signal(SIGINT, interpreter.on_interrupt)
     try:
         while True:
             number, fields = receive()
-            send(number, interpreter.run(fields[0].decode("utf-8", "surrogatepass")))
+            send(number, interpreter.serve(fields))
     finally:  # a protocol that cannot go on: closed descriptors, no memory left
-        leave(70)
+        _exit(70)

@@ -5,8 +5,8 @@ deliberately tiny: no code, no environment variable and no secret of a session e
 it, because everything in its memory is inherited by every later session.
 
 Protocol (SOCK_SEQPACKET): the host sends one JSON settings message; the zygote preloads and answers
-``ready ...`` or ``failed ...``; from then on each message carries the five descriptors of one new
-session and nothing else.
+``ready ...`` or ``failed ...``; from then on each message carries the descriptors of one new
+session and the user id it runs under, and nothing else.
 """
 
 import array
@@ -24,11 +24,13 @@ import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
-import repl  # type: ignore[import-not-found]
+from load import isolated  # type: ignore[import-not-found]
 
 HOST_FD = 8
-REPORT = struct.Struct("<IiiiqQ")
+REPORT = struct.Struct("<Iiiiqq")
 REPORT_FAILED, SETUP_CLONE = 3, 0
+MODE_ROOT = 1
+UNLIMITED = 2**64 - 1
 
 
 def load_extension(path: str) -> Any:
@@ -61,24 +63,19 @@ def address_space_in_use() -> int:
         return int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
-def spawn(extension: Any, settings: dict[str, Any], filter_: bytes, fds: list[int]) -> bool:
-    """Clone one session. Returns True in the session's interpreter, False in the zygote."""
+def spawn(extension: Any, settings: dict[str, Any], uid: int, fds: list[int]) -> bool:
+    """Make one session. Returns True in the session's interpreter, False in the zygote."""
+    owner = f",uid={uid},gid={uid}" if settings["mode"] == MODE_ROOT else ""
     try:
         return bool(
             extension.sandbox_spawn_session(
-                *fds,
-                settings["home"],
-                settings["tmp"],
-                settings["shm"],
-                settings["address_space"],
-                settings["processes"],
-                settings["open_files"],
-                settings["file_size"],
-                settings["cpu_s"],
-                settings["niceness"],
-                settings["own_users"],
-                settings["uid"],
-                filter_,
+                tuple(fds[:5]),
+                tuple([*fds[5:], -1, -1, -1][:3]),
+                tuple(options + owner for options in settings["tmpfs"]),
+                tuple(settings["limits"]),
+                settings["mode"],
+                uid,
+                settings["filter"],
             )
         )
     except OSError as error:
@@ -87,33 +84,36 @@ def spawn(extension: Any, settings: dict[str, Any], filter_: bytes, fds: list[in
         return False
 
 
-def receive(host: socket.socket) -> list[int]:
-    """The descriptors of the next session to start."""
-    message, ancillary, _, _ = host.recvmsg(64, socket.CMSG_SPACE(5 * 4))
+def receive(host: socket.socket) -> tuple[int, list[int]]:
+    """The user id and the descriptors of the next session to start."""
+    message, ancillary, _, _ = host.recvmsg(64, socket.CMSG_SPACE(8 * 4))
     if not message:  # the host is gone, and with this process goes every session
         os._exit(0)
     fds = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data)
-    return list(fds)
+    return int(message), list(fds)
+
+
+def prepare(settings: dict[str, Any]) -> None:
+    """Turn the host's settings into the arguments of every spawn."""
+    settings["filter"] = bytes.fromhex(settings["filter"])
+    if settings["limits"][0]:
+        settings["limits"][0] += address_space_in_use()
+    else:
+        settings["limits"][0] = UNLIMITED
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended sessions
+    gc.collect()
+    gc.freeze()
 
 
 def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None:
     """Answer spawn requests; returns only in a new session's interpreter."""
-    filter_ = bytes.fromhex(settings["filter"])
-    if settings["address_space"]:
-        settings["address_space"] += address_space_in_use()
-    else:
-        settings["address_space"] = 2**64 - 1
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended sessions
-    gc.collect()
-    gc.freeze()
-    version = ".".join(map(str, sys.version_info[:3]))
-    host.send(f"ready {version}".encode())
+    host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
     while True:
-        fds = receive(host)
-        if spawn(extension, settings, filter_, fds):
+        uid, fds = receive(host)
+        if spawn(extension, settings, uid, fds):
             return
         for fd in fds:
             os.close(fd)
@@ -123,17 +123,20 @@ def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
     try:
+        run = isolated("repl")["run"]
+        for name in ("load", "console"):  # the names are the user's
+            sys.modules.pop(name, None)
         settings = json.loads(host.recv(1 << 20))
         extension = load_extension(settings["extension"])
         preload(settings)
+        prepare(settings)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)
     serve(host, extension, settings)
     host.detach()  # closed by the clone; its number may already mean something else
-    for name in ("repl", "_C", "__main__"):
-        sys.modules.pop(name, None)
-    repl.run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
+    sys.modules.pop("__main__", None)
+    run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
 
 
 main()

@@ -1,0 +1,109 @@
+"""Command line: ``python -m agentgrpo.sandbox doctor | selftest | bench | template ...``."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable, doctor
+from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_case
+from agentgrpo.sandbox.templates import build_template
+
+
+def selftest() -> int:
+    """Run the hostile suite on the rung that this machine gets; the number of cases that failed."""
+    failed = skipped = 0
+    with SandboxPool(limits=LIMITS, max_live=8, min_idle=2) as pool:
+        print(f"isolation: {pool.describe()['rung']}; {pool.describe()['memory_limit']}")
+        for case in CASES:
+            verdict, detail = "ok  ", ""
+            try:
+                run_case(case, pool)
+            except Skip as reason:
+                verdict, detail, skipped = "SKIP", f" ({reason})", skipped + 1
+            except Exception as error:
+                verdict, detail, failed = "FAIL", f"\n     {error!r}", failed + 1
+            print(f"{verdict} {case.group:10} {case.name}{detail}", flush=True)
+    print(f"\n{len(CASES)} cases, {failed} failed, {skipped} skipped")
+    return failed
+
+
+def bench(sessions: int) -> None:
+    """A first impression of this machine; bench/sandbox.py measures properly."""
+    with SandboxPool(min_idle=0) as pool:
+        spans: dict[str, list[float]] = {"first result": [], "step": [], "close": []}
+        for _ in range(sessions):
+            marks = [time.perf_counter()]
+            session = pool.acquire()
+            session.step("1")
+            marks.append(time.perf_counter())
+            session.step("1")
+            marks.append(time.perf_counter())
+            session.close()
+            marks.append(time.perf_counter())
+            for name, start, end in zip(spans, marks, marks[1:], strict=False):
+                spans[name].append((end - start) * 1e3)
+    for name, values in spans.items():
+        values.sort()
+        print(f"{name:14} p50 {values[len(values) // 2]:7.3f} ms   max {values[-1]:7.3f} ms")
+
+
+def build(arguments: argparse.Namespace) -> None:
+    """Build a template and prove that a session of it starts."""
+    template, built = build_template(
+        arguments.name,
+        requirements=arguments.requirements,
+        site_dirs=arguments.site_dir,
+        preload=arguments.preload,
+        tools=arguments.tool,
+        env=dict(pair.split("=", 1) for pair in arguments.env),
+        mounts=arguments.mount,
+    )
+    started = time.perf_counter()
+    with SandboxPool(template=template, min_idle=0):
+        span = time.perf_counter() - started
+    print(
+        f"{template.name}: {'built' if built else 'up to date'}; its zygotes start in {span:.2f} s"
+    )
+
+
+def main() -> int:
+    """Run the command that was asked for; 0 if all is well."""
+    parser = argparse.ArgumentParser(prog="python -m agentgrpo.sandbox", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="what this machine allows, and what to change")
+    commands.add_parser("selftest", help="attack the sandbox, before trusting this machine")
+    commands.add_parser("bench", help="how fast sessions are here").add_argument(
+        "--sessions", type=int, default=100
+    )
+    template = commands.add_parser("template", help="prepare an environment once, by name")
+    maker = template.add_subparsers(dest="action", required=True).add_parser("build")
+    maker.add_argument("name")
+    maker.add_argument("-r", "--requirements", type=Path, help="a pip requirements file")
+    maker.add_argument(
+        "--site-dir", action="append", default=[], help="packages that exist already"
+    )
+    maker.add_argument("--preload", action="append", default=[], help="module to import once")
+    maker.add_argument("--tool", action="append", default=[], type=Path, help="script to run first")
+    maker.add_argument("--mount", action="append", default=[], help="path to show read-only")
+    maker.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "doctor":
+            text, usable = doctor.report()
+            print(text)
+            return 0 if usable else 1
+        if arguments.command == "selftest":
+            return 1 if selftest() else 0
+        if arguments.command == "template":
+            build(arguments)
+            return 0
+        bench(arguments.sessions)
+    except SandboxUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

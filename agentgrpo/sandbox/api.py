@@ -1,0 +1,331 @@
+"""``Sandbox``: E2B's SDK over local sessions. Change the import and the code goes on.
+
+    from agentgrpo.sandbox import Sandbox          # was: from e2b_code_interpreter import Sandbox
+
+What a local jail does not have (internet access, pausing, a public host name, terminals) raises
+NotSupportedException. Time limits are in seconds, as in E2B.
+"""
+
+import atexit
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from agentgrpo.sandbox.channels import Channels
+from agentgrpo.sandbox.commands import Commands
+from agentgrpo.sandbox.contexts import language_of, start_context
+from agentgrpo.sandbox.errors import (
+    InvalidArgumentException,
+    NotFoundException,
+    NotSupportedException,
+    SandboxNotFoundException,
+    TimeoutException,
+)
+from agentgrpo.sandbox.execution import (
+    Execution,
+    ExecutionError,
+    OutputMessage,
+    Result,
+    execution_of,
+)
+from agentgrpo.sandbox.files import Files
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.pool import SandboxPool
+from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.session import Session
+from agentgrpo.sandbox.template import Template, check_environment
+from agentgrpo.sandbox.templates import find_template
+from agentgrpo.sandbox.zygote import session_environment
+
+DEFAULT_TIMEOUT_S = 300.0
+MIB = 1 << 20
+OnOutput = Callable[[OutputMessage], object]
+
+_pools: dict[tuple[str, Limits], SandboxPool] = {}
+_pools_lock = threading.Lock()
+
+
+def shared_pool(template: Template, limits: Limits) -> SandboxPool:
+    """The pool of this process for a template and limits, started at its first use."""
+    with _pools_lock:
+        key = (repr(template), limits)
+        if key not in _pools:
+            _pools[key] = SandboxPool(template=template, limits=limits)
+        return _pools[key]
+
+
+@atexit.register
+def close_shared_pools() -> None:
+    """End the pools that Sandbox.create() started."""
+    with _pools_lock:
+        while _pools:
+            _pools.popitem()[1].close()
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """An interpreter of a sandbox with a state of its own."""
+
+    id: str
+    language: str
+    cwd: str
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo:
+    """What is known of a sandbox."""
+
+    sandbox_id: str
+    template_id: str
+    metadata: Mapping[str, str]
+    started_at: float
+    end_at: float
+
+
+def not_supported(what: str) -> NotSupportedException:
+    """The refusal of something that only E2B's cloud has."""
+    return NotSupportedException(f"{what} is not supported by a local sandbox")
+
+
+class Sandbox:
+    """One sandbox: a session, its file system and its commands. Use ``Sandbox.create()``."""
+
+    def __init__(
+        self,
+        session: Session,
+        template: Template,
+        *,
+        timeout: float,
+        envs: Mapping[str, str],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.sandbox_id = uuid.uuid4().hex[:20]
+        self._session, self._template = session, template
+        self._metadata, self._started = dict(metadata), time.time()
+        self._env = {**session_environment(template), **envs}
+        channels = session.channels
+        assert channels is not None
+        root, self._owner = session.root_and_owner()
+        self.files = Files(root, self._owner)
+        output_max = session.limits.output_max_mib * MIB
+        self.commands = Commands(self._channels, self._env, output_max, self._owner)
+        self._contexts: dict[str, tuple[Context, Session]] = {}
+        self._count = 0
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        self.set_timeout(timeout)
+
+    @classmethod
+    def create(
+        cls,
+        template: str | Template | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        metadata: Mapping[str, str] | None = None,
+        envs: Mapping[str, str] | None = None,
+        secure: bool = True,
+        allow_internet_access: bool = False,
+        *,
+        limits: Limits | None = None,
+        pool: SandboxPool | None = None,
+    ) -> Self:
+        """A new sandbox.
+
+        Args:
+            template: a Template, the name of a built one (``template build``), or None for the
+                interpreter that runs this.
+            timeout: seconds until it is killed; set_timeout() starts anew.
+            metadata: kept for get_info().
+            envs: environment variables of all that runs in it.
+            secure: must be True; there is no other way.
+            allow_internet_access: must be False; sessions have no network.
+            limits: bounds on what it may use.
+            pool: take the session from this pool; its template and limits hold.
+
+        Raises:
+            SandboxUnavailable: this machine cannot isolate.
+            RateLimitException: too many are in use.
+        """
+        if allow_internet_access or not secure:
+            raise not_supported("allow_internet_access=True or secure=False")
+        try:
+            check_environment("envs", envs or {})
+        except ValueError as error:
+            raise InvalidArgumentException(str(error)) from error
+        if pool is None:
+            found = template if isinstance(template, Template) else find_template(template)
+            pool = shared_pool(found, limits or Limits(session_s=86_400.0, timeout_s=300.0))
+        session = pool.acquire(env=envs)
+        return cls(
+            session, pool.template, timeout=timeout, envs=envs or {}, metadata=metadata or {}
+        )
+
+    def _channels(self) -> Channels:
+        channels = self._session.channels
+        if channels is None or not self._session.alive:
+            raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
+        return channels
+
+    def run_code(
+        self,
+        code: str,
+        language: str | None = None,
+        context: Context | None = None,
+        on_stdout: OnOutput | None = None,
+        on_stderr: OnOutput | None = None,
+        on_result: Callable[[Result], object] | None = None,
+        on_error: Callable[[ExecutionError], object] | None = None,
+        envs: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+    ) -> Execution:
+        """Run a cell in the default context of a language, or in context.
+
+        Raises:
+            TimeoutException: it ran for timeout seconds (the limits' timeout_s if None). The state
+                is kept if the code let itself be interrupted.
+            SandboxNotFoundException: the sandbox is over.
+            InvalidArgumentException: language and context are both given, or timeout is nonsense.
+        """
+        if language is not None and context is not None:
+            raise InvalidArgumentException("give language or context, not both")
+        self._channels()
+        session = self._session_of(language, context)
+        started: list[str] = []
+
+        def listen(stream: int, data: bytes) -> None:
+            text = data.decode("utf-8", "replace")
+            listener = on_stderr if stream else on_stdout
+            started.append(text)
+            if listener is not None:
+                listener(OutputMessage(text, time.time_ns(), bool(stream)))
+
+        wanted = listen if on_stdout or on_stderr else None
+        try:
+            step = session.cell(code, timeout or None, env=envs, listener=wanted)
+        except ValueError as error:
+            raise InvalidArgumentException(str(error)) from error
+        if step.status in (Status.TIMEOUT, Status.TIMEOUT_KILLED):
+            raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}")
+        self._count += 1
+        execution = execution_of(step, self._count)
+        for result in execution.results if on_result else ():
+            on_result(result)  # type: ignore[misc]
+        if execution.error is not None and on_error is not None:
+            on_error(execution.error)
+        return execution
+
+    def _session_of(self, language: str | None, context: Context | None) -> Session:
+        if context is not None:
+            if context.id not in self._contexts:
+                raise NotFoundException(f"no context {context.id!r}")
+            return self._contexts[context.id][1]
+        name = language_of(language)
+        if name == "python":
+            return self._session
+        with self._lock:
+            key = f"default-{name}"
+            if key not in self._contexts or not self._contexts[key][1].alive:
+                self._contexts[key] = self._start_context(key, name, "/home/user")
+            return self._contexts[key][1]
+
+    def _start_context(self, key: str, language: str, cwd: str) -> tuple[Context, Session]:
+        session = start_context(
+            self._channels(),
+            language,
+            template=self._template,
+            limits=self._session.limits,
+            env=self._env,
+            directory=cwd,
+            owner=self._owner,
+        )
+        return Context(key, language, cwd), session
+
+    def create_code_context(
+        self, cwd: str | None = None, language: str | None = None, **_: object
+    ) -> Context:
+        """A further interpreter with a state of its own."""
+        key = uuid.uuid4().hex[:12]
+        made = self._start_context(key, language_of(language), cwd or "/home/user")
+        with self._lock:
+            self._contexts[key] = made
+        return made[0]
+
+    def list_code_contexts(self) -> list[Context]:
+        """The contexts made so far, the default Python one left out."""
+        return [context for context, _ in self._contexts.values()]
+
+    def remove_code_context(self, context: Context) -> None:
+        """End a context."""
+        self._session_of(None, context).close()
+        del self._contexts[context.id]
+
+    def restart_code_context(self, context: Context) -> None:
+        """A fresh interpreter in the place of a context's."""
+        self._session_of(None, context).close()
+        self._contexts[context.id] = self._start_context(context.id, context.language, context.cwd)
+
+    def set_timeout(self, timeout: float) -> None:
+        """Kill the sandbox after so many seconds from now."""
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+            raise InvalidArgumentException(f"timeout: expected seconds above 0, got {timeout!r}")
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = threading.Timer(timeout, self.kill)
+            self._timer.daemon = True
+            self._end_at = time.time() + timeout
+            self._timer.start()
+
+    def is_running(self) -> bool:
+        """Whether it has not been killed and has not ended."""
+        return self._session.alive and self._session.healthy()
+
+    def get_info(self) -> SandboxInfo:
+        """Its id, template, metadata and times."""
+        return SandboxInfo(
+            self.sandbox_id, self._template.name, self._metadata, self._started, self._end_at
+        )
+
+    def kill(self) -> bool:
+        """End it and all that runs in it. False if that was so already."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self.commands.close()
+            for _, session in self._contexts.values():
+                session.close()
+            self._session.close()
+            self.files.close()
+            return True
+
+    def get_host(self, port: int) -> str:
+        """Not supported: sessions have no network."""
+        raise not_supported("get_host()")
+
+    def pause(self) -> None:
+        """Not supported."""
+        raise not_supported("pause()")
+
+    @property
+    def pty(self) -> Any:
+        """Not supported."""
+        raise not_supported("pty")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()

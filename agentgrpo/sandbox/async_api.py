@@ -1,0 +1,82 @@
+"""``AsyncSandbox``: ``Sandbox`` for asyncio. Each call waits in a thread, without the GIL."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from agentgrpo.sandbox.api import Context, Sandbox
+from agentgrpo.sandbox.execution import Execution
+
+MAX_WAITING = 1024
+_waiters = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="sandbox-wait")
+"""asyncio's own executor has six threads on two cores: sixty rollouts would wait for each other."""
+
+
+async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_waiters, functools.partial(call, *args, **kwargs))
+
+
+class _Awaitable:
+    """The methods of files or commands, each to be awaited."""
+
+    def __init__(self, plain: object) -> None:
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(_wait, getattr(self._plain, name))
+
+
+class AsyncSandbox:
+    """A Sandbox whose methods are awaited. Use ``await AsyncSandbox.create()``."""
+
+    def __init__(self, plain: Sandbox) -> None:
+        self._plain = plain
+        self.files: Any = _Awaitable(plain.files)
+        self.commands: Any = _Awaitable(plain.commands)
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """A new sandbox; arguments and errors as for Sandbox.create()."""
+        return cls(await _wait(Sandbox.create, *args, **kwargs))
+
+    @property
+    def sandbox_id(self) -> str:
+        """Its id."""
+        return self._plain.sandbox_id
+
+    async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:
+        """As Sandbox.run_code(); callbacks are called in another thread."""
+        execution: Execution = await _wait(self._plain.run_code, code, *args, **kwargs)
+        return execution
+
+    async def create_code_context(self, *args: Any, **kwargs: Any) -> Context:
+        """As Sandbox.create_code_context()."""
+        context: Context = await _wait(self._plain.create_code_context, *args, **kwargs)
+        return context
+
+    async def set_timeout(self, timeout: float) -> None:
+        """As Sandbox.set_timeout()."""
+        self._plain.set_timeout(timeout)
+
+    async def is_running(self) -> bool:
+        """As Sandbox.is_running()."""
+        return self._plain.is_running()
+
+    async def kill(self) -> bool:
+        """As Sandbox.kill()."""
+        return bool(await _wait(self._plain.kill))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.kill()

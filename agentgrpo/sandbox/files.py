@@ -1,0 +1,257 @@
+"""Files of a session, read and written by the host without ever leaving the session's root.
+
+Untrusted code owns these directories: every name may be a symbolic link to anywhere, a FIFO, or
+change under us. So every path is opened by openat2(RESOLVE_IN_ROOT, no magic links), without
+blocking, as the session's user; only regular files are read and written, up to a size; everything
+else works on the opened parent directory and a last name that the kernel does not follow.
+"""
+
+import contextlib
+import datetime
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import IO, Literal, overload
+
+from agentgrpo import _C
+from agentgrpo.sandbox.errors import (
+    FileNotFoundException,
+    InvalidArgumentException,
+    NotEnoughSpaceException,
+    NotSupportedException,
+    SandboxException,
+)
+
+MIB = 1 << 20
+HOME = "/home/user"
+MAX_ENTRIES = 10_000
+
+
+class FileType(StrEnum):
+    """What a directory entry is."""
+
+    FILE = "file"
+    DIR = "dir"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """One entry of a directory."""
+
+    name: str
+    type: FileType | None
+    """None for what is neither a file nor a directory."""
+    path: str
+    size: int
+    mode: int
+    modified_time: datetime.datetime
+    symlink_target: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteInfo:
+    """A file that was written."""
+
+    name: str
+    type: FileType
+    path: str
+
+
+@contextlib.contextmanager
+def _translated(path: str) -> Iterator[None]:
+    """The kernel's refusals in E2B's words."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{path}: {error.strerror}"
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise FileNotFoundException(reason) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NotEnoughSpaceException(reason) from error
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EEXIST):
+            raise InvalidArgumentException(reason) from error
+        raise SandboxException(reason) from error
+
+
+def _full(path: str) -> str:
+    """An absolute path inside the session; relative ones start at its home."""
+    if not isinstance(path, str) or "\0" in path or not path:
+        raise InvalidArgumentException(f"path: expected text without NUL, got {path!r}")
+    return os.path.join(HOME, path)
+
+
+class Files:
+    """The file system of one session.
+
+    Args:
+        root: O_PATH descriptor of the session's root directory; closed by close().
+        uid: user id to act as on the machine, None if this process is not root and has no choice.
+        size_max: bytes of a file that may be read or written.
+    """
+
+    def __init__(self, root: int, uid: int | None, size_max: int = 16 * MIB) -> None:
+        self._root, self._uid, self._size_max = root, uid, size_max
+
+    def close(self) -> None:
+        """Let go of the session's root."""
+        os.close(self._root)
+
+    @contextlib.contextmanager
+    def _as_user(self) -> Iterator[None]:
+        if self._uid is None:
+            yield
+            return
+        before = _C.sandbox_act_as(self._uid)
+        try:
+            yield
+        finally:
+            _C.sandbox_act_as(before)
+
+    @contextlib.contextmanager
+    def _open(self, path: str, flags: int, mode: int = 0o644) -> Iterator[int]:
+        """An open descriptor, while acting as the session's user."""
+        full = _full(path)
+        with _translated(path), self._as_user():
+            fd = _C.sandbox_open_in(self._root, full, flags, mode)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+
+    @contextlib.contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """The directory that path is in, opened, and its last name."""
+        directory, name = os.path.split(os.path.normpath(_full(path)))
+        if name in ("", ".", ".."):
+            raise InvalidArgumentException(f"{path!r} names no entry of a directory")
+        with self._open(directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            yield fd, name
+
+    @overload
+    def read(self, path: str, format: Literal["text"] = "text") -> str: ...
+    @overload
+    def read(self, path: str, format: Literal["bytes"]) -> bytearray: ...
+    def read(self, path: str, format: str = "text") -> str | bytearray:
+        """The content of a regular file, as text (undecodable bytes replaced) or bytes."""
+        if format not in ("text", "bytes"):
+            raise NotSupportedException(f"format {format!r}; 'text' and 'bytes' are there")
+        with self._open(path, os.O_RDONLY) as fd:
+            self._require_regular(fd, path)
+            data = bytearray()
+            while len(data) <= self._size_max:
+                more = os.read(fd, min(MIB, self._size_max + 1 - len(data)))
+                if not more:
+                    return data if format == "bytes" else data.decode("utf-8", "replace")
+                data += more
+        raise InvalidArgumentException(f"{path} is larger than {self._size_max} bytes")
+
+    def _require_regular(self, fd: int, path: str) -> None:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise InvalidArgumentException(f"{path} is not a regular file")
+        if about.st_size > self._size_max:
+            raise InvalidArgumentException(f"{path} is larger than {self._size_max} bytes")
+
+    def write(self, path: str, data: str | bytes | IO[str] | IO[bytes]) -> WriteInfo:
+        """Make or replace a regular file, with the directories it needs."""
+        if not isinstance(data, (str, bytes, bytearray)):
+            data = data.read(self._size_max + 1)
+        content = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        if len(content) > self._size_max:
+            raise NotEnoughSpaceException(f"{path}: more than {self._size_max} bytes")
+        with contextlib.suppress(InvalidArgumentException):
+            self.make_dir(os.path.dirname(_full(path)))
+        with self._open(path, os.O_WRONLY | os.O_CREAT) as fd:
+            self._require_regular(fd, path)
+            os.ftruncate(fd, 0)
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fd, view) :]
+        full = os.path.normpath(_full(path))
+        return WriteInfo(os.path.basename(full), FileType.FILE, full)
+
+    def write_files(self, files: list[dict[str, str | bytes]]) -> list[WriteInfo]:
+        """Several files at once: [{"path": ..., "data": ...}, ...]."""
+        return [self.write(str(file["path"]), file["data"]) for file in files]
+
+    def list(self, path: str = ".", depth: int = 1) -> list[EntryInfo]:
+        """The entries of a directory, depth levels down, links not followed."""
+        if depth < 1:
+            raise InvalidArgumentException(f"depth must be at least 1, got {depth}")
+        found: list[EntryInfo] = []
+        full = os.path.normpath(_full(path))
+        with self._open(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            names = sorted(os.listdir(fd))
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(_entry(fd, name, full))
+        for entry in list(found) if depth > 1 else ():
+            if entry.type is FileType.DIR and len(found) < MAX_ENTRIES:
+                found += self.list(entry.path, depth - 1)
+        return found[:MAX_ENTRIES]
+
+    def get_info(self, path: str) -> EntryInfo:
+        """What an entry is; a link is not followed."""
+        with self._parent(path) as (fd, name):
+            full = os.path.normpath(_full(path))
+            return _entry(fd, name, os.path.dirname(full))
+
+    def exists(self, path: str) -> bool:
+        """Whether something is there; a link counts as what it points to inside the session."""
+        try:
+            with self._open(path, os.O_PATH):
+                return True
+        except (FileNotFoundException, InvalidArgumentException):
+            return False
+
+    def remove(self, path: str) -> None:
+        """Delete a file, or a directory with all in it; a link, not what it points to."""
+        with self._parent(path) as (fd, name):
+            if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                try:
+                    shutil.rmtree(name, dir_fd=fd)
+                except RecursionError as error:
+                    raise SandboxException(f"{path}: directories nested too deep") from error
+            else:
+                os.unlink(name, dir_fd=fd)
+
+    def rename(self, old_path: str, new_path: str) -> EntryInfo:
+        """Move an entry."""
+        with self._parent(old_path) as (old, old_name), self._parent(new_path) as (new, new_name):
+            os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
+        return self.get_info(new_path)
+
+    def make_dir(self, path: str) -> bool:
+        """Make a directory and those above it. False if it was there."""
+        full = os.path.normpath(_full(path))
+        if self.exists(full):
+            with self._open(full, os.O_RDONLY | os.O_DIRECTORY):
+                return False
+        if os.path.dirname(full) != full:
+            self.make_dir(os.path.dirname(full))
+        with self._parent(full) as (fd, name):
+            os.mkdir(name, 0o755, dir_fd=fd)
+        return True
+
+    def watch_dir(self, path: str, **_: object) -> None:
+        """Not supported: list() again instead."""
+        raise NotSupportedException("watch_dir() is not supported; list() the directory again")
+
+
+def _entry(directory: int, name: str, path: str) -> EntryInfo:
+    about = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    kinds = {stat.S_IFREG: FileType.FILE, stat.S_IFDIR: FileType.DIR}
+    link = stat.S_ISLNK(about.st_mode)
+    return EntryInfo(
+        name,
+        kinds.get(stat.S_IFMT(about.st_mode)),
+        os.path.join(path, name),
+        about.st_size,
+        stat.S_IMODE(about.st_mode),
+        datetime.datetime.fromtimestamp(about.st_mtime, datetime.UTC),
+        os.readlink(name, dir_fd=directory) if link else None,
+    )

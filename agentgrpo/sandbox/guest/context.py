@@ -1,0 +1,19 @@
+"""A further Python context of a session: a fresh interpreter, started by the session's init.
+
+Usage: python context.py VALUE_BYTES TRACEBACK_BYTES [SITE_DIR ...], with the descriptors 3 and 4
+of repl.py.
+"""
+
+import fcntl
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))
+from load import isolated  # type: ignore[import-not-found]
+
+run = isolated("repl")["run"]
+for fd in (3, 4):
+    fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+value_bytes, traceback_bytes, *site_dirs = sys.argv[1:]
+sys.path[:] = [*sys.path[1:], *site_dirs]
+run(dict(os.environ), int(value_bytes), int(traceback_bytes))

@@ -1,0 +1,91 @@
+/* A persistent Node.js as a context of a session: speaks the protocol of repl.py to the host. */
+"use strict";
+const fs = require("fs");
+const util = require("util");
+const vm = require("vm");
+
+const REQUEST = 3;
+const RESPONSE = 4;
+const readSync = fs.readSync;
+const writeSync = fs.writeSync;
+const inspect = util.inspect;
+
+function exactly(count) {
+  const data = Buffer.alloc(count);
+  for (let at = 0; at < count; ) {
+    const got = readSync(REQUEST, data, at, count - at, null);
+    if (got === 0) process.exit(0);
+    at += got;
+  }
+  return data;
+}
+
+function receive() {
+  const body = exactly(exactly(4).readUInt32LE(0));
+  const fields = [];
+  for (let i = 0, at = 8; i < body.readUInt32LE(4); i++) {
+    const size = body.readUInt32LE(at);
+    fields.push(body.subarray(at + 4, at + 4 + size).toString("utf8"));
+    at += 4 + size;
+  }
+  return [body.readUInt32LE(0), fields];
+}
+
+function send(number, fields) {
+  const parts = fields.map((field) => Buffer.from(String(field), "utf8"));
+  const head = Buffer.alloc(12);
+  const size = 8 + parts.reduce((sum, part) => sum + 4 + part.length, 0);
+  head.writeUInt32LE(size, 0);
+  head.writeUInt32LE(number, 4);
+  head.writeUInt32LE(parts.length, 8);
+  const all = [head];
+  for (const part of parts) {
+    const length = Buffer.alloc(4);
+    length.writeUInt32LE(part.length, 0);
+    all.push(length, part);
+  }
+  const data = Buffer.concat(all);
+  for (let at = 0; at < data.length; ) at += writeSync(RESPONSE, data, at);
+}
+
+function describe(error) {
+  try {
+    const known = error instanceof Error;
+    const stack = known && error.stack ? error.stack : "";
+    return ["error", known ? error.name : typeof error, known ? error.message : inspect(error),
+            stack.slice(0, 8192)];
+  } catch (again) {
+    return ["error", "unprintable", "", ""];
+  }
+}
+
+let interrupt = () => {};
+process.on("SIGINT", () => interrupt()); // for good: the default would end the process
+
+async function evaluate(source, count) {
+  const interrupted = new Promise((_, reject) => {
+    interrupt = () => reject(new Error("interrupted"));
+  });
+  interrupted.catch(() => {});
+  try {
+    let value = vm.runInThisContext(source, { filename: `<cell ${count}>`, breakOnSigint: true });
+    if (value && typeof value.then === "function") value = await Promise.race([value, interrupted]);
+    await Promise.race([new Promise((done) => setImmediate(done)), interrupted]);
+    return value === undefined ? ["ok"] : ["ok", inspect(value).slice(0, 16384)];
+  } catch (error) {
+    return describe(error);
+  } finally {
+    interrupt = () => {};
+  }
+}
+
+globalThis.require = require;
+setInterval(() => {}, 1 << 30); // a promise that nothing will settle must not end the process
+process.on("uncaughtException", (error) => process.stderr.write(`${inspect(error)}\n`));
+(async () => {
+  for (let count = 1; ; count++) {
+    const [number, fields] = receive();
+    const known = fields[0] === "run" || fields[0] === "cell";
+    send(number, known ? await evaluate(fields[1], count) : ["ok"]);
+  }
+})();

@@ -1,0 +1,53 @@
+"""A persistent bash as a context of a session: variables, functions and directory stay.
+
+Speaks the protocol of repl.py to the host and hands each cell to one bash, which evaluates it and
+reports its status on a pipe of its own.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+sys.path.insert(0, os.path.dirname(__file__))
+from load import isolated  # type: ignore[import-not-found]
+
+LOOP = 'while IFS= read -r -d "" -u 10 cell; do eval "$cell"; echo "$?" >&11; done 10<&{} 11>&{}'
+
+
+def main() -> None:
+    """Serve the host until it closes the request pipe or bash ends."""
+    protocol = isolated("repl")
+    for fd in (3, 4):
+        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    cells, cells_in = os.pipe()
+    status_out, statuses = os.pipe()
+    bash = subprocess.Popen(
+        ["/bin/bash", "--noprofile", "--norc", "-c", LOOP.format(cells, statuses)],
+        pass_fds=(cells, statuses),
+        start_new_session=True,
+    )
+    os.close(cells)
+    os.close(statuses)
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        os.killpg(bash.pid, signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
+    with open(status_out) as results, open(cells_in, "wb", buffering=0) as feed:
+        while True:
+            number, fields = protocol["receive"]()
+            if fields[0] not in (b"run", b"cell"):
+                protocol["send"](number, [b"ok"])
+                continue
+            feed.write(fields[1].replace(b"\0", b"") + b"\0")
+            status = results.readline().strip()
+            if not status:  # the cell ended bash itself
+                os._exit(bash.wait() & 0xFF)
+            failed = [b"error", b"ExitStatus", status.encode(), b""]
+            protocol["send"](number, [b"ok"] if status == "0" else failed)
+
+
+main()

@@ -1,0 +1,11 @@
+"""The hostile suite: every case is one attack on one property, and passes if the property holds.
+
+``python -m agentgrpo.sandbox selftest`` runs it on the machine at hand; the tests run it on every
+rung. A case gets a fresh session (or the pool) and raises AssertionError if it got through.
+"""
+
+from agentgrpo.sandbox.hostile import escape, lifecycle, protocol, resources
+from agentgrpo.sandbox.hostile.case import CASES, LIMITS, Case, Skip, run_case
+
+__all__ = ["CASES", "LIMITS", "Case", "Skip", "escape", "lifecycle", "protocol", "resources",
+           "run_case"]  # fmt: skip

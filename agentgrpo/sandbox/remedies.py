@@ -1,0 +1,59 @@
+"""What the usual failures to isolate look like, and the change that makes each of them go away."""
+
+import os
+from pathlib import Path
+
+CONTAINER = (
+    "this container forbids new namespaces; run it with --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined --security-opt systempaths=unconfined (Kubernetes: "
+    "seccompProfile Unconfined, procMount Unmasked), or with --cap-add SYS_ADMIN"
+)
+APPARMOR = (
+    "AppArmor restricts user namespaces; sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, "
+    "or an AppArmor profile with `userns,` for the Python interpreter and nsjail, or run as root"
+)
+CGROUP = (
+    "give this process a control group of its own: systemd-run --user --scope -p Delegate=yes ..., "
+    "or run as root; until then memory is limited per process, not per session"
+)
+
+
+def _sysctl(name: str) -> str | None:
+    try:
+        return Path("/proc/sys", *name.split(".")).read_text().strip()
+    except OSError:
+        return None
+
+
+def _in_container() -> bool:
+    filtered = "Seccomp:\t2" in Path("/proc/self/status").read_text()
+    return filtered or any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+
+
+def masked_proc() -> list[str]:
+    """Parts of /proc that a container runtime has covered: the kernel then refuses a new /proc."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [line.split()[4] for line in lines]
+    return [p for p in points if p.startswith("/proc/") and p != "/proc/sys/fs/binfmt_misc"]
+
+
+def remedy(reason: str) -> str:
+    """What to change, given why a rung failed; "" if that says it already."""
+    if "remedy:" in reason or "needs root" in reason:
+        return ""
+    if _sysctl("user.max_user_namespaces") == "0" or "No space left" in reason:
+        return "sysctl -w user.max_user_namespaces=100000, or a lower max_live"
+    if _sysctl("kernel.unprivileged_userns_clone") == "0" and os.geteuid() != 0:
+        return "sysctl -w kernel.unprivileged_userns_clone=1, or run as root"
+    if _sysctl("kernel.apparmor_restrict_unprivileged_userns") == "1" and os.geteuid() != 0:
+        return APPARMOR
+    if masked_proc() and "proc" in reason:
+        return (
+            f"{', '.join(masked_proc()[:3])} ... are covered, so that no new /proc may be mounted; "
+            "run the container with --security-opt systempaths=unconfined"
+        )
+    if _in_container() and ("not permitted" in reason or "Permission denied" in reason):
+        return CONTAINER
+    if "Permission denied" in reason and os.geteuid() != 0:
+        return "check that this user may read the interpreter and the template's directories"
+    return ""

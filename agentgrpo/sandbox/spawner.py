@@ -1,0 +1,229 @@
+"""Where sessions come from: the strongest way of isolating that works here, proven before use.
+
+The ladder is zygote-userns, zygote-root, nsjail-once; where none works nothing runs. A rung counts
+as working only when a session started on it is seen, from outside, to have the namespaces, the
+user, the missing capabilities and the filter that it should have.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
+from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.remedies import remedy
+from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.session import Session
+from agentgrpo.sandbox.template import Template
+from agentgrpo.sandbox.zygote import FIRST_UID, Rung, Zygote
+
+MIB = 1 << 20
+LADDER = tuple(Rung)
+NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A started session: its descriptors, its control group, what to call when it is over."""
+
+    channels: Channels
+    group: Group | None
+    release: Callable[[], None]
+
+
+def verify(channels: Channels, rung: Rung) -> None:
+    """Look at a session from outside, where it cannot lie.
+
+    Raises:
+        SandboxUnavailable: naming the property that does not hold.
+    """
+    for what, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
+        pid = pid_of(pidfd)
+        with open(f"/proc/{pid}/status") as status:
+            found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+        problems = [
+            f"{key} is {found[key]}"
+            for key in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")
+            if int(found[key], 16)
+        ]
+        if found["NoNewPrivs"] != "1":
+            problems.append("new privileges can be gained")
+        if what == "interpreter" and found["Seccomp"] != "2":
+            problems.append("no system call filter is installed")
+        uid = int(found["Uid"].split()[0])
+        if uid == 0 or (rung is Rung.ZYGOTE_ROOT and uid < FIRST_UID):
+            problems.append(f"it runs as user {uid} of the machine")
+        wanted = NAMESPACES if rung is Rung.ZYGOTE_ROOT else (*NAMESPACES, "user")
+        problems += [
+            f"it shares the {name} namespace with the host"
+            for name in wanted
+            if os.readlink(f"/proc/{pid}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
+        ]
+        if problems:
+            raise SandboxUnavailable(f"{rung}: the {what} is not isolated: {'; '.join(problems)}")
+
+
+class Spawner:
+    """Starts sessions of one template on the strongest rung that works. Thread-safe.
+
+    Raises:
+        SandboxUnavailable: no rung works; the message has the reason of each.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        limits: Limits,
+        *,
+        zygotes: int = 2,
+        rungs: Sequence[Rung] = LADDER,
+        nsjail: str | None = None,
+    ) -> None:
+        self._template, self._limits, self._nsjail = template, limits, nsjail
+        self._lock = threading.Lock()
+        self._zygotes: list[Zygote] = []
+        self._next = 0
+        self.restarts = 0
+        self.cgroups: Cgroups | None = None
+        self.cgroups_missing = ""
+        try:
+            self.cgroups = Cgroups(limits.memory_mib * MIB, limits.processes)
+        except CgroupsUnavailable as reason:
+            self.cgroups_missing = str(reason)
+        self.failures: dict[Rung, str] = {}
+        self.python_version = ""
+        self.nsjail = ""
+        try:
+            self.rung = self._climb(rungs)
+            if self.rung is not Rung.NSJAIL_ONCE:
+                self._zygotes += [self._start() for _ in range(zygotes - len(self._zygotes))]
+        except BaseException:
+            self.close()
+            raise
+
+    def _climb(self, rungs: Sequence[Rung]) -> Rung:
+        for rung in rungs:
+            if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
+                self.failures[rung] = "needs root"
+                continue
+            self.rung = rung
+            try:
+                self._prove()
+            except (SandboxUnavailable, SandboxInfraError) as reason:
+                self.failures[rung] = str(reason)
+                while self._zygotes:
+                    self._zygotes.pop().close()
+                continue
+            return rung
+        reasons = "\n".join(
+            f"  {rung}: {why}" + (f"\n  remedy: {cure}" if (cure := remedy(why)) else "")
+            for rung, why in self.failures.items()
+        )
+        raise SandboxUnavailable(
+            f"this machine cannot isolate untrusted code, so none will be run:\n{reasons}\n"
+            "`python -m agentgrpo.sandbox doctor` looks at this machine in detail"
+        )
+
+    def _prove(self) -> None:
+        """Start one session on self.rung and look at it."""
+        if self.rung is not Rung.NSJAIL_ONCE:
+            self._zygotes.append(self._start())
+        spawned = self.spawn()
+        session = Session(spawned.channels, self._limits, on_close=spawned.release)
+        try:
+            if session.warm_up().status is not Status.OK:
+                raise SandboxUnavailable("a session started but did not answer")
+            verify(spawned.channels, self.rung)
+        finally:
+            session.close()
+
+    def _start(self) -> Zygote:
+        zygote = Zygote(
+            self._template,
+            self._limits,
+            rung=self.rung,
+            nsjail=self._nsjail,
+            bound_address_space=self.cgroups is None,
+        )
+        self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
+        return zygote
+
+    def spawn(self) -> Spawned:
+        """Start a session.
+
+        Raises:
+            SandboxInfraError: it failed, on a fresh zygote too.
+        """
+        group = self.cgroups.take() if self.cgroups is not None else None
+        try:
+            if self.rung is Rung.NSJAIL_ONCE:
+                return self._spawn_alone(group)
+            zygote = self._pick()
+            try:
+                channels = zygote.spawn(group)
+            except SandboxInfraError:
+                if zygote.alive():  # the zygote is well; this session could not be set up
+                    raise
+                channels = self._replace(zygote).spawn(group)
+        except BaseException:
+            self._give_back(group)
+            raise
+        return Spawned(channels, group, lambda: self._give_back(group))
+
+    def _spawn_alone(self, group: Group | None) -> Spawned:
+        jail = self._start()
+        try:
+            channels = jail.spawn(group)
+        except BaseException:
+            jail.close()
+            raise
+
+        def release() -> None:
+            jail.close()
+            self._give_back(group)
+
+        return Spawned(channels, group, release)
+
+    def _give_back(self, group: Group | None) -> None:
+        if self.cgroups is not None and group is not None:
+            self.cgroups.give_back(group)
+
+    def _pick(self) -> Zygote:
+        with self._lock:
+            self._next = (self._next + 1) % len(self._zygotes)
+            return self._zygotes[self._next]
+
+    def _replace(self, dead: Zygote) -> Zygote:
+        """A new zygote in the place of a dead one; several threads may have met the same."""
+        with self._lock:
+            if dead in self._zygotes:
+                fresh = self._start()
+                self._zygotes[self._zygotes.index(dead)] = fresh
+                self.restarts += 1
+                dead.close()
+                return fresh
+            return self._zygotes[self._next]
+
+    def describe(self) -> dict[str, object]:
+        """What was chosen and what was not to be had."""
+        memory = (
+            f"control group (v{self.cgroups.version}) per session"
+            if self.cgroups is not None
+            else f"address space of each process; no control group: {self.cgroups_missing}"
+        )
+        return {
+            "rung": str(self.rung),
+            "stronger_rungs_failed": {str(rung): why for rung, why in self.failures.items()},
+            "memory_limit": memory,
+            "zygote_restarts": self.restarts,
+        }
+
+    def close(self) -> None:
+        """End the zygotes, with them every session, and remove the control groups."""
+        for zygote in self._zygotes:
+            zygote.close()
+        if self.cgroups is not None:
+            self.cgroups.close()

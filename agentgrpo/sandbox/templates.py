@@ -1,0 +1,131 @@
+"""Named templates: prepared once, hashed, reused by name.
+
+A template is a directory with ``manifest.json`` and, if it was built from requirements, ``site/``.
+They live under $AGENTGRPO_TEMPLATES, or agentgrpo/templates in the user's cache directory.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.sandbox.errors import NotFoundException, SandboxException
+from agentgrpo.sandbox.template import Template
+
+BUILT_IN = (None, "python", "base", "code-interpreter-v1")
+"""Names of the template that needs no building; the last two are E2B's defaults."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def directory() -> Path:
+    """Where templates are kept."""
+    chosen = os.environ.get("AGENTGRPO_TEMPLATES")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(chosen) if chosen else Path(cache, "agentgrpo", "templates")
+
+
+def find_template(name: str | None) -> Template:
+    """The template of that name; None is the interpreter that runs this, without packages.
+
+    Raises:
+        NotFoundException: none was built under this name.
+    """
+    if name in BUILT_IN:
+        return Template()
+    path = directory() / str(name) / "manifest.json"
+    if not _NAME.fullmatch(str(name)) or not path.is_file():
+        known = sorted(entry.parent.name for entry in directory().glob("*/manifest.json"))
+        raise NotFoundException(f"no template {name!r}; built so far: {', '.join(known) or 'none'}")
+    fields: dict[str, Any] = json.loads(path.read_text())["template"]
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Template(**values)
+
+
+def build_template(
+    name: str,
+    *,
+    requirements: Path | None = None,
+    site_dirs: Sequence[str] = (),
+    preload: Sequence[str] = (),
+    tools: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+    mounts: Sequence[str] = (),
+    python: str = "",
+) -> tuple[Template, bool]:
+    """Make a template, unless one of this name and content is there.
+
+    Args:
+        name: what to call it.
+        requirements: a pip requirements file; its packages are installed for this Python.
+        site_dirs: directories of packages that exist already, such as a virtual environment's.
+        preload: modules to import once for all sessions.
+        tools: Python files whose code every session runs first.
+        env: environment variables.
+        mounts: further paths to show read-only.
+        python: interpreter; "" is the one that runs this.
+
+    Returns:
+        The template, and whether it had to be built.
+
+    Raises:
+        ValueError: the name has characters besides letters, digits, ".", "_" and "-".
+        SandboxException: the installation failed.
+    """
+    if not _NAME.fullmatch(name) or name in BUILT_IN:
+        raise ValueError(f"template name: expected letters, digits, '._-', got {name!r}")
+    home = directory() / name
+    setup = "\n\n".join(path.read_text() for path in tools)
+    wanted = requirements.read_text() if requirements is not None else ""
+    own_site = (str(home / "site"),) if wanted else ()
+    recipe = [sys.version, wanted, list(site_dirs), list(preload), setup, dict(env or {}),
+              list(mounts), python]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
+    manifest = home / "manifest.json"
+    if manifest.is_file() and json.loads(manifest.read_text())["sha256"] == digest:
+        return find_template(name), False
+    directory().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory()) as scratch:
+        if requirements is not None:
+            _install(requirements, Path(scratch, "new", "site"))
+        Path(scratch, "new").mkdir(exist_ok=True)
+        if home.exists():  # both moves are renames: a reader finds the old one, none, or the new
+            home.rename(Path(scratch, "old"))
+        Path(scratch, "new").rename(home)
+    template = Template(
+        name=name,
+        python=python,
+        site_dirs=(*own_site, *site_dirs),
+        preload=tuple(preload),
+        env=dict(env or {}),
+        mounts=tuple(mounts),
+        setup=setup,
+    )
+    written = json.dumps({"sha256": digest, "template": asdict(template)}, indent=2)
+    partial = manifest.with_suffix(".partial")
+    partial.write_text(written)
+    partial.rename(manifest)
+    return template, True
+
+
+def _install(requirements: Path, site: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
+    done = subprocess.run(
+        [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SandboxException(f"pip could not install {requirements}:\n{done.stderr[-4000:]}")
+
+
+def remove_template(name: str) -> None:
+    """Delete a built template."""
+    if name in BUILT_IN or not (directory() / name / "manifest.json").is_file():
+        raise NotFoundException(f"no template {name!r} was built")
+    shutil.rmtree(directory() / name)

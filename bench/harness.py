@@ -1,0 +1,105 @@
+"""Time a function and append what was seen to bench/results/NAME.jsonl, one row per variant.
+
+Rows are only ever appended. A row can be traced: it has the machine, the versions and the commit,
+and nothing is written from a tree that differs from its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("numpy", "torch", "triton", "transformers", "vllm")
+
+
+def cpu_seconds(fn: Callable[[], object], *, repeats: int, warmup: int = 2) -> list[float]:
+    """CPU time of this thread in each of `repeats` calls, after `warmup` untimed ones.
+
+    For single-threaded work it is the wall time of an idle machine, on a machine that is not.
+    """
+    for _ in range(warmup):
+        fn()
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        fn()
+        times.append(time.thread_time() - start)
+    return times
+
+
+def append_row(
+    name: str,
+    variant: str,
+    values: list[float],
+    *,
+    unit: str,
+    shape: Mapping[str, int],
+    note: str = "",
+) -> float:
+    """Append one row to bench/results/NAME.jsonl, print it, and return the median.
+
+    Raises:
+        RuntimeError: the tree has uncommitted changes outside of bench/results.
+    """
+    p20, p50, p80 = (float(f"{x:.4g}") for x in np.percentile(values, [20, 50, 80]))
+    row = {
+        "name": name,
+        "variant": variant,
+        "shape": dict(shape),
+        "unit": unit,
+        "p20": p20,
+        "p50": p50,
+        "p80": p80,
+        "repeats": len(values),
+        "note": note,
+        "device": _device(),
+        "versions": _versions(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(f"{name} {variant:32s} {p50:10.4g} {unit}  [{p20:.4g}, {p80:.4g}]  {dict(shape)}")
+    return p50
+
+
+def _device() -> str:
+    """The GPU if torch is loaded and sees one, else the processor."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(models)} x {models[0]}" if models else platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(RESULTS.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)bench/results")
+    if changed:
+        raise RuntimeError(f"commit first: a row must name the code it measured\n{changed}")
+    return git("rev-parse", "--short", "HEAD")

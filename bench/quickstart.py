@@ -1,0 +1,154 @@
+"""Does the quickstart learn? Several seeds, and a checkpoint scored by plain transformers.
+
+    python -m bench.quickstart [--seeds 0 1 2] [section.key=value ...]
+
+Each seed is its own process and an empty run directory. Rows: held-out greedy solved share before
+and after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint played on
+the same held-out tasks by transformers' own generate(), which knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentgrpo.runtime import prepare_environment
+from agentgrpo.types import Int32
+from bench.harness import append_row
+
+CONFIG = "quickstart"
+
+
+def run_seed(seed: int, out_dir: Path, overrides: Sequence[str]) -> dict[str, float]:
+    """Train once; the numbers of the run."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "agentgrpo.train", CONFIG, *overrides]
+    subprocess.run([*command, f"seed={seed}", f"out_dir={out_dir}"], check=True)
+    wall_s = time.perf_counter() - started
+    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
+    steps = [row for row in rows if "learner/loss" in row]
+    gaps = [max(s["engine/max_dlogp"], s.get("learner/sampler_gap_max", 0.0)) for s in steps]
+    sampled = sum(s["rollout/decode_s"] + s["rollout/idle_s"] for s in steps)
+    return {
+        "heldout_before": solved[0],
+        "heldout_after": solved[-1],
+        "wall_s": wall_s,
+        "max_dlogp": max(gaps),
+        "sample_s_per_step": sampled / len(steps),
+        "learn_s_per_step": sum(s["learner/seconds"] for s in steps) / len(steps),
+    }
+
+
+class TransformersDecoder:
+    """rollout.sampler.Decoder on transformers' generate(), one request at a time, greedy only."""
+
+    def __init__(self, folder: Path, max_model_len: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.max_model_len = max_model_len
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._queue: list[tuple[str, Int32, int, Sequence[str], Sequence[int]]] = []
+
+    def seed(self, seed: int) -> None:
+        """Nothing is drawn."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._queue = [request for request in self._queue if request[0] not in request_ids]
+
+    def add_request(
+        self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
+        stop: Sequence[str], stop_token_ids: Sequence[int],
+    ) -> None:  # fmt: skip
+        if temperature != 0.0:
+            raise ValueError(f"temperature: expected 0, got {temperature}")
+        self._queue.append((request_id, prompt_ids, max_tokens, stop, stop_token_ids))
+
+    def step(self):  # type: ignore[no-untyped-def]  # Completion is in a module that imports vllm
+        import numpy as np
+        import torch
+
+        from agentgrpo.engine import Completion
+
+        request_id, prompt, max_tokens, stop, stop_token_ids = self._queue.pop(0)
+        with torch.no_grad():
+            ids = self._model.generate(
+                torch.from_numpy(prompt.astype(np.int64))[None],
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                stop_strings=list(stop),
+                tokenizer=self._tokenizer,
+                eos_token_id=list(stop_token_ids),
+                pad_token_id=stop_token_ids[0],
+            )
+        new = ids[0, len(prompt) :].numpy().astype(np.int32)
+        text = self._tokenizer.decode(new)
+        stopped = int(new[-1]) in stop_token_ids or any(mark in text for mark in stop)
+        return [
+            Completion(
+                request_id=request_id,
+                token_ids=new,
+                logprobs=np.zeros(len(new), np.float32),
+                finish_reason="stop" if stopped else "length",
+                stop_reason=None,
+                num_cached_tokens=0,
+            )
+        ]
+
+
+def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> float:
+    """Held-out solved share of a checkpoint without vLLM."""
+    from transformers import AutoTokenizer
+
+    from agentgrpo.agents.code import CodeAgent
+    from agentgrpo.build import heldout_tasks, make_reward, open_sandbox
+    from agentgrpo.config import load_config
+    from agentgrpo.envs.python import PythonEnv
+    from agentgrpo.evaluate import evaluate
+    from agentgrpo.rollout.delta import ChatTemplate
+    from agentgrpo.rollout.sampler import Sampler
+
+    config = load_config(CONFIG, overrides)
+    decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(checkpoint))
+    with open_sandbox(config.sandbox) as pool:
+        env = PythonEnv(pool, config.sandbox.timeout_s)
+        sampler = Sampler(decoder, CodeAgent(config.agent), env, chat, config.rollout)
+        _, metrics = evaluate(sampler, heldout_tasks(config.data), make_reward(config.reward))
+    return metrics["solved"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the seeds, print and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(arguments)
+    prepare_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [run_seed(seed, Path(folder) / str(seed), args.overrides) for seed in args.seeds]
+        newest = max((Path(folder) / str(args.seeds[-1]) / "checkpoints").iterdir())
+        plain = plain_transformers_score(newest, args.overrides)
+    shape = {"seeds": len(runs)}
+    note = " ".join(args.overrides)
+    for name in runs[0]:
+        unit = "s" if "_s" in name else "nats" if name == "max_dlogp" else "share"
+        values = [run[name] for run in runs]
+        append_row("quickstart", name, values, unit=unit, shape=shape, note=f"{note} {values}")
+    append_row(
+        "quickstart", "heldout_after_plain_transformers", [plain], unit="share", shape={"seeds": 1},
+        note=f"the checkpoint of seed {args.seeds[-1]}; in vLLM {runs[-1]['heldout_after']}",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+/* Opening files of a session from the host: two system calls that Python has no names for. */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <sys/fsuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "methods.h"
+
+PyDoc_STRVAR(
+    open_in_doc,
+    "open_in($module, root, path, flags, mode, /)\n"
+    "--\n"
+    "\n"
+    "Open path as a process whose root directory is the descriptor root would, and return\n"
+    "the descriptor. Symbolic links, absolute ones too, resolve inside root; the magic links\n"
+    "of /proc do not resolve at all. Never blocks, is never inherited. Raises OSError.");
+
+static PyObject *
+open_in(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int root, flags, mode;
+    const char *path;
+    if (!PyArg_ParseTuple(args, "isii", &root, &path, &flags, &mode)) {
+        return NULL;
+    }
+    const int creates = (flags & O_CREAT) != 0;
+    struct open_how how = {
+        .flags = (unsigned int)(flags | O_CLOEXEC | ((flags & O_PATH) ? 0 : O_NONBLOCK | O_NOCTTY)),
+        .mode = creates ? (unsigned int)mode : 0,
+        .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS,
+    };
+    const long fd = syscall(SYS_openat2, root, path, &how, sizeof how);
+    if (fd < 0) {
+        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+    }
+    return PyLong_FromLong(fd);
+}
+
+PyDoc_STRVAR(
+    act_as_doc,
+    "act_as($module, uid, /)\n"
+    "--\n"
+    "\n"
+    "Access files as this user and group, this thread only; returns the user before. Of a\n"
+    "root thread this also suspends the capabilities that override permissions.\n"
+    "Raises PermissionError if this thread may not.");
+
+static PyObject *
+act_as(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    const unsigned long uid = PyLong_AsUnsignedLong(arg);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    setfsgid((gid_t)uid); /* the group first: a user that is not root may not change it */
+    const int before = setfsuid((uid_t)uid);
+    if (setfsuid((uid_t)uid) != (int)uid || setfsgid((gid_t)uid) != (int)uid) {
+        errno = EPERM;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return PyLong_FromLong(before);
+}
+
+PyMethodDef agentgrpo_sandbox_files_methods[] = {
+    {"sandbox_open_in", open_in, METH_VARARGS, open_in_doc},
+    {"sandbox_act_as", act_as, METH_O, act_as_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,275 @@
+/* PID 1 of a session: reaps, reports how processes ended, starts programs for the host, and takes
+ * the session down with it when the host is gone.
+ *
+ * Trusted, and not reachable from inside: the kernel ignores signals that a namespace sends to its
+ * own PID 1, it is not dumpable (so /proc/1/{mem,fd,environ} are closed), and its socket was never
+ * held by any process that runs untrusted code. It has no more privileges than they have.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <poll.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "sandbox.h"
+
+enum { CONTROL = 3, MAX_CHILDREN = 64, MAX_STRINGS = 4096, ORDER_BYTES = 1 << 18 };
+
+/* The processes started for the host, and the socket on which each one's end is reported. */
+static struct {
+    pid_t pid;
+    int status;
+} children[MAX_CHILDREN];
+
+void
+sandbox_report(int status_fd, const struct sandbox_report *message, const int *fds, int num_fds)
+{
+    struct iovec body = {.iov_base = (void *)(uintptr_t)message, .iov_len = sizeof *message};
+    union {
+        char bytes[CMSG_SPACE(2 * sizeof(int))];
+        struct cmsghdr align;
+    } control = {0};
+    struct msghdr header = {.msg_iov = &body, .msg_iovlen = 1};
+    if (num_fds > 0) {
+        const size_t length = (size_t)num_fds * sizeof(int);
+        header.msg_control = control.bytes;
+        header.msg_controllen = CMSG_SPACE(length);
+        struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+        rights->cmsg_level = SOL_SOCKET;
+        rights->cmsg_type = SCM_RIGHTS;
+        rights->cmsg_len = CMSG_LEN(length);
+        memcpy(CMSG_DATA(rights), fds, length);
+    }
+    /* If this fails the host has closed its end, and there is nobody left to tell. */
+    (void)!sendmsg(status_fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void
+sandbox_refuse(int status_fd, enum sandbox_setup_step step)
+{
+    const struct sandbox_report message = {
+        .kind = SANDBOX_REPORT_FAILED, .value = (int32_t)step, .detail = errno};
+    sandbox_report(status_fd, &message, NULL, 0);
+    _exit(SANDBOX_EXIT_SETUP);
+}
+
+/* The last thing a process does before it runs untrusted code: wanted[i] becomes descriptor i
+ * (beyond 2 not inherited by its children), status_fd becomes descriptor count, to complain on
+ * until the caller closes it; every other one is closed, the filter is on. */
+void
+sandbox_take_descriptors(int status_fd, const int *wanted, int count, int open_files,
+                         const struct sandbox_filter *filter)
+{
+    int high[6];
+    for (int i = 0; i <= count; i++) { /* out of the way: each may be a number assigned below */
+        high[i] = fcntl(i < count ? wanted[i] : status_fd, F_DUPFD_CLOEXEC, 16);
+    }
+    for (int i = 0; i <= count; i++) {
+        if (dup3(high[i], i, i < 3 ? 0 : O_CLOEXEC) < 0) {
+            sandbox_refuse(high[count], SANDBOX_SETUP_STREAMS);
+        }
+    }
+    if (syscall(SYS_close_range, count + 1, ~0U, 0) < 0) {
+        sandbox_refuse(count, SANDBOX_SETUP_STREAMS);
+    }
+    struct rlimit bound;
+    if (getrlimit(RLIMIT_NOFILE, &bound) < 0) {
+        sandbox_refuse(count, SANDBOX_SETUP_LIMITS);
+    }
+    bound.rlim_max = (rlim_t)open_files < bound.rlim_max ? (rlim_t)open_files : bound.rlim_max;
+    bound.rlim_cur = bound.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &bound) < 0) {
+        sandbox_refuse(count, SANDBOX_SETUP_LIMITS);
+    }
+    struct sock_fprog program = {.len = (unsigned short)(filter->count / 8),
+                                 .filter = (struct sock_filter *)(uintptr_t)filter->bytes};
+    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0) {
+        sandbox_refuse(count, SANDBOX_SETUP_FILTER);
+    }
+}
+
+/* Splits an order into directory, argv and environ. Returns 0, or -1 if it is not well formed. */
+static int
+parse_order(char *text, const char *end, const struct sandbox_order *order, char **directory,
+            char **arguments, char **environment)
+{
+    if (order->num_arguments == 0 || order->num_arguments >= MAX_STRINGS ||
+        order->num_environment >= MAX_STRINGS) {
+        return -1;
+    }
+    char *at = text;
+    for (uint32_t i = 0; i < 1 + order->num_arguments + order->num_environment; i++) {
+        char *stop = memchr(at, 0, (size_t)(end - at));
+        if (stop == NULL) {
+            return -1;
+        }
+        if (i == 0) {
+            *directory = at;
+        } else if (i <= order->num_arguments) {
+            arguments[i - 1] = at;
+        } else {
+            environment[i - 1 - order->num_arguments] = at;
+        }
+        at = stop + 1;
+    }
+    arguments[order->num_arguments] = NULL;
+    environment[order->num_environment] = NULL;
+    return 0;
+}
+
+static void
+run_program(char *text, const char *end, const struct sandbox_order *order, const int *fds,
+            int num_fds, int open_files, const struct sandbox_filter *filter)
+{
+    static char *arguments[MAX_STRINGS], *environment[MAX_STRINGS];
+    char *directory = NULL;
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    signal(SIGPIPE, SIG_DFL); /* Python, whose copy this is, ignores these two */
+    signal(SIGXFSZ, SIG_DFL);
+    setsid();
+    if (parse_order(text, end, order, &directory, arguments, environment) < 0) {
+        errno = EINVAL;
+        sandbox_refuse(fds[0], SANDBOX_SETUP_EXEC);
+    }
+    if (chdir(directory) < 0) {
+        sandbox_refuse(fds[0], SANDBOX_SETUP_EXEC);
+    }
+    const int count = num_fds - 1;
+    sandbox_take_descriptors(fds[0], fds + 1, count, open_files, filter);
+    if (count > 3) { /* the protocol's pipes survive this exec, but none of the program's own */
+        fcntl(3, F_SETFD, 0);
+        fcntl(4, F_SETFD, 0);
+    }
+    execve(arguments[0], arguments, environment);
+    sandbox_refuse(count, SANDBOX_SETUP_EXEC);
+}
+
+static void
+start_program(char *text, const char *end, const struct sandbox_order *order, const int *fds,
+              int num_fds, int open_files, const struct sandbox_filter *filter)
+{
+    struct sandbox_report message = {.kind = SANDBOX_REPORT_FAILED, .value = SANDBOX_SETUP_FORK};
+    int slot = 0;
+    while (slot < MAX_CHILDREN && children[slot].pid != 0) {
+        slot++;
+    }
+    const pid_t pid = slot < MAX_CHILDREN ? fork() : -1;
+    if (pid == 0) {
+        run_program(text, end, order, fds, num_fds, open_files, filter);
+    }
+    const int pidfd = pid > 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
+    if (pidfd < 0) {
+        message.detail = slot < MAX_CHILDREN ? errno : EAGAIN;
+        sandbox_report(fds[0], &message, NULL, 0);
+        return;
+    }
+    children[slot].pid = pid;
+    children[slot].status = fcntl(fds[0], F_DUPFD_CLOEXEC, CONTROL + 1);
+    message.kind = SANDBOX_REPORT_READY;
+    sandbox_report(fds[0], &message, &pidfd, 1);
+    close(pidfd);
+}
+
+static void
+obey(int open_files, const struct sandbox_filter *filter)
+{
+    static char text[ORDER_BYTES];
+    struct sandbox_order order;
+    struct iovec body[] = {{.iov_base = &order, .iov_len = sizeof order},
+                           {.iov_base = text, .iov_len = sizeof text}};
+    union {
+        char bytes[CMSG_SPACE(6 * sizeof(int))];
+        struct cmsghdr align;
+    } control;
+    struct msghdr header = {.msg_iov = body,
+                            .msg_iovlen = 2,
+                            .msg_control = control.bytes,
+                            .msg_controllen = sizeof control.bytes};
+    const ssize_t count = recvmsg(CONTROL, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
+        return;
+    }
+    if (count <= 0) { /* the host closed its end or died: so does everything in here */
+        _exit(0);
+    }
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    if (rights == NULL || count < (ssize_t)sizeof order) {
+        _exit(SANDBOX_EXIT_SETUP);
+    }
+    int fds[6];
+    const int num_fds = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    memcpy(fds, CMSG_DATA(rights), (size_t)num_fds * sizeof(int));
+    const char *end = text + count - (ssize_t)sizeof order;
+    start_program(text, end, &order, fds, num_fds, open_files, filter);
+    for (int i = 0; i < num_fds; i++) {
+        close(fds[i]);
+    }
+}
+
+static void
+reap(pid_t interpreter)
+{
+    struct sandbox_report message = {.kind = SANDBOX_REPORT_EXIT};
+    struct rusage used;
+    pid_t pid;
+    while ((pid = wait4(-1, &message.value, WNOHANG, &used)) > 0) {
+        message.max_rss_kib = used.ru_maxrss;
+        message.cpu_us = (used.ru_utime.tv_sec + used.ru_stime.tv_sec) * 1000000 +
+                         used.ru_utime.tv_usec + used.ru_stime.tv_usec;
+        if (pid == interpreter) {
+            sandbox_report(CONTROL, &message, NULL, 0);
+            _exit(0); /* and the kernel ends what is left of the session */
+        }
+        for (int i = 0; i < MAX_CHILDREN; i++) {
+            if (children[i].pid == pid) {
+                sandbox_report(children[i].status, &message, NULL, 0);
+                close(children[i].status);
+                children[i].pid = 0;
+            }
+        }
+    }
+}
+
+/* The life of PID 1. SIGCHLD is blocked already, so that no end goes unseen. */
+void
+sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
+                 const struct sandbox_filter *filter)
+{
+    if ((control_fd != CONTROL && dup3(control_fd, CONTROL, O_CLOEXEC) < 0) ||
+        syscall(SYS_close_range, CONTROL + 1, ~0U, 0) < 0) {
+        _exit(SANDBOX_EXIT_SETUP);
+    }
+    for (int fd = 0; fd < CONTROL; fd++) {
+        close(fd);
+    }
+    prctl(PR_SET_NAME, "sandbox-init");
+    sigset_t child;
+    sigemptyset(&child);
+    sigaddset(&child, SIGCHLD);
+    const int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
+    struct pollfd watched[] = {{.fd = signals, .events = POLLIN},
+                               {.fd = CONTROL, .events = POLLIN}};
+    for (;;) {
+        if (poll(watched, 2, -1) < 0 && errno != EINTR) {
+            _exit(SANDBOX_EXIT_SETUP);
+        }
+        struct signalfd_siginfo info;
+        while (read(signals, &info, sizeof info) > 0) {
+        }
+        reap(interpreter);
+        if (watched[1].revents != 0) {
+            obey(open_files, filter);
+        }
+    }
+}

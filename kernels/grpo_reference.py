@@ -1,0 +1,273 @@
+"""The formulas of grpo_loss.py in PyTorch: the CPU path, and what the Triton kernel is held to.
+
+Any device, fp32 or fp64, differentiable by autograd. Also what both paths share: the batch with its
+masked terms made harmless, the factors that carry no gradient, and the metrics.
+
+Shape suffixes: N terms, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentgrpo.kernels.objective import CLIPPED, Objective
+from agentgrpo.kernels.reduce import Metrics
+
+MAX_LOG_RATIO = 20.0
+_LOG_1E_8 = -18.420680743952367
+
+
+class Batch(NamedTuple):
+    """The terms of a call, [N] each; masked terms hold harmless zeros from here on."""
+
+    logp: Tensor
+    old_logp: Tensor
+    advantage: Tensor
+    weight: Tensor
+    mask: Tensor
+    ref_logp: Tensor | None
+    sampler_logp: Tensor | None
+    entropy: Tensor | None
+    entropy_weight: Tensor
+    sequence: Tensor | None
+    num_sequences: int
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """Each term gets the sum of x over the terms of its sequence."""
+        assert self.sequence is not None
+        zeros = x.new_zeros(self.num_sequences)
+        return zeros.index_add(0, self.sequence, torch.where(self.mask, x, 0.0))[self.sequence]
+
+    def sequence_mean(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        count = torch.ones_like(x) if keep is None else keep.to(x.dtype)
+        return self.sequence_sum(x * count) / self.sequence_sum(count).clamp(min=1.0)
+
+
+class Factors(NamedTuple):
+    """What a term's policy loss is multiplied by, free of gradient; None: 1."""
+
+    high_entropy: Tensor | None
+    on_policy: Tensor | None
+    correction: Tensor | None
+
+    def product(self, objective: Objective) -> Tensor | None:
+        """Of those that multiply: gmpo averages over the high entropies, vespo's w has the rest."""
+        first = None if objective.loss_type == "gmpo" else self.high_entropy
+        last = None if objective.loss_type == "vespo" else self.correction
+        present = [x for x in (first, self.on_policy, last) if x is not None]
+        if not present:
+            return None
+        out = present[0].float() if present[0].dtype == torch.bool else present[0]
+        for x in present[1:]:
+            out = out * x
+        return out
+
+
+# --------------------------------------------------------------------------- PyTorch
+
+
+def _log_ratio(batch: Batch) -> Tensor:
+    return (batch.logp - batch.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _importance(batch: Batch, objective: Objective) -> Tensor:
+    """The ratio r, at the level the objective asks for."""
+    log_ratio = _log_ratio(batch)
+    if objective.importance_sampling_level == "token":
+        return log_ratio.exp()
+    mean = batch.sequence_mean(log_ratio)
+    if objective.importance_sampling_level == "sequence_token":
+        mean = mean.detach() + batch.logp - batch.logp.detach()
+    return mean.exp()
+
+
+def _policy(batch: Batch, objective: Objective, ratio: Tensor, factors: Factors) -> Tensor:
+    """The column `policy` of the module's table."""
+    adv = batch.advantage
+    if objective.loss_type in CLIPPED:
+        return _clipped(objective, ratio, adv)
+    if objective.loss_type == "cispo":
+        return -ratio.detach().clamp(max=objective.clip_high) * adv * batch.logp
+    if objective.loss_type == "sapo":
+        tau = _by_sign(adv > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg, adv)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
+    if objective.loss_type == "vespo":
+        return -_vespo_phi(batch, objective, factors.correction) * adv * batch.logp
+    log_ratio = _log_ratio(batch)
+    one_sided = torch.where(
+        adv > 0, log_ratio.clamp(max=objective.clip_high), log_ratio.clamp(min=-objective.clip_low)
+    )
+    return -batch.sequence_mean(one_sided, factors.high_entropy).exp() * adv
+
+
+def _clipped(objective: Objective, ratio: Tensor, adv: Tensor) -> Tensor:
+    free = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    loss = -torch.minimum(free * adv, clipped * adv)
+    if objective.clip_ratio_c is None:
+        return loss
+    return torch.where(adv < 0, torch.minimum(loss, -objective.clip_ratio_c * adv), loss)
+
+
+def _vespo_phi(batch: Batch, objective: Objective, correction: Tensor | None) -> Tensor:
+    log_w = batch.sequence_sum(_log_ratio(batch).detach())
+    if correction is not None:
+        log_w = log_w + batch.sequence_sum(correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO))
+    log_w = log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
+    positive = batch.advantage >= 0
+    k = _by_sign(positive, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
+    lam = _by_sign(positive, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
+    lam = lam.clamp(min=1e-4)
+    return (lam + k * log_w - lam * log_w.exp()).exp()
+
+
+def _by_sign(positive: Tensor, pos: float, neg: float, like: Tensor) -> Tensor:
+    """Pos or neg, in like's dtype; where() of two Python floats would round them to fp32."""
+    return torch.where(positive, like.new_tensor(pos), like.new_tensor(neg))
+
+
+def _kl(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    assert batch.ref_logp is not None
+    gap = (batch.ref_logp - batch.logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kl = {"k1": lambda: -gap, "k2": lambda: gap.square() / 2, "k3": lambda: gap.expm1() - gap}[
+        objective.kl_estimator
+    ]()
+    return kl * ratio if objective.use_bias_correction_kl else kl
+
+
+def _sampler_gap(batch: Batch) -> Tensor:
+    """The gap old - sampler, 0 where the sampler's log-probability is not finite."""
+    assert batch.sampler_logp is not None
+    gap = batch.old_logp - batch.sampler_logp
+    return torch.where(gap.isfinite(), gap, 0.0)
+
+
+def _correction(batch: Batch, objective: Objective) -> Tensor:
+    gap = _sampler_gap(batch)
+    if objective.correction_level != "token":
+        total = objective.correction_level == "sequence"
+        gap = batch.sequence_sum(gap) if total else batch.sequence_mean(gap)
+    ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low = objective.vllm_importance_sampling_clip_min
+    high = objective.vllm_importance_sampling_clip_max
+    low, high = 0.0 if low is None else low, float("inf") if high is None else high
+    if objective.correction_truncates:
+        return ratio.clamp(low, high)
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def _on_policy(batch: Batch, threshold: float) -> Tensor:
+    behind = batch.old_logp if batch.sampler_logp is None else batch.sampler_logp
+    gap = behind - batch.logp
+    drift = batch.sequence_mean(torch.where(gap.isfinite(), gap, 0.0))
+    return (batch.advantage >= 0) | (drift <= threshold)
+
+
+@torch.no_grad()
+def find_factors(
+    batch: Batch, objective: Objective, entropy_threshold: Tensor | float | None
+) -> Factors:
+    """The factors of each term, from detached values."""
+    high_entropy = on_policy = correction = None
+    if entropy_threshold is not None:
+        assert batch.entropy is not None
+        high_entropy = torch.ge(batch.entropy, entropy_threshold)
+    if objective.off_policy_mask_threshold is not None:
+        on_policy = _on_policy(batch, objective.off_policy_mask_threshold)
+    if batch.sampler_logp is not None and objective.vllm_importance_sampling_correction:
+        correction = _correction(batch, objective)
+    return Factors(high_entropy, on_policy, correction)
+
+
+class Terms(NamedTuple):
+    """[N] each, not yet weighted or masked."""
+
+    loss: Tensor
+    kl: Tensor | None
+    ratio: Tensor
+
+
+def torch_terms(batch: Batch, objective: Objective, factors: Factors) -> Terms:
+    """Each term's loss but for the entropy bonus."""
+    ratio = _importance(batch, objective)
+    loss = _policy(batch, objective, ratio, factors)
+    factor = factors.product(objective)
+    if factor is not None:
+        loss = loss * factor
+    if not objective.beta:
+        return Terms(loss, None, ratio)
+    kl = _kl(batch, objective, ratio)
+    return Terms(loss + objective.beta * kl, kl, ratio)
+
+
+def torch_loss(batch: Batch, objective: Objective, factors: Factors) -> tuple[Tensor, Metrics]:
+    """The weighted sum of torch_terms, and the metrics that depend on the loss type."""
+    loss, kl, ratio = torch_terms(batch, objective, factors)
+    metrics = _ratio_metrics(batch, objective, ratio.detach())
+    if kl is not None:
+        metrics["ref_kl"] = _mean(batch, kl.detach())
+    return (batch.weight * loss).sum(), metrics
+
+
+# --------------------------------------------------------------------------- metrics
+
+
+def _mean(batch: Batch, x: Tensor) -> Tensor:
+    return torch.where(batch.mask, x, 0.0).sum() / batch.mask.sum().clamp(min=1)
+
+
+def _largest(batch: Batch, x: Tensor) -> Tensor:
+    """The largest of values >= 0; 0 if there are none."""
+    return torch.where(batch.mask, x, 0.0).max() if len(x) else x.new_zeros(())
+
+
+def clip_bounds(objective: Objective) -> tuple[float, float]:
+    """The ratios beyond which a term counts as clipped; (0, inf) where nothing is clipped."""
+    low, high = objective.clip_low, objective.clip_high
+    if objective.loss_type in CLIPPED:
+        return 1 - low, 1 + high
+    if objective.loss_type == "cispo":
+        return 0.0, high
+    if objective.loss_type == "gmpo":
+        return math.exp(-low), math.exp(high)
+    return 0.0, math.inf
+
+
+@torch.no_grad()
+def _ratio_metrics(batch: Batch, objective: Objective, ratio: Tensor) -> Metrics:
+    low, high = clip_bounds(objective)
+    log_ratio = _log_ratio(batch)
+    return {
+        "ratio_mean": _mean(batch, ratio),
+        "ratio_max": _largest(batch, ratio),
+        "clip_low_fraction": _mean(batch, ((ratio < low) & (batch.advantage < 0)).to(ratio.dtype)),
+        "clip_high_fraction": _mean(
+            batch, ((ratio > high) & (batch.advantage > 0)).to(ratio.dtype)
+        ),
+        "approx_kl": _mean(batch, log_ratio.expm1() - log_ratio),
+    }
+
+
+@torch.no_grad()
+def batch_metrics(batch: Batch, objective: Objective, factors: Factors) -> Metrics:
+    """What does not depend on the loss type."""
+    metrics = {"num_tokens": batch.mask.sum()}
+    if batch.entropy is not None:
+        metrics["entropy_mean"] = _mean(batch, batch.entropy)
+    if batch.sampler_logp is not None:
+        gap = _sampler_gap(batch)
+        # k3 estimate of KL(sampler || learner), whose sign does not cancel
+        metrics["sampler_kl"] = _mean(batch, gap.clamp(max=MAX_LOG_RATIO).expm1() - gap)
+        metrics["sampler_gap_mean"] = _mean(batch, gap.abs())
+        metrics["sampler_gap_max"] = _largest(batch, gap.abs())
+    if factors.correction is not None:
+        metrics["correction_mean"] = _mean(batch, factors.correction)
+        metrics["correction_max"] = _largest(batch, factors.correction)
+        metrics["correction_zero_fraction"] = _mean(batch, (factors.correction == 0).float())
+    if factors.on_policy is not None:
+        metrics["off_policy_fraction"] = _mean(batch, (~factors.on_policy).float())
+    return metrics

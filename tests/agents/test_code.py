@@ -1,0 +1,89 @@
+"""What a turn of the policy means: code that is whole is run, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.agents.base import Action, Finish, Malformed, RunCode
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import AgentConfig
+from agentgrpo.types import Task
+
+AGENT = CodeAgent(AgentConfig())
+PIECES = ("<code>", "</code>", "Answer:", " 4 ", "print(1)", "\n", "<code", "code>", "answer:")
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("<code>print(1)</code>", RunCode("print(1)")),
+        ("I think <code>\nx = 1\n  y\n\n</code> so", RunCode("x = 1\n  y")),
+        ("<code>  indented</code>", RunCode("  indented")),
+        ("<code></code>", RunCode("")),
+        ("Answer: 1 <code>a</code>", RunCode("a")),
+        ("<code>print('Answer: 3')</code>", RunCode("print('Answer: 3')")),
+        ("<code>a</code><code>b</code>", RunCode("a")),
+        ("<code>a<code>b</code>", RunCode("a<code>b")),
+        ("<code>a", Malformed("Error: <code> without </code>")),
+        ("Answer: 3 <code>a", Malformed("Error: <code> without </code>")),
+        ("</code>", Malformed("Error: </code> without <code>")),
+        ("rm -rf </code>", Malformed("Error: </code> without <code>")),
+        ("a</code>b<code>c", Malformed("Error: <code> without </code>")),
+        ("Answer: 5</code>", Malformed("Error: </code> without <code>")),
+        ("a</code><code>b</code>", RunCode("b")),
+        ("Answer: 42", Finish("42")),
+        ("so\nAnswer:  42 pens \n", Finish("42 pens")),
+        ("Answer: 1 Answer: 2", Finish("1 Answer: 2")),
+        ("Answer:", Finish("")),
+        ("answer: 42", Finish(None)),
+        ("forty-two", Finish(None)),
+        ("", Finish(None)),
+    ],
+)
+def test_what_a_turn_means(text: str, action: Action) -> None:
+    assert AGENT.parse(text) == action
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
+def test_only_code_between_an_open_and_a_later_close_tag_is_run(text: str) -> None:
+    first_open = text.find("<code>")
+    closed = first_open >= 0 and text.find("</code>", first_open + len("<code>")) >= 0
+    action = AGENT.parse(text)
+    assert isinstance(action, RunCode) == closed
+    if isinstance(action, RunCode):
+        assert action.code.strip("\n") == action.code
+        assert f"<code>{action.code}</code>" in text.replace("\n", "") or "\n" in text
+        assert "</code>" not in action.code
+    if isinstance(action, Finish):
+        assert "<code>" not in text
+        assert "</code>" not in text
+        assert (action.answer is None) == ("Answer:" not in text)
+
+
+def test_tags_and_answer_are_the_users() -> None:
+    agent = CodeAgent(AgentConfig(open_tag="```python", close_tag="```", answer_prefix="####"))
+    assert agent.stop == ("```",)
+    assert agent.parse("```python\n1+1\n```") == RunCode("1+1")
+    assert agent.parse("#### 7") == Finish("7")
+    assert agent.parse("```") == Malformed("Error: ``` without ```python")
+    assert agent.parse("<code>1</code>") == Finish(None)
+
+
+def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:
+    shot = (
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<code>1+1</code>"},
+    )
+    agent = CodeAgent(AgentConfig(system_prompt="S", shots=(shot,)))
+    task = Task(id="x", messages=({"role": "user", "content": "2+2?"},), spec={"answer": "HIDDEN"})
+    messages = agent.messages(task)
+    assert messages == [{"role": "system", "content": "S"}, *shot, *task.messages]
+    assert "HIDDEN" not in str(messages)
+
+
+@pytest.mark.parametrize("output", ["42", "", "{output}", "{x} %s \\1"])
+def test_an_observation_is_shown_literally(output: str) -> None:
+    agent = CodeAgent(AgentConfig(observation="Output:\n{output}\nGo on.", observation_role="tool"))
+    assert agent.observe(output) == {"role": "tool", "content": f"Output:\n{output}\nGo on."}

@@ -1,0 +1,228 @@
+"""The one-call entry and Liger's entries against the oracle, from hidden states and from logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentgrpo.kernels.checks import Backend
+from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
+from agentgrpo.kernels.masked_grpo import masked_grpo_loss
+from agentgrpo.kernels.objective import Objective
+from tests.kernels.oracles import Sample, dense_logp, sample_loss
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, L, H, V = 3, 6, 8, 21
+LENGTHS = (4, 0, 6)
+TIS = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}
+
+
+def make_batch() -> dict[str, Any]:
+    gen = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=gen) * scale
+
+    mask = torch.zeros(B, L, dtype=torch.bool)
+    for row, length in enumerate(LENGTHS):  # a tool result sits inside the longest
+        mask[row, :length] = True
+    mask[2, 2:4] = False
+    batch = {
+        "hidden": rand(B, L, H), "head": rand(V, H, scale=0.4),
+        "targets": torch.randint(V, (B, L), generator=gen), "advantages": rand(B),
+        "ref_logp": rand(B, L, scale=0.3) - 3, "is_ratio": rand(B, L, scale=0.2).exp(),
+        "mask": mask,
+    }  # fmt: skip
+    logits = batch["hidden"] @ batch["head"].T
+    logp, _ = dense_logp(logits.view(-1, V), batch["targets"].view(-1))
+    batch["old_logp"] = logp.view(B, L).float() + rand(B, L, scale=0.2)
+    batch["sampler_logp"] = batch["old_logp"] - batch["is_ratio"].log()
+    for name in ("hidden", "ref_logp", "old_logp", "sampler_logp", "is_ratio"):
+        batch[name][~mask] = float("nan")
+    batch["targets"][~mask] = -100
+    return {name: x.to(DEVICE) for name, x in batch.items()}
+
+
+def weights(loss_type: str, length: int) -> float:
+    """What one token of a sequence with so many trained tokens weighs."""
+    if loss_type in ("grpo", "sapo"):
+        return 1 / (B * max(length, 1))
+    total = float(make_batch()["mask"].sum())
+    return {"dr_grpo": 1 / (B * 10), "luspo": 1 / B}.get(loss_type, 1 / total)
+
+
+def oracle(
+    batch: dict[str, Any], options: dict[str, Any], temperature: float = 1.0
+) -> list[Tensor]:
+    """(loss, d loss / d hidden, d loss / d head)."""
+    hidden = torch.where(batch["mask"][..., None], batch["hidden"], 0.0).double().requires_grad_()
+    head = batch["head"].double().requires_grad_()
+    losses = []
+    for row in range(B):
+        at = batch["mask"][row]
+        logp, entropy = dense_logp(hidden[row][at] @ head.T, batch["targets"][row][at], temperature)
+        ones = torch.ones_like(logp.detach())
+        weight = ones * weights(options["loss_type"], len(ones))
+        sample = Sample(
+            logp=logp, old=batch["old_logp"][row][at].double(),
+            advantage=ones * batch["advantages"][row], ref=batch["ref_logp"][row][at].double(),
+            sampler=batch["sampler_logp"][row][at].double(), entropy=entropy, weight=weight,
+            entropy_weight=weight,
+        )  # fmt: skip
+        losses.append(sample_loss(sample, options, None, True))
+    loss = torch.stack(losses).sum()
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, head))]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo"},
+    "grpo kl": {"loss_type": "grpo", "beta": 0.1},
+    "dr_grpo": {"loss_type": "dr_grpo", "epsilon_high": 0.28},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "sapo": {"loss_type": "sapo", "beta": 0.04},
+    "vespo": {"loss_type": "vespo"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("source", ["hidden", "logits", "packed"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_one_call(source: str, name: str, backend: Backend) -> None:
+    options = {**OPTIONS[name], **TIS}
+    batch = make_batch()
+    hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
+    common: dict[str, Any] = {
+        key: batch[key]
+        for key in ("old_logp", "ref_logp", "sampler_logp", "targets", "mask", "advantages")
+    }
+    first, second = (hidden, head) if source != "logits" else (hidden @ head.T, None)
+    if source == "packed":
+        first = hidden.reshape(B * L, H)
+        common = {key: x.reshape(-1) for key, x in common.items()}
+        rows = torch.arange(B, device=DEVICE).repeat_interleave(L)
+        common |= {"sequence": rows, "num_sequences": B, "advantages": common["advantages"][rows]}
+    loss, metrics = masked_grpo_loss(
+        first, second, **common, objective=Objective(**options), max_completion_length=10,
+        temperature=0.9, backend=backend,
+    )  # fmt: skip
+    grads = torch.autograd.grad(loss, (hidden, head) if source != "logits" else (hidden,))
+    want = oracle(batch, options, 0.9)
+    torch.testing.assert_close(loss.detach().double(), want[0], rtol=1e-5, atol=1e-6)
+    at = batch["mask"]
+    torch.testing.assert_close(grads[0][at].double(), want[1][at], rtol=1e-5, atol=2e-6)
+    if source != "logits":
+        assert (grads[0][~at] == 0).all()
+        torch.testing.assert_close(grads[1].double(), want[2], rtol=1e-5, atol=2e-6)
+    assert metrics["num_tokens"] == at.sum()
+
+
+def test_without_old_logp_the_ratio_is_one() -> None:
+    batch = make_batch()
+    _, metrics = masked_grpo_loss(
+        batch["hidden"],
+        batch["head"],
+        batch["targets"],
+        batch["mask"],
+        batch["advantages"],
+        Objective(),
+    )
+    assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
+
+
+def test_given_weights_replace_the_step_of_its_own() -> None:
+    batch = make_batch()
+    names = ("head", "targets", "mask", "advantages")
+    arguments = {"hidden_or_logits": batch["hidden"], **{name: batch[name] for name in names}}
+    whole, _ = masked_grpo_loss(**arguments, objective=Objective())
+    share = batch["mask"] / (2.0 * batch["mask"].sum())
+    half, _ = masked_grpo_loss(**arguments, objective=Objective(), weights=share)
+    torch.testing.assert_close(half * 2, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"targets": torch.zeros(B, L - 1, dtype=torch.int64)},
+            "targets: expected the shape of hidden_or_logits",
+        ),
+        ({"mask": torch.ones(B, L)}, "mask: expected bool"),
+        ({"advantages": torch.ones(B, L + 1)}, "advantages: expected"),
+        ({"old_logp": torch.ones(B)}, "old_logp: expected"),
+        ({"weights": torch.ones(B, L, dtype=torch.int64)}, "weights: expected"),
+        ({"sequence": torch.zeros(B, L, dtype=torch.int64)}, "num_sequences: needed with sequence"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "hidden_or_logits": torch.zeros(B, L, H), "head": torch.zeros(V, H),
+        "targets": torch.zeros(B, L, dtype=torch.int64), "advantages": torch.zeros(B),
+        "mask": torch.ones(B, L, dtype=torch.bool), "objective": Objective(), **change,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        masked_grpo_loss(**arguments)
+
+
+def test_packed_batches_need_sequences() -> None:
+    with pytest.raises(ValueError, match="sequence: needed for packed batches"):
+        masked_grpo_loss(
+            torch.zeros(4, H), torch.zeros(V, H), torch.zeros(4, dtype=torch.int64),
+            torch.ones(4, dtype=torch.bool), torch.zeros(4), Objective(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ligers_entries(name: str) -> None:
+    options = OPTIONS[name]
+    batch = make_batch()
+    hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
+    settings = {
+        key: value for key, value in options.items() if key not in ("epsilon", "epsilon_high")
+    }
+    bound = options.get("epsilon_high", 0.2)
+    fused = LigerFusedLinearGRPOLoss(
+        **{"beta": 0.0, **settings},
+        epsilon_high=bound,
+        max_completion_length=10,
+        use_bias_correction_kl=True,
+    )
+    loss, _ = fused(
+        hidden, head, batch["targets"], batch["mask"].float(), batch["advantages"],
+        ref_per_token_logps=batch["ref_logp"], old_per_token_logps=batch["old_logp"],
+        vllm_is_ratio=batch["is_ratio"],
+    )  # fmt: skip
+    want = oracle(batch, {**options, **TIS})
+    torch.testing.assert_close(loss.detach().double(), want[0], rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(loss, (hidden, head))
+    torch.testing.assert_close(grads[1].double(), want[2], rtol=1e-5, atol=2e-6)
+
+    logits = torch.cat(
+        [hidden.detach() @ head.detach().T, torch.full((B, 1, V), float("nan"), device=DEVICE)], 1
+    )
+    leaf = logits.requires_grad_()
+    arguments: dict[str, Any] = {
+        "temperature": 1.0, "eps_high": bound, "max_completion_length": 10, "inplace": False,
+        "use_bias_correction_kl": True, "vllm_is_ratio": batch["is_ratio"], "beta": 0.0, **settings,
+    }  # fmt: skip
+    tensors = (
+        leaf, batch["old_logp"], batch["ref_logp"], batch["targets"], batch["advantages"],
+        batch["mask"],
+    )  # fmt: skip
+    reduced, _ = triton_grpo_loss(*tensors, reduce=True, **arguments)
+    torch.testing.assert_close(reduced.detach().double(), want[0], rtol=1e-5, atol=1e-6)
+    (dense,) = torch.autograd.grad(reduced, leaf)
+    at = batch["mask"]
+    torch.testing.assert_close(
+        (dense[:, :-1] @ head)[at].double(), want[1][at], rtol=1e-5, atol=2e-6
+    )
+    per_token, _, clipped = triton_grpo_loss(*tensors, reduce=False, **arguments)
+    share = torch.tensor([[weights(options["loss_type"], int(row.sum()))] * L for row in at])
+    torch.testing.assert_close(
+        (per_token.cpu() * share).sum().double(), want[0].cpu(), rtol=1e-5, atol=1e-6
+    )
+    assert per_token.shape == clipped.shape == (B, L)
+    assert (per_token[~at] == 0).all()

@@ -1,0 +1,69 @@
+"""Weights of a step and metrics of its parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentgrpo.kernels.objective import LOSS_TYPES
+from agentgrpo.kernels.reduce import combine_metrics, term_weights
+
+SEQUENCE = torch.tensor([0, 0, 2, 0, 2, 1])
+MASK = torch.tensor([True, True, True, False, True, False])
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "want"),
+    [
+        ("grpo", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 0]),
+        ("sapo", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 0]),
+        ("gmpo", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 0]),
+        ("dapo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("bnpo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("cispo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("vespo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("luspo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
+        ("dr_grpo", [1 / 40, 1 / 40, 1 / 40, 0, 1 / 40, 0]),
+    ],
+)
+def test_weights(loss_type: str, want: list[float]) -> None:
+    """Four samples: 2, 0, 2 and (the one without terms) 0 trained tokens."""
+    weights = term_weights(loss_type, SEQUENCE, 4, mask_N=MASK, max_completion_length=10)
+    torch.testing.assert_close(weights, torch.tensor(want))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_nothing_trained_gives_zeros(loss_type: str) -> None:
+    weights = term_weights(
+        loss_type, SEQUENCE, 3, mask_N=torch.zeros_like(MASK), max_completion_length=4
+    )
+    assert torch.equal(weights, torch.zeros(6))
+
+
+def test_a_per_sequence_mean_weighs_short_sequences_more() -> None:
+    weights = term_weights("grpo", torch.tensor([0, 1, 1, 1]), 2)
+    torch.testing.assert_close(weights, torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6]))
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="max_completion_length: dr_grpo divides by it"):
+        term_weights("dr_grpo", SEQUENCE, 3)
+    with pytest.raises(ValueError, match="loss_type: 'ppo' has no weights"):
+        term_weights("ppo", SEQUENCE, 3)
+    with pytest.raises(ValueError, match="mask_N: expected bool"):
+        term_weights("dapo", SEQUENCE, 3, mask_N=torch.ones(6))
+
+
+def part(tokens: int, ratio: float, largest: float, **more: float) -> dict[str, torch.Tensor]:
+    values = {"num_tokens": tokens, "ratio_mean": ratio, "ratio_max": largest, **more}
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def test_means_are_weighted_by_tokens_and_maxima_are_maxima() -> None:
+    combined = combine_metrics([part(3, 1.0, 5.0), part(1, 2.0, 4.0), part(0, 0.0, 0.0)])
+    assert combined == {"num_tokens": 4.0, "ratio_mean": 1.25, "ratio_max": 5.0}
+
+
+def test_no_parts_and_no_tokens_give_nothing() -> None:
+    assert combine_metrics([]) == {}
+    assert combine_metrics([part(0, 0.0, 0.0)]) == {}

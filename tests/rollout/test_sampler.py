@@ -1,0 +1,412 @@
+"""Playing groups, with a scripted policy and world: every rollout against a plain re-enactment."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.sampler import Sampler, SamplerStats
+from agentgrpo.types import Group, Rollout, Status, Task
+from tests.rollout.stubs import Request, StubEngine, StubEnv, Turn, answer_to, code_in
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+CHAT = ChatTemplate(TOKENIZER)
+AGENT = CodeAgent(AgentConfig(system_prompt="S"))
+EOT = "<|im_end|>"
+PATIENCE_S = 60  # only ever waited for by a sampler that is wrong
+
+
+def tasks(count: int) -> list[Task]:
+    return [
+        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
+        for i in range(count)
+    ]
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def play(
+    engine: StubEngine,
+    env: StubEnv,
+    *,
+    num_tasks: int = 1,
+    group_size: int = 1,
+    threads: int = 32,
+    **config: Any,
+) -> tuple[list[Group], SamplerStats]:
+    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 200, **config}
+    settings.setdefault("max_observation_tokens", 200)
+    sampler = Sampler(
+        cast(Any, engine), AGENT, env, CHAT, RolloutConfig(**settings), max_tool_threads=threads
+    )
+    return sampler.play(tasks(num_tasks), group_size, seed=5)
+
+
+def scripted(*turns: Turn | str, **settings: Any) -> StubEngine:
+    """An engine for one rollout that says these turns one after another."""
+    script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
+    return StubEngine(TOKENIZER, lambda number, _: script[number], **settings)
+
+
+def one(engine: StubEngine, env: StubEnv | None = None, **config: Any) -> Rollout:
+    groups, _ = play(engine, env or StubEnv(), **config)
+    return groups[0].rollouts[0]
+
+
+def random_policy(rng: random.Random) -> Callable[[int, str], Turn]:
+    """Turns of every kind, each with its number in it, so that no two are alike."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        closing = rng.choice(["", EOT])
+        text = rng.choice(
+            [
+                f"<code>print({number})</code>{closing}",
+                f"so <code>\nfail {number}\n</code>{closing}",
+                f"<code>{number} broken machine</code>" if rng.random() < 0.3 else f"{number}{EOT}",
+                f"</code>{number}{EOT}",
+                f"<code>{number}{EOT}",
+                f"Answer: {number}{EOT}",
+                f"{number}" + "long " * rng.randint(1, 12),
+            ]
+        )
+        return Turn(text, steps=rng.randint(1, 5), cut=text.endswith("long "))
+
+    return policy
+
+
+def expected(task: Task, turns: Sequence[Request], limit: int, config: RolloutConfig) -> Any:
+    """Status, answer and tokens of one rollout, played out alone and in order."""
+    ids = encode(
+        f"<|im_start|>system\nS{EOT}\n<|im_start|>user\n{task.messages[0]['content']}{EOT}\n"
+        "<|im_start|>assistant\n"
+    )
+    for number, turn in enumerate(turns, 1):
+        assert turn.prompt.tolist() == ids, "the engine was given something else than was recorded"
+        assert turn.max_tokens == min(config.max_turn_tokens, limit - len(ids))
+        ids = ids + turn.completion.token_ids.tolist()
+        if turn.completion.finish_reason == "length":
+            return Status.TRUNCATED_LENGTH, None, ids, number
+        text = TOKENIZER.decode(turn.completion.token_ids)
+        closed = text.endswith(EOT)
+        text = text.removesuffix(EOT)
+        code = code_in(text)
+        if code is not None:
+            answer = answer_to(code)
+            if isinstance(answer, InfrastructureError):
+                return Status.INFRA_ERROR, None, ids, number
+            said = answer.text
+        elif "<code>" in text or "</code>" in text:
+            tag, other = ("<code>", "</code>") if "<code>" in text else ("</code>", "<code>")
+            said = f"Error: {tag} without {other}"
+        else:
+            return (
+                Status.COMPLETED,
+                text.split("Answer:")[-1].strip() if "Answer:" in text else None,
+                ids,
+                number,
+            )
+        ids = ids + encode(
+            ("" if closed else EOT) + f"\n<|im_start|>user\n{said}{EOT}\n<|im_start|>assistant\n"
+        )
+        if number == config.max_turns:
+            return Status.TRUNCATED_TURNS, None, ids, number
+        if len(ids) >= limit:
+            return Status.TRUNCATED_LENGTH, None, ids, number
+    raise AssertionError("the rollout ended before its time")
+
+
+def check(groups: list[Group], engine: StubEngine, config: RolloutConfig, group_size: int) -> None:
+    """Every rollout is what its own turns make of it; nothing is lost, shared or out of order."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    request_of = {tuple(r.completion.token_ids.tolist()): r for r in engine.requests}
+    assert len(request_of) == len(engine.requests), "the test's turns must be unique"
+    used = []
+    for index, played in enumerate(rollouts):
+        sampled = [s for s in played.segments if s.sampled]
+        turns = [request_of[tuple(segment.token_ids.tolist())] for segment in sampled]
+        used += turns
+        # first turns are asked for in order: that fixes which rollout is which
+        assert turns[0] is engine.requests[index]
+        status, answer, ids, number = expected(
+            groups[index // group_size].task, turns, engine.max_model_len, config
+        )
+        assert (played.status, played.answer) == (status, answer)
+        assert played.token_ids.tolist() == ids
+        assert played.stats["turns"] == len(turns) == number
+        for segment, turn in zip(sampled, turns, strict=True):
+            assert segment.logprobs is not None
+            assert np.array_equal(segment.logprobs, turn.completion.logprobs)
+        assert not played.segments[0].sampled
+        assert not any(
+            a.sampled and b.sampled
+            for a, b in zip(played.segments, played.segments[1:], strict=False)
+        )
+    assert len({id(turn) for turn in used}) == len(used) == len(engine.requests)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_many_interleavings_give_what_each_rollout_gives_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    num_tasks, group_size = rng.randint(1, 5), rng.randint(1, 5)
+    settings: dict[str, Any] = {
+        "max_turns": rng.randint(1, 4),
+        "max_turn_tokens": rng.randint(20, 60),
+        "deterministic": rng.random() < 0.5,
+        "max_observation_tokens": 200,
+    }
+    engine = StubEngine(TOKENIZER, random_policy(rng), max_model_len=rng.randint(120, 400), rng=rng)
+    pauses = random.Random(seed)
+    env = StubEnv(on_call=lambda code: time.sleep(pauses.choice([0, 0, 0.001, 0.003])))
+    groups, stats = play(
+        engine,
+        env,
+        num_tasks=num_tasks,
+        group_size=group_size,
+        threads=rng.randint(1, 8),
+        **settings,
+    )
+    assert [group.task.id for group in groups] == [f"t{i}" for i in range(num_tasks)]
+    assert [len(group.rollouts) for group in groups] == [group_size] * num_tasks
+    assert all(r.task is group.task for group in groups for r in group.rollouts)
+    check(groups, engine, RolloutConfig(**settings), group_size)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert stats.sampled_tokens == sum(r.num_sampled for r in rollouts)
+    assert stats.engine_steps == engine.steps
+    assert stats.infra_failures == sum(r.status is Status.INFRA_ERROR for r in rollouts)
+    assert len(env.executed) == sum(r.stats["tool_calls"] for r in rollouts)
+    assert sum("fail" in code for code in env.executed) == sum(
+        r.stats["tool_errors"] for r in rollouts
+    )
+    env.assert_all_closed_once()
+
+
+def test_sampling_settings_reach_the_engine() -> None:
+    engine = scripted(f"Answer: 1{EOT}")
+    play(engine, StubEnv(), temperature=0.7, max_turn_tokens=9)
+    assert engine.seeds == [5]
+    assert engine.requests[0].max_tokens == 9
+    assert engine.requests[0].options == {
+        "temperature": 0.7,
+        "stop": ("</code>",),
+        "stop_token_ids": (2,),
+    }
+
+
+def test_a_temperature_of_the_call_wins() -> None:
+    engine = scripted(f"Answer: 1{EOT}")
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), CHAT, RolloutConfig(temperature=0.7))
+    sampler.play(tasks(1), 1, seed=0, temperature=0.0)
+    assert engine.requests[0].options["temperature"] == 0.0
+
+
+def test_a_turn_that_was_cut_is_never_executed() -> None:
+    env = StubEnv()
+    played = one(scripted(Turn("<code>rm()</code>", cut=True)), env)
+    assert played.status is Status.TRUNCATED_LENGTH
+    assert env.executed == []
+    assert played.answer is None
+    assert played.segments[-1].sampled
+
+
+def test_an_answer_that_was_cut_is_none() -> None:
+    assert one(scripted(Turn("Answer: 12", cut=True))).answer is None
+
+
+def test_the_policy_is_told_that_a_turn_was_malformed_and_may_repair_it() -> None:
+    engine = scripted(f"<code>1{EOT}", "<code>1</code>", f"Answer: 1{EOT}")
+    played = one(engine)
+    asked = TOKENIZER.decode(engine.requests[1].prompt)
+    assert asked.endswith(
+        f"\n<|im_start|>user\nError: <code> without </code>{EOT}\n<|im_start|>assistant\n"
+    )
+    assert played.status is Status.COMPLETED
+    assert played.stats == {"turns": 3, "tool_calls": 1, "tool_errors": 0, "malformed": 1}
+
+
+def test_a_long_observation_is_clipped() -> None:
+    engine = scripted(f"<code>{'x' * 99}</code>", f"Answer: 1{EOT}")
+    one(engine, max_observation_tokens=6)
+    assert "user\nout ... [100 tokens cut] ... xxx<|im_end|>" in TOKENIZER.decode(
+        engine.requests[1].prompt
+    )
+
+
+FIRST = len(
+    encode(f"<|im_start|>system\nS{EOT}\n<|im_start|>user\nQ0{EOT}\n<|im_start|>assistant\n")
+)
+CODE, TOLD = "<code>1</code>", f"{EOT}\n<|im_start|>user\nout of 1{EOT}\n<|im_start|>assistant\n"
+AFTER_ONE_CALL = FIRST + len(encode(CODE + TOLD))
+
+
+@pytest.mark.parametrize(
+    ("room", "status", "turns"),
+    [
+        (-1, Status.TRUNCATED_LENGTH, 1),
+        (0, Status.TRUNCATED_LENGTH, 1),
+        (1, Status.TRUNCATED_LENGTH, 2),
+        (10, Status.COMPLETED, 2),
+    ],
+)
+def test_the_context_may_be_filled_to_the_last_token(room: int, status: Status, turns: int) -> None:
+    engine = scripted(CODE, f"Answer: 7{EOT}", max_model_len=AFTER_ONE_CALL + room)
+    played = one(engine)
+    assert (played.status, played.stats["turns"]) == (status, turns)
+    assert [r.max_tokens for r in engine.requests[1:]] == [room] * (turns - 1)
+
+
+@pytest.mark.parametrize(
+    ("max_turns", "status"), [(1, Status.TRUNCATED_TURNS), (2, Status.COMPLETED)]
+)
+def test_the_budget_of_turns(max_turns: int, status: Status) -> None:
+    played = one(scripted(CODE, f"Answer: 7{EOT}"), max_turns=max_turns)
+    assert played.status is status
+    assert played.stats["turns"] == max_turns
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_by_its_task_and_nothing_is_left_behind() -> None:
+    engine, env = scripted("x", "x", max_model_len=FIRST + 1), StubEnv()
+    sampler = Sampler(cast(Any, engine), AGENT, env, CHAT, RolloutConfig())
+    long = Task(id="too long", messages=({"role": "user", "content": "Q" * 3},), spec={})
+    with pytest.raises(ValueError, match=rf"'too long': .* {FIRST + 1} tokens, .* is {FIRST + 1}"):
+        sampler.play([*tasks(1), long], 1, seed=0)
+    assert not engine.running
+    env.assert_all_closed_once()
+
+
+class Bug(Exception):
+    """Something that nobody expects."""
+
+
+def raise_bug(*_: object) -> None:
+    raise Bug
+
+
+def failing(where: str) -> tuple[StubEngine, StubEnv]:
+    """Four rollouts that all call a tool; one part of the loop has a bug."""
+    engine = StubEngine(
+        TOKENIZER, lambda number, _: Turn(f"<code>{number}</code>", steps=1 + number % 3)
+    )
+    env = StubEnv()
+    if where == "tool":
+        env.on_call = lambda code: raise_bug() if code == "1" else None
+    elif where == "engine":
+        engine.on_step = lambda step: raise_bug() if step == 2 else None
+    elif where == "reset":
+        env.on_reset = lambda task: raise_bug() if task.id == "t1" else None
+    return engine, env
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("where", ["tool", "engine", "reset"])
+def test_a_bug_stops_the_run_and_leaves_nothing_behind(where: str, deterministic: bool) -> None:
+    engine, env = failing(where)
+    with pytest.raises(Bug):
+        play(engine, env, num_tasks=2, group_size=2, deterministic=deterministic, max_turns=99)
+    assert not engine.running
+    assert env.running == 0
+    env.assert_all_closed_once()
+
+
+def test_after_a_bug_no_queued_tool_is_started() -> None:
+    engine = StubEngine(TOKENIZER, lambda number, _: Turn(f"<code>{number}</code>"))
+    stopping = threading.Event()
+    engine.on_abort = stopping.set
+
+    def on_call(code: str) -> None:
+        if code == "0":
+            raise Bug
+        assert stopping.wait(PATIENCE_S)
+
+    env = StubEnv(on_call=on_call)
+    with pytest.raises(Bug):
+        play(engine, env, group_size=8, threads=1, deterministic=False)
+    assert env.executed in (["0"], ["0", "1"])  # the second may have begun already
+
+
+def test_an_infrastructure_error_ends_one_rollout_only() -> None:
+    texts = ["<code>broken machine</code>", f"Answer: 1{EOT}", f"Answer: 2{EOT}"]
+    engine, env = scripted(*texts), StubEnv()
+    groups, stats = play(engine, env, group_size=3)
+    broken, *others = groups[0].rollouts
+    assert broken.status is Status.INFRA_ERROR
+    assert broken.rewards == {}
+    assert [r.answer for r in others] == ["1", "2"]
+    assert stats.failures == ["no session for broken machine"]
+    assert stats.metrics()["infra_failures"] == 1.0
+    env.assert_all_closed_once()
+
+
+def test_a_slow_tool_holds_nobody_else_up() -> None:
+    """Rollout 0's tool answers only after rollout 1 has called its own and ended."""
+    others_done = threading.Event()
+    turns = ["<code>slow</code>", "<code>fast</code>", f"Answer: 1{EOT}", f"Answer: 0{EOT}"]
+    engine = scripted(*turns)
+
+    def policy(number: int, prompt: str) -> Turn:
+        if number == 3:
+            assert others_done.is_set()
+        return Turn(turns[number])
+
+    def on_call(code: str) -> None:
+        if code == "slow":
+            assert others_done.wait(PATIENCE_S), "the sampler waited for the slow tool"
+
+    def on_step(step: int) -> None:
+        if len(engine.requests) == 3:  # rollout 1's answer is decoded, only the slow tool is left
+            others_done.set()
+
+    engine.policy, engine.on_step = policy, on_step
+    groups, _ = play(engine, StubEnv(on_call=on_call), group_size=2, deterministic=False)
+    assert [r.answer for r in groups[0].rollouts] == ["0", "1"]
+
+
+def test_tools_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(3)
+
+    def on_call(code: str) -> None:
+        meeting.wait(PATIENCE_S)
+
+    engine = StubEngine(
+        TOKENIZER,
+        lambda number, _: Turn(
+            f"<code>{number}</code>" if number < 3 else f"Answer: {number}{EOT}"
+        ),
+    )
+    groups, _ = play(engine, StubEnv(on_call=on_call), group_size=3, deterministic=True)
+    assert all(r.status is Status.COMPLETED for r in groups[0].rollouts)
+
+
+def recorded(seed: int, *, deterministic: bool) -> list[tuple[int, str, bytes]]:
+    """The order in which turns are asked for, with tools as slow as `seed` makes them."""
+    rng, delays = random.Random(0), random.Random(seed)
+    env = StubEnv(on_call=lambda code: time.sleep(delays.choice([0, 0.002, 0.004])))
+    engine = StubEngine(TOKENIZER, random_policy(rng), rng=random.Random(0))
+    if deterministic:
+        engine.on_step = lambda step: None if env.running == 0 else raise_bug()
+    play(engine, env, num_tasks=3, group_size=4, deterministic=deterministic, max_turns=4)
+    return [(r.submitted_at, r.request_id, r.prompt.tobytes()) for r in engine.requests]
+
+
+def test_deterministic_runs_repeat_whatever_the_tools_take() -> None:
+    first = recorded(1, deterministic=True)
+    assert len(first) > 20
+    assert all(recorded(seed, deterministic=True) == first for seed in range(2, 6))
+
+
+def test_no_tasks_no_groups() -> None:
+    groups, stats = play(scripted(), StubEnv(), num_tasks=0)
+    assert groups == []
+    assert stats.engine_steps == 0

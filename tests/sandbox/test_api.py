@@ -1,0 +1,340 @@
+"""The E2B-shaped API: what moves over by changing an import, and what is refused."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentgrpo.sandbox import (
+    AsyncSandbox,
+    CommandExitException,
+    Context,
+    FileNotFoundException,
+    InvalidArgumentException,
+    NotEnoughSpaceException,
+    NotFoundException,
+    NotSupportedException,
+    OutputMessage,
+    Result,
+    Sandbox,
+    SandboxException,
+    SandboxNotFoundException,
+    SandboxPool,
+    TimeoutException,
+)
+from agentgrpo.sandbox.commands import CommandHandle
+from agentgrpo.sandbox.execution import CommandResult, ExecutionError
+
+pytestmark = pytest.mark.nsjail
+
+
+@pytest.fixture
+def sandbox(pool: SandboxPool) -> Iterator[Sandbox]:
+    with Sandbox.create(pool=pool, envs={"GREETING": 'it\'s "quoted"; $x'}) as made:
+        yield made
+
+
+def run(sandbox: Sandbox, cmd: str, **options: Any) -> CommandResult:
+    result = sandbox.commands.run(cmd, **options)
+    assert isinstance(result, CommandResult)
+    return result
+
+
+def start(sandbox: Sandbox, cmd: str, **options: Any) -> CommandHandle:
+    handle = sandbox.commands.run(cmd, background=True, **options)
+    assert isinstance(handle, CommandHandle)
+    return handle
+
+
+class TestRunCode:
+    def test_result_logs_and_count(self, sandbox: Sandbox) -> None:
+        execution = sandbox.run_code("x = 1; print('hi'); x + 1")
+        assert (execution.text, execution.logs.stdout, execution.error) == ("2", ["hi\n"], None)
+        assert execution.execution_count == 1
+        assert sandbox.run_code("x += 1; x").text == "2"
+
+    def test_error_is_returned_not_raised(self, sandbox: Sandbox) -> None:
+        errors: list[ExecutionError] = []
+        execution = sandbox.run_code("undefined", on_error=errors.append)
+        assert execution.error is not None
+        assert execution.error.name == "NameError"
+        assert errors == [execution.error]
+
+    def test_output_is_streamed_while_the_code_runs(self, sandbox: Sandbox) -> None:
+        seen: list[tuple[str, bool]] = []
+
+        def on_output(message: OutputMessage) -> None:
+            seen.append((message.line, message.error))
+
+        sandbox.run_code(
+            "import sys, time\nfor i in range(3): print(i); time.sleep(0.05)\n"
+            "n = sys.stderr.write('e')",
+            on_stdout=on_output,
+            on_stderr=on_output,
+        )
+        assert seen == [("0\n", False), ("1\n", False), ("2\n", False), ("e", True)]
+
+    def test_callback_that_raises_raises_after_the_step(self, sandbox: Sandbox) -> None:
+        def fail(message: OutputMessage) -> None:
+            raise RuntimeError("in the callback")
+
+        with pytest.raises(RuntimeError, match="in the callback"):
+            sandbox.run_code("x = 5\nprint(1)\nprint(2)", on_stdout=fail)
+        assert sandbox.run_code("x").text == "5"
+
+    def test_rich_results(self, sandbox: Sandbox) -> None:
+        results: list[Result] = []
+        code = "class R:\n def _repr_html_(s): return '<b>'\n def _repr_png_(s): return b'PNG'\nR()"
+        sandbox.run_code(code, on_result=results.append)
+        assert results[0].html == "<b>"
+        assert results[0].png == "UE5H"
+        assert results[0].formats() == ["text", "html", "png"]
+
+    def test_environment_of_sandbox_and_call(self, sandbox: Sandbox) -> None:
+        code = "import os; os.environ.get('GREETING'), os.environ.get('CALL')"
+        assert sandbox.run_code(code, envs={"CALL": "'; import os #"}).text == repr(
+            ('it\'s "quoted"; $x', "'; import os #")
+        )
+        assert sandbox.run_code(code).text == repr(('it\'s "quoted"; $x', None))
+
+    def test_timeout_raises_and_keeps_state(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("x = 1")
+        with pytest.raises(TimeoutException):
+            sandbox.run_code("while True: pass", timeout=0.2)
+        assert sandbox.run_code("x").text == "1"
+
+    @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
+    def test_nonsense_timeout(self, sandbox: Sandbox, timeout: float) -> None:
+        with pytest.raises(InvalidArgumentException):
+            sandbox.run_code("1", timeout=timeout)
+
+
+class TestLanguagesAndContexts:
+    def test_bash_keeps_variables_and_directory(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("x=5; cd /tmp", language="bash")
+        assert sandbox.run_code('echo "$x $PWD"', language="bash").logs.stdout == ["5 /tmp\n"]
+
+    def test_bash_status_is_an_error(self, sandbox: Sandbox) -> None:
+        error = sandbox.run_code("false", language="bash").error
+        assert error is not None
+        assert (error.name, error.value) == ("ExitStatus", "1")
+
+    def test_bash_timeout(self, sandbox: Sandbox) -> None:
+        with pytest.raises(TimeoutException):
+            sandbox.run_code("sleep 100", language="bash", timeout=0.2)
+        assert sandbox.run_code("echo new", language="bash").logs.stdout == ["new\n"]
+
+    def test_javascript_values_state_and_promises(self, sandbox: Sandbox) -> None:
+        assert sandbox.run_code("const a = 1; a + 1", language="js").text == "2"
+        assert sandbox.run_code("a + 5", language="javascript").text == "6"
+        code = "new Promise((done) => setTimeout(() => done('late'), 20))"
+        assert sandbox.run_code(code, language="js").text == "'late'"
+
+    def test_javascript_timeout_keeps_state(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("const a = 7", language="js")
+        for endless in ("while (true) {}", "new Promise(() => {})"):
+            with pytest.raises(TimeoutException):
+                sandbox.run_code(endless, language="js", timeout=0.3)
+            assert sandbox.run_code("a", language="js").text == "7"
+
+    def test_contexts_have_states_of_their_own_and_share_files(self, sandbox: Sandbox) -> None:
+        context = sandbox.create_code_context(language="python", cwd="/tmp")
+        sandbox.run_code("y = 1; open('f', 'w').write('shared')", context=context)
+        assert sandbox.run_code("'y' in dir(), open('/tmp/f').read()").text == "(False, 'shared')"
+        sandbox.restart_code_context(context)
+        assert sandbox.run_code("'y' in dir()", context=context).text == "False"
+        sandbox.remove_code_context(context)
+        with pytest.raises(NotFoundException):
+            sandbox.run_code("1", context=context)
+
+    def test_unknown_language_and_foreign_context(self, sandbox: Sandbox) -> None:
+        with pytest.raises(NotSupportedException, match="cobol"):
+            sandbox.run_code("1", language="cobol")
+        with pytest.raises(NotFoundException):
+            sandbox.run_code("1", context=Context("x", "python", "/"))
+
+    def test_context_that_dies_leaves_the_sandbox_alive(self, sandbox: Sandbox) -> None:
+        context = sandbox.create_code_context()
+        assert sandbox.run_code("import os; os._exit(1)", context=context).error is not None
+        assert sandbox.run_code("1").text == "1"
+
+
+class TestCommands:
+    def test_run(self, sandbox: Sandbox) -> None:
+        result = run(sandbox, "echo out; echo err >&2; pwd", cwd="/tmp")
+        assert (result.stdout, result.stderr, result.exit_code) == ("out\n/tmp\n", "err\n", 0)
+
+    def test_exit_code_raises(self, sandbox: Sandbox) -> None:
+        with pytest.raises(CommandExitException) as caught:
+            run(sandbox, "echo before; exit 3")
+        assert (caught.value.exit_code, caught.value.stdout) == (3, "before\n")
+
+    def test_environment(self, sandbox: Sandbox) -> None:
+        assert run(sandbox, 'echo "$GREETING$A"', envs={"A": "'"}).stdout == (
+            "it's \"quoted\"; $x'\n"
+        )
+
+    def test_timeout_kills(self, sandbox: Sandbox) -> None:
+        with pytest.raises(TimeoutException):
+            run(sandbox, "sleep 100", timeout=0.2)
+        assert sandbox.commands.list() == []
+
+    def test_stdin_list_and_kill(self, sandbox: Sandbox) -> None:
+        handle = start(sandbox, "cat", stdin=True)
+        assert [info.cmd for info in sandbox.commands.list()] == ["cat"]
+        sandbox.commands.send_stdin(handle.pid, "hello")
+        sandbox.commands.close_stdin(handle.pid)
+        assert handle.wait().stdout == "hello"
+        sleeper = start(sandbox, "sleep 100")
+        assert sandbox.commands.kill(sleeper.pid)
+        with pytest.raises(CommandExitException, match="signal 9"):
+            sleeper.wait()
+        assert not sandbox.commands.kill(sleeper.pid)
+
+    def test_without_stdin_reading_ends_at_once(self, sandbox: Sandbox) -> None:
+        assert run(sandbox, "cat").stdout == ""
+
+    def test_large_output_and_listeners(self, sandbox: Sandbox) -> None:
+        pieces: list[str] = []
+        result = run(sandbox, "head -c 1000000 /dev/zero | tr '\\0' x", on_stdout=pieces.append)
+        assert result.stdout == "x" * 1_000_000 == "".join(pieces)
+
+    def test_endless_output_is_killed(self, sandbox: Sandbox) -> None:
+        with pytest.raises(CommandExitException, match="too much output"):
+            run(sandbox, "yes")
+
+    def test_survives_the_death_of_the_interpreters_state(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("import sys; sys.modules.clear()")
+        assert run(sandbox, "echo ok").stdout == "ok\n"
+
+    def test_what_cannot_be_passed_is_refused(self, sandbox: Sandbox) -> None:
+        with pytest.raises(InvalidArgumentException, match="NUL"):
+            run(sandbox, "echo \0")
+        with pytest.raises(InvalidArgumentException, match="bytes"):
+            run(sandbox, "x" * 500_000)
+        with pytest.raises(InvalidArgumentException, match="A=B"):
+            run(sandbox, "true", envs={"A=B": "1"})
+        with pytest.raises(NotSupportedException, match="root"):
+            run(sandbox, "id", user="root")
+        assert run(sandbox, "echo ok").stdout == "ok\n"
+
+    def test_commands_have_no_more_privileges_than_code(self, sandbox: Sandbox) -> None:
+        shown = run(sandbox, "grep -E 'CapEff|Seccomp:|NoNewPrivs' /proc/self/status").stdout
+        assert shown.split() == ["CapEff:", "0" * 16, "NoNewPrivs:", "1", "Seccomp:", "2"]
+        with pytest.raises(CommandExitException):
+            run(sandbox, "unshare -U true")
+
+
+class TestFiles:
+    def test_write_read_and_code_sees_it(self, sandbox: Sandbox) -> None:
+        info = sandbox.files.write("a/b/c.txt", "täxt")
+        assert info.path == "/home/user/a/b/c.txt"
+        assert sandbox.files.read("a/b/c.txt") == "täxt"
+        assert sandbox.files.read("a/b/c.txt", format="bytes") == "täxt".encode()
+        assert sandbox.run_code("open('a/b/c.txt', 'a').write('!')").text == "1"
+        assert sandbox.files.read("/home/user/a/b/c.txt") == "täxt!"
+
+    def test_list_info_rename_remove(self, sandbox: Sandbox) -> None:
+        sandbox.files.write_files([{"path": "d/x", "data": "1"}, {"path": "d/y", "data": b"22"}])
+        assert [(e.name, e.size) for e in sandbox.files.list("d")] == [("x", 1), ("y", 2)]
+        assert [e.name for e in sandbox.files.list(".", depth=2)] == ["d", "x", "y"]
+        sandbox.files.rename("d/x", "z")
+        assert not sandbox.files.exists("d/x")
+        assert sandbox.files.get_info("z").size == 1
+        sandbox.files.remove("d")
+        assert [e.name for e in sandbox.files.list()] == ["z"]
+        assert sandbox.files.make_dir("e/f")
+        assert not sandbox.files.make_dir("e/f")
+
+    def test_missing(self, sandbox: Sandbox) -> None:
+        for act in (sandbox.files.read, sandbox.files.remove, sandbox.files.get_info):
+            with pytest.raises(FileNotFoundException):
+                act("nothing")
+
+    @pytest.mark.parametrize(
+        "target",
+        ["/etc/shadow", "../../etc/shadow", "/proc/1/root/etc/shadow", "/proc/self/root/etc/shadow",
+         "/root", "loop", "/dev/zero", "/proc/self/environ", "fifo"],
+    )  # fmt: skip
+    def test_links_do_not_lead_out(self, sandbox: Sandbox, target: str) -> None:
+        sandbox.run_code(f"import os; os.mkfifo('fifo'); os.symlink({target!r}, 'link')")
+        sandbox.run_code("os.symlink('loop', 'loop')")
+        with pytest.raises(SandboxException):
+            sandbox.files.read("link")
+
+    def test_writing_through_a_link_stays_inside(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("import os; os.symlink('/tmp/inside', 'link')")
+        sandbox.files.write("link", "x")
+        assert sandbox.run_code("open('/tmp/inside').read()").text == "'x'"
+        sandbox.run_code("os.symlink('/etc/passwd', 'outside')")
+        with pytest.raises(SandboxException):
+            sandbox.files.write("outside", "x")
+
+    def test_removing_a_link_keeps_its_target(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("import os; os.mkdir('t'); open('t/f', 'w'); os.symlink('t', 'link')")
+        sandbox.files.remove("link")
+        assert sandbox.files.exists("t/f")
+
+    def test_sizes_are_bounded(self, sandbox: Sandbox) -> None:
+        sandbox.run_code("f = open('sparse', 'wb'); f.truncate(60 << 20)")
+        with pytest.raises(InvalidArgumentException, match="larger"):
+            sandbox.files.read("sparse")
+        with pytest.raises(NotEnoughSpaceException):
+            sandbox.files.write("big", b"x" * (17 << 20))
+
+    def test_full_file_system(self, sandbox: Sandbox) -> None:
+        for i in range(4):
+            sandbox.run_code(f"open('f{i}', 'wb').write(b'x' * (15 << 20))")
+        with pytest.raises(NotEnoughSpaceException):
+            sandbox.files.write("one more", b"x" * (15 << 20))
+
+    @pytest.mark.parametrize("path", ["", "a\0b", "."])
+    def test_nonsense_paths(self, sandbox: Sandbox, path: str) -> None:
+        with pytest.raises(SandboxException):
+            sandbox.files.remove(path)
+
+
+class TestLifecycle:
+    def test_kill_and_use_after_it(self, sandbox: Sandbox) -> None:
+        assert sandbox.is_running()
+        assert sandbox.kill()
+        assert not sandbox.kill()
+        assert not sandbox.is_running()
+        with pytest.raises(SandboxNotFoundException):
+            sandbox.run_code("1")
+        with pytest.raises(SandboxNotFoundException):
+            sandbox.commands.run("true")
+
+    def test_lifetime(self, sandbox: Sandbox) -> None:
+        sandbox.set_timeout(0.05)
+        assert sandbox._timer is not None
+        sandbox._timer.join()
+        with pytest.raises(SandboxNotFoundException):
+            sandbox.run_code("1")
+
+    def test_info(self, pool: SandboxPool) -> None:
+        with Sandbox.create(pool=pool, metadata={"run": "7"}, timeout=60) as made:
+            info = made.get_info()
+            assert (info.sandbox_id, info.metadata) == (made.sandbox_id, {"run": "7"})
+            assert 59 <= info.end_at - info.started_at <= 61
+
+    def test_what_a_local_jail_cannot_do_is_refused(self, sandbox: Sandbox) -> None:
+        with pytest.raises(NotSupportedException):
+            Sandbox.create(allow_internet_access=True)
+        for refused in (sandbox.pause, lambda: sandbox.get_host(80), lambda: sandbox.pty,
+                        lambda: sandbox.files.watch_dir(".")):  # fmt: skip
+            with pytest.raises(NotSupportedException):
+                refused()
+
+    def test_async(self, pool: SandboxPool) -> None:
+        async def work(i: int) -> str | None:
+            async with await AsyncSandbox.create(pool=pool) as sandbox:
+                await sandbox.files.write("f", str(i))
+                await sandbox.commands.run("echo -n 0 >> f")
+                return (await sandbox.run_code("int(open('f').read())")).text
+
+        async def all_of_them() -> list[str | None]:
+            return await asyncio.gather(*(work(i) for i in range(1, 9)))
+
+        assert asyncio.run(all_of_them()) == [f"{i}0" for i in range(1, 9)]

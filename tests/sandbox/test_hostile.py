@@ -1,0 +1,35 @@
+"""The hostile suite, one test per case, on every rung that this user can have."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox.hostile import CASES, LIMITS, Case, Skip, run_case
+from agentgrpo.sandbox.zygote import Rung
+
+pytestmark = pytest.mark.nsjail
+
+
+@pytest.fixture(scope="module", params=list(Rung), ids=str)
+def hostile_pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
+    rung: Rung = request.param
+    if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
+        pytest.skip("zygote-root needs root")
+    try:
+        made = SandboxPool(limits=LIMITS, max_live=8, min_idle=2, rungs=[rung])
+    except SandboxUnavailable as reason:
+        if os.environ.get("AGENTGRPO_SANDBOX_REQUIRED") == "1":
+            raise
+        pytest.skip(str(reason))
+    with made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.group}: {case.name}")
+def test_hostile(hostile_pool: SandboxPool, case: Case) -> None:
+    try:
+        run_case(case, hostile_pool)
+    except Skip as reason:
+        pytest.skip(str(reason))

@@ -1,0 +1,234 @@
+"""Pools: admission, prewarming, deaths of zygotes and of the whole trainer."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentgrpo.sandbox import Limits, SandboxBusy, SandboxException, SandboxPool, Status, Template
+from agentgrpo.sandbox.cgroup import OWNER, V2, Group, _mounted, remove_stale
+from agentgrpo.sandbox.hostile.lifecycle import gone, pids
+from agentgrpo.sandbox.zygote import remove_stale_scratch
+
+pytestmark = pytest.mark.nsjail
+
+
+def wait_for(condition: object, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_idle_sessions_are_made_in_the_background_and_handed_out() -> None:
+    with SandboxPool(min_idle=3, max_live=4) as pool:
+        wait_for(lambda: pool.metrics()["idle"] == 3, "three idle sessions")
+        with pool.acquire() as session:
+            assert session.step("1").value == "1"
+        assert pool.metrics()["from_idle"] == 1
+        wait_for(lambda: pool.metrics()["idle"] == 3, "the pool to fill up again")
+
+
+def test_idle_session_that_died_is_not_handed_out() -> None:
+    with SandboxPool(min_idle=1, max_live=2) as pool:
+        wait_for(lambda: pool.metrics()["idle"] == 1, "an idle session")
+        init, _ = pids(pool._idle[0])
+        os.kill(init, signal.SIGKILL)
+        assert gone(init)
+        with pool.acquire() as session:
+            assert session.step("1").value == "1"
+
+
+def test_waiting_acquire_gets_the_place_of_a_closed_session() -> None:
+    with SandboxPool(max_live=1, min_idle=0) as pool:
+        first = pool.acquire()
+        with pytest.raises(SandboxBusy, match="max_live"):
+            pool.acquire(timeout_s=0.05)
+        threading.Timer(0.1, first.close).start()
+        with pool.acquire(timeout_s=10) as second:
+            assert second.step("1").value == "1"
+        assert pool.metrics()["waited"] == 2
+        assert pool.metrics()["mean_wait_s"] > 0
+
+
+def test_session_that_ends_by_itself_frees_its_place() -> None:
+    with SandboxPool(max_live=1, min_idle=0) as pool:
+        pool.acquire().step("import os; os._exit(0)")
+        pool.acquire(timeout_s=5).close()
+
+
+def test_dead_zygote_is_replaced_and_its_sessions_are_infra_errors() -> None:
+    with SandboxPool(min_idle=0, zygotes=1) as pool:
+        session = pool.acquire()
+        zygote = pool._spawner._zygotes[0]
+        _, interpreter = pids(session)
+        os.kill(zygote.pid, signal.SIGKILL)
+        assert gone(interpreter)
+        result = session.step("1", 5)
+        assert (result.status, result.state_lost) == (Status.INFRA_ERROR, True)
+        with pool.acquire() as fresh:
+            assert fresh.step("1").value == "1"
+        assert pool.metrics()["zygote_restarts"] == 1
+
+
+def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pool = SandboxPool(min_idle=2)
+    session = pool.acquire()
+    started = pids(session)
+    pool.close()
+    pool.close()
+    assert all(gone(pid) for pid in started)
+    assert session.step("1").state_lost
+    with pytest.raises(SandboxException, match="closed"):
+        pool.acquire()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_environment_of_a_session_is_not_seen_by_the_next() -> None:
+    with SandboxPool(min_idle=0, zygotes=1) as pool:
+        with pool.acquire(env={"SECRET": "s3cr3t"}) as session:
+            assert session.step("import os; os.environ['SECRET']").value == "'s3cr3t'"
+        with pool.acquire() as session:
+            assert session.step("import os; 'SECRET' in os.environ").value == "False"
+        with pytest.raises(ValueError, match="A=B"):
+            pool.acquire(env={"A=B": "1"})
+
+
+def test_session_time_and_steps_are_bounded() -> None:
+    with SandboxPool(limits=Limits(steps=2, session_s=0.5), min_idle=0) as pool:
+        with pool.acquire() as session:
+            assert [session.step("1").status for _ in range(3)] == ["ok", "ok", "timeout_killed"]
+        with pool.acquire() as session:
+            result = session.step("while True: pass", 60)
+            assert result.status in (Status.TIMEOUT, Status.TIMEOUT_KILLED)
+            assert session.step("1").status is Status.TIMEOUT_KILLED
+
+
+def test_template_packages_and_preload(tmp_path: Path) -> None:
+    (tmp_path / "site" / "pack").mkdir(parents=True)
+    (tmp_path / "site" / "pack" / "__init__.py").write_text("import os\nPID = os.getpid()\n")
+    site = str(tmp_path / "site")
+    (tmp_path / "tool.py").write_text("secret = 1")
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o700)
+    template = Template(site_dirs=(site,), preload=("pack",), env={"KEY": "value"})
+    with SandboxPool(template=template, min_idle=0) as pool, pool.acquire() as session:
+        shown = session.step("import os, pack; pack.PID != os.getpid(), os.environ['KEY']")
+        assert shown.value == "(True, 'value')"
+        assert session.step(f"import os; os.path.exists({str(tmp_path / 'tool.py')!r})").value == (
+            "False"
+        )
+        assert session.step(f"open({site!r} + '/x', 'w')").status is Status.ERROR
+
+
+def test_preload_that_fails_or_starts_threads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("raise ImportError('missing piece')")
+    (tmp_path / "threads.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()"
+    )
+    for name, message in (("bad", "missing piece"), ("threads", "threads running")):
+        template = Template(site_dirs=(str(tmp_path),), preload=(name,))
+        with pytest.raises(SandboxException, match=message):
+            SandboxPool(template=template, min_idle=0)
+
+
+def test_killed_trainer_leaves_no_process(tmp_path: Path) -> None:
+    code = textwrap.dedent(
+        f"""
+        import time
+        from agentgrpo.sandbox import SandboxPool
+        from agentgrpo.sandbox.hostile.lifecycle import pids
+        pool = SandboxPool(min_idle=0)
+        found = [zygote.pid for zygote in pool._spawner._zygotes]
+        for _ in range(3):
+            session = pool.acquire()
+            session.step("import os\\nif os.fork() == 0:\\n while True: pass")
+            found += pids(session)
+        open({str(tmp_path / "pids")!r}, "w").write(" ".join(map(str, found)))
+        print("ready", flush=True)
+        time.sleep(100)
+        """
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "ready\n"
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    left = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(left) == 8
+    assert all(gone(pid) for pid in left)
+
+
+def test_what_a_killed_owner_left_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        ended = subprocess.Popen(["/bin/true"])
+        ended.wait()
+        stale = Path(directory, f"{OWNER}.{ended.pid}.123.abc")
+        stale.mkdir()
+        with SandboxPool(min_idle=0, zygotes=1) as pool:
+            mine = [p for p in Path(directory).iterdir() if str(os.getpid()) in p.name]
+            remove_stale_scratch()
+            assert not stale.exists()
+            assert mine
+            assert all(p.exists() for p in mine)
+            pool.acquire().close()
+
+
+def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:
+    groups = _mounted()
+    if "pids" not in groups or not os.access(groups["pids"], os.W_OK):
+        pytest.skip("no writable v1 pids hierarchy")
+    ended = subprocess.Popen(["/bin/true"])
+    ended.wait()
+    stale = groups["pids"] / f"{OWNER}.{ended.pid}.123.abc"
+    (stale / "1").mkdir(parents=True)
+    remove_stale(groups["pids"])
+    assert not stale.exists()
+
+
+def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
+    (tmp_path / "memory.swap.max").write_text("max")
+    group = Group(dict.fromkeys(("memory", "pids"), tmp_path), V2)
+    group.set_limits(1 << 20, 64)
+    wrote = {name: (tmp_path / name).read_text() for name in ("memory.max", "pids.max")}
+    assert wrote == {"memory.max": "1048576", "pids.max": "64"}
+    (tmp_path / "memory.events").write_text("low 0\nhigh 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    (tmp_path / "pids.current").write_text("5\n")
+    (tmp_path / "memory.peak").write_text("4096\n")
+    (tmp_path / "cgroup.procs").write_text("")
+    assert (group.oom_kills(), group.processes(), group.peak_kib()) == (2, 5, 4)
+    assert group.empty()
+    (tmp_path / "cgroup.procs").write_text("17\n")
+    assert not group.empty()
+    fds = group.open_for_attaching()
+    assert len(fds) == 1
+    os.close(fds[0])
+
+
+@pytest.mark.slow
+def test_many_sessions_leave_nothing_behind() -> None:
+    with SandboxPool(min_idle=0) as pool:
+        for _ in range(50):
+            pool.acquire().close()
+        time.sleep(0.2)
+        fds = len(os.listdir("/proc/self/fd"))
+        made = pool._spawner.cgroups._count if pool._spawner.cgroups is not None else 0
+        for _ in range(1000):
+            with pool.acquire() as session:
+                assert session.step("1").value == "1"
+        assert len(os.listdir("/proc/self/fd")) == fds
+        if pool._spawner.cgroups is not None:
+            assert pool._spawner.cgroups._count <= made + 20

@@ -1,0 +1,97 @@
+"""Templates: built once, found by name, rebuilt when what they are made of changes."""
+
+from pathlib import Path
+
+import pytest
+
+from agentgrpo.sandbox import NotFoundException, Sandbox, SandboxPool, SandboxUnavailable, Template
+from agentgrpo.sandbox.templates import build_template, find_template, remove_template
+
+pytestmark = pytest.mark.nsjail
+
+
+@pytest.fixture(autouse=True)
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGENTGRPO_TEMPLATES", str(tmp_path / "templates"))
+    return tmp_path
+
+
+def make_package(where: Path) -> str:
+    """A source package that pip can install without a network."""
+    package = where / "package"
+    (package / "answer").mkdir(parents=True)
+    (package / "answer" / "__init__.py").write_text("ANSWER = 42\n")
+    (package / "pyproject.toml").write_text(
+        "[project]\nname = 'answer'\nversion = '1'\n[build-system]\nrequires = []\n"
+        "build-backend = 'backend'\nbackend-path = ['.']\n"
+    )
+    (package / "backend.py").write_text(
+        "import zipfile\n"
+        "def build_wheel(directory, config_settings=None, metadata_directory=None):\n"
+        " name = 'answer-1-py3-none-any.whl'\n"
+        " with zipfile.ZipFile(directory + '/' + name, 'w') as z:\n"
+        "  z.write('answer/__init__.py')\n"
+        "  z.writestr('answer-1.dist-info/METADATA', 'Metadata-Version: 2.1\\nName: answer\\n"
+        "Version: 1\\n')\n"
+        "  z.writestr('answer-1.dist-info/WHEEL', 'Wheel-Version: 1.0\\nGenerator: x\\n"
+        "Root-Is-Purelib: true\\nTag: py3-none-any\\n')\n"
+        "  z.writestr('answer-1.dist-info/RECORD', '')\n"
+        " return name\n"
+    )
+    return str(package)
+
+
+def test_build_from_requirements_is_reused_until_they_change(tmp_path: Path) -> None:
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text(make_package(tmp_path) + "\n")
+    tool = tmp_path / "tool.py"
+    tool.write_text("def double(x): return 2 * x")
+    options = {"requirements": requirements, "preload": ["answer"], "tools": [tool]}
+    built, fresh = build_template("mine", env={"KEY": "v"}, **options)  # type: ignore[arg-type]
+    assert fresh
+    again, fresh = build_template("mine", env={"KEY": "v"}, **options)  # type: ignore[arg-type]
+    assert not fresh
+    assert again == built == find_template("mine")
+    _, fresh = build_template("mine", env={"KEY": "w"}, **options)  # type: ignore[arg-type]
+    assert fresh
+    with Sandbox.create("mine") as sandbox:
+        shown = sandbox.run_code("import os, answer; double(answer.ANSWER), os.environ['KEY']")
+        assert shown.text == "(84, 'w')"
+    remove_template("mine")
+    with pytest.raises(NotFoundException):
+        find_template("mine")
+
+
+def test_failed_build_leaves_the_old_template(tmp_path: Path) -> None:
+    build_template("mine", env={"A": "1"})
+    missing = tmp_path / "requirements.txt"
+    missing.write_text(str(tmp_path / "nothing") + "\n")
+    with pytest.raises(Exception, match="pip could not install"):
+        build_template("mine", requirements=missing)
+    assert find_template("mine").env == {"A": "1"}
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", "python", ".hidden"])
+def test_names_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match="template name"):
+        build_template(name)
+
+
+def test_unknown_name_lists_the_known() -> None:
+    build_template("known")
+    with pytest.raises(NotFoundException, match="known"):
+        find_template("unknown")
+
+
+def test_setup_that_fails_is_found_at_once() -> None:
+    with pytest.raises(SandboxUnavailable, match="ZeroDivisionError"):
+        SandboxPool(template=Template(setup="1 / 0"), min_idle=0)
+
+
+def test_bad_paths_and_variables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"template\.site_dirs"):
+        Template(site_dirs=("relative",))
+    with pytest.raises(ValueError, match=r"template\.mounts"):
+        Template(mounts=(str(tmp_path / "missing"),))
+    with pytest.raises(ValueError, match=r"template\.env"):
+        Template(env={"A=B": "1"})

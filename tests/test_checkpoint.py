@@ -1,0 +1,126 @@
+"""A checkpoint is whole or it is not there, at whatever moment the process died."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import checkpoint
+
+
+def writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        (folder / "weights").write_text(text)
+        (folder / "sub" / "more").write_text(text)
+
+    return write
+
+
+def listed(out_dir: Path) -> list[str]:
+    return sorted(path.name for path in (out_dir / "checkpoints").iterdir())
+
+
+def test_nothing_saved_yet(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_the_newest_is_of_the_highest_step(tmp_path: Path) -> None:
+    for step in (3, 20, 100):
+        made = checkpoint.save(tmp_path, step, writer(str(step)), keep=9)
+        assert made == tmp_path / "checkpoints" / f"step_{step:06d}"
+        assert checkpoint.newest(tmp_path) == made
+        assert checkpoint.step_of(made) == step
+    assert (made / "weights").read_text() == "100"
+    assert (made / "sub" / "more").read_text() == "100"
+
+
+def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 999_999, writer("a"), keep=9)
+    made = checkpoint.save(tmp_path, 1_000_000, writer("b"), keep=9)
+    assert checkpoint.newest(tmp_path) == made
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 5):
+        checkpoint.save(tmp_path, step, writer(str(step)), keep=keep)
+    assert listed(tmp_path) == [f"step_{step:06d}" for step in range(5 - keep, 5)]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_ones_and_no_rest(
+    tmp_path: Path, error: BaseException
+) -> None:
+    def fail(folder: Path) -> None:
+        writer("half")(folder)
+        raise error
+
+    old = checkpoint.save(tmp_path, 1, writer("old"), keep=1)
+    with pytest.raises(type(error)):
+        checkpoint.save(tmp_path, 2, fail, keep=1)
+    assert listed(tmp_path) == [old.name]
+    assert (old / "weights").read_text() == "old"
+
+
+def test_writing_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, writer("old"), keep=2)
+    checkpoint.save(tmp_path, 1, lambda folder: (folder / "new").touch(), keep=2)
+    made = checkpoint.newest(tmp_path)
+    assert made is not None
+    assert [path.name for path in made.iterdir()] == ["new"]
+
+
+class Killed(BaseException):
+    """Stands for the process ending: nothing after it runs."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Die before the call-th rename or removal, and skip all cleaning up on the way out."""
+    seen = 0
+
+    def dying(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            nonlocal seen
+            seen += 1
+            if seen >= call:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(Path, "rename", dying(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_kill_at_any_instant_leaves_whole_checkpoints_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
+) -> None:
+    for done in (1, 2):
+        checkpoint.save(tmp_path, done, writer(str(done)), keep=2)
+    with monkeypatch.context() as patch:
+        kill_at(patch, call)
+        with contextlib.suppress(Killed):
+            checkpoint.save(tmp_path, step, writer("again"), keep=2)
+    newest = checkpoint.newest(tmp_path)
+    assert newest is not None
+    assert (newest / "weights").read_text() == (newest / "sub" / "more").read_text()
+    # and the next save goes through and cleans up what the kill left
+    checkpoint.save(tmp_path, step, writer("again"), keep=2)
+    checkpoint.save(tmp_path, 4, writer("4"), keep=2)
+    assert listed(tmp_path) == [f"step_{step:06d}", "step_000004"]
+
+
+def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    made = checkpoint.save(tmp_path, 1, writer("1"), keep=2)
+    for name in (".partial-step_000009", ".removed-step_000008", "step_7", "step_000009.old"):
+        (made.parent / name).mkdir()
+    assert checkpoint.newest(tmp_path) == made

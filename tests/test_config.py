@@ -1,0 +1,158 @@
+"""The strict reader: what a config may say, and what it is told when it says something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from agentgrpo.config import (
+    EngineConfig,
+    RolloutConfig,
+    TrainConfig,
+    load_config,
+    shipped_configs,
+)
+
+LEAST = "model = 'm'\nout_dir = 'o'\n"
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(LEAST)
+    return path
+
+
+def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
+    toml.write_text(LEAST + "[loss]\nepsilon = 0.1\n")
+    config = load_config(toml)
+    assert config.loss.epsilon == 0.1
+    assert config.model_dump(exclude={"loss"}) == TrainConfig(
+        model="m", out_dir=Path("o")
+    ).model_dump(exclude={"loss"})
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("steps=7", None, "steps", 7),
+        ("rollout.deterministic=true", "rollout", "deterministic", True),
+        ("learner.learning_rate=5e-5", "learner", "learning_rate", 5e-5),
+        ("data.levels=[1,2,3]", "data", "levels", (1, 2, 3)),
+        ("model=some/plain-text", None, "model", "some/plain-text"),
+        ('model="quoted"', None, "model", "quoted"),
+        ("agent.system_prompt=a = b", "agent", "system_prompt", "a = b"),
+        ("agent.close_tag=", "agent", "close_tag", ""),
+    ],
+)
+def test_an_override_is_read_as_toml_or_else_as_text(
+    toml: Path, override: str, section: str | None, key: str, value: Any
+) -> None:
+    config = load_config(toml, [override])
+    assert getattr(getattr(config, section) if section else config, key) == value
+
+
+def test_the_last_override_wins_over_the_file(toml: Path) -> None:
+    toml.write_text(LEAST + "[loss]\nepsilon = 0.1\n")
+    assert load_config(toml, ["loss.epsilon=0.3", "loss.epsilon=0.4"]).loss.epsilon == 0.4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
+        ("learner.lr_rate=1", "unknown config key learner.lr_rate"),
+        ("loss.epsilon_hihg=1", "unknown key.*did you mean loss.epsilon_high?"),
+        ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
+        ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
+        ("loss.epsilon=1.5", "config key loss.epsilon: .*less than 1, got 1.5"),
+        ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
+        ("steps=x", "config key steps: .*integer.*got 'x'"),
+        ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),
+        ("engine.dtype=float16", "config key engine.dtype: .*'bfloat16'.*got 'float16'"),
+        ("data.levels=[5]", r"config key data.levels.0: .*equal to 4, got 5"),
+        ("engine.max_model_len=64", "rollout.max_turn_tokens must be below .* 64, got 64"),
+        ("steps", "override 'steps': expected section.key=value"),
+        ("steps.more=1", "steps is not a section"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_its_name(toml: Path, override: str, message: str) -> None:
+    toml.write_text("steps = 3\n" + LEAST)
+    with pytest.raises(ValueError, match=message.replace("unknown key", "unknown config key")):
+        load_config(toml, [override])
+
+
+def test_every_mistake_is_named_at_once(toml: Path) -> None:
+    with pytest.raises(ValueError, match="steps") as caught:
+        load_config(toml, ["steps=0", "seed=-1", "nosuch.key=2"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("missing", ["model", "out_dir"])
+def test_what_has_no_default_is_required(tmp_path: Path, missing: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("".join(line for line in LEAST.splitlines(True) if missing not in line))
+    with pytest.raises(ValueError, match=f"config key {missing} is required"):
+        load_config(path)
+
+
+def test_a_missing_file_names_the_shipped_configs() -> None:
+    with pytest.raises(ValueError, match=r"'nosuch.toml' is neither a file nor .*quickstart"):
+        load_config("nosuch.toml")
+
+
+def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:
+    toml.write_text("model = \n")
+    with pytest.raises(ValueError, match=r"c\.toml: not valid TOML: .*line 1"):
+        load_config(toml)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_load_by_name(name: str) -> None:
+    assert load_config(name) == load_config(shipped_configs()[name])
+
+
+def test_there_is_a_quickstart() -> None:
+    config = load_config("quickstart")
+    assert config.rollout.deterministic
+    assert config.agent.shots
+
+
+def test_a_config_cannot_be_changed(toml: Path) -> None:
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        load_config(toml).steps = 3
+
+
+def test_a_resolved_config_can_be_read_again(toml: Path) -> None:
+    config = load_config(toml, ["rollout.max_turns=5"])
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "meant", "threshold"),
+    [
+        ("auto", "cpu", "float32", 1e-3),
+        ("auto", "cuda", "bfloat16", 1.0),
+        ("bfloat16", "cpu", "bfloat16", 1.0),
+        ("float32", "cuda", "float32", 1e-3),
+    ],
+)
+def test_auto_depends_on_the_device(dtype: Any, device: str, meant: str, threshold: float) -> None:
+    config = EngineConfig(dtype=dtype)
+    assert config.dtype_on(device) == meant
+    assert config.agreement_on(device) == threshold
+    assert EngineConfig(dtype=dtype, agreement_threshold=0.5).agreement_on(device) == 0.5
+
+
+def test_seeds_of_steps_refills_and_runs_all_differ() -> None:
+    configs = [TrainConfig(model="m", out_dir=Path("o"), seed=seed) for seed in range(3)]
+    seeds = {c.seed_of(step, refill) for c in configs for step in range(50) for refill in range(5)}
+    assert len(seeds) == 3 * 50 * 5
+    assert configs[1].seed_of(4, 1) == configs[1].seed_of(4, 1)
+
+
+def test_a_rollout_may_sample_all_its_turns() -> None:
+    assert RolloutConfig(max_turns=3, max_turn_tokens=10).max_sampled_tokens == 30

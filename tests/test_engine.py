@@ -1,0 +1,240 @@
+"""Real vLLM with a tiny model: what it samples, against transformers reading the same files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.engine import Completion, Engine
+from agentgrpo.types import Float32, Int32
+from tests.rollout import stubs
+from tests.tiny import VOCAB
+
+Score = Callable[[Int32, float], Any]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Score:
+    """Log-probabilities of every next token, at a temperature, by plain transformers; [T, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+    def score(ids: Int32, temperature: float = 1.0) -> Any:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+        return torch.log_softmax(logits / temperature, -1).numpy()
+
+    return score
+
+
+def prompt(length: int, seed: int = 0) -> Int32:
+    return np.random.default_rng(seed).integers(VOCAB, size=length, dtype=np.int32)
+
+
+def finish(engine: Engine) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    while engine.num_in_flight:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return done
+
+
+def ask(
+    engine: Engine, *prompts: Int32, seed: int | None = None, **options: Any
+) -> list[Completion]:
+    if seed is not None:
+        engine.seed(seed)
+    options = {"max_tokens": 24, "temperature": 1.0, **options}
+    for index, ids in enumerate(prompts):
+        engine.add_request(str(index), ids, **options)
+    done = finish(engine)
+    return [done[str(index)] for index in range(len(prompts))]
+
+
+def picked(table: Any, prompt_ids: Int32, token_ids: Int32) -> Float32:
+    """The oracle's log-probabilities of the tokens that were sampled after a prompt."""
+    rows = np.arange(len(prompt_ids) - 1, len(prompt_ids) - 1 + len(token_ids))
+    return np.asarray(table[rows, token_ids], np.float32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_logprobs_are_those_of_the_tempered_policy(
+    engine: Engine, oracle: Score, temperature: float
+) -> None:
+    prompts = [prompt(length, seed=length) for length in (1, 7, 32, 33, 100)] * 2
+    for ids, turn in zip(
+        prompts, ask(engine, *prompts, temperature=temperature, seed=1), strict=True
+    ):
+        table = oracle(np.concatenate([ids, turn.token_ids]), temperature)
+        assert turn.logprobs.dtype == np.float32
+        np.testing.assert_allclose(turn.logprobs, picked(table, ids, turn.token_ids), atol=1e-5)
+
+
+def test_greedy_takes_the_most_likely_token(engine: Engine, oracle: Score) -> None:
+    prompts = [prompt(40, seed=seed) for seed in range(6)]
+    for ids, turn in zip(prompts, ask(engine, *prompts, temperature=0.0), strict=True):
+        table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)
+        best = table[len(ids) - 1 : -1].argmax(-1)
+        assert turn.token_ids.tolist() == best.tolist()
+        # the greedy policy's log-probability is reported at temperature 1, as the learner scores it
+        np.testing.assert_allclose(turn.logprobs, picked(table, ids, turn.token_ids), atol=1e-5)
+
+
+def test_samples_follow_the_policy(engine: Engine, oracle: Score) -> None:
+    """Frequencies of the first token over many samples: chi-squared over its likely values."""
+    ids, count = prompt(3), 1200
+    first = [t.token_ids[0] for t in ask(engine, *[ids] * count, max_tokens=1, seed=0)]
+    probability = np.exp(oracle(ids, 1.0)[-1])
+    likely = np.argsort(-probability)[:20]
+    seen = np.bincount(first, minlength=VOCAB)
+    expected = count * probability
+    chi2 = float((((seen - expected) ** 2) / expected)[likely].sum())
+    assert chi2 < 20 + 5 * math.sqrt(2 * 20)
+
+
+def test_a_seed_repeats_every_bit_and_another_does_not(engine: Engine) -> None:
+    prompts = [prompt(50)] * 4 + [prompt(20, seed=1)]
+    runs = []
+    for seed in (3, 3, 4):
+        engine.reset_prefix_cache()
+        runs.append(ask(engine, *prompts, seed=seed))
+    first, again, other = ([(t.token_ids.tobytes(), t.logprobs.tobytes()) for t in r] for r in runs)
+    assert first == again
+    assert first != other
+    assert len({ids for ids, _ in first[:4]}) == 4, "a group must not be one rollout"
+
+
+def test_a_stop_token_is_part_of_the_turn(engine: Engine) -> None:
+    (free,) = ask(engine, prompt(30), seed=5)
+    assert free.finish_reason == "length"
+    stop = int(free.token_ids[6])
+    (turn,) = ask(engine, prompt(30), seed=5, stop_token_ids=[stop])
+    end = free.token_ids.tolist().index(stop) + 1
+    assert turn.token_ids.tolist() == free.token_ids[:end].tolist()
+    assert (turn.finish_reason, turn.stop_reason) == ("stop", stop)
+    assert len(turn.logprobs) == end
+
+
+def test_a_stop_string_ends_with_the_token_it_ends_in(engine: Engine, tokenizer: Any) -> None:
+    for seed in range(50):
+        (free,) = ask(engine, prompt(30), seed=seed)
+        texts = [tokenizer.decode([i]) for i in free.token_ids]
+        pairs = [i for i in range(23) if (texts[i] + texts[i + 1]).isascii()]
+        if pairs and all(free.token_ids != 2):
+            break
+    stop = texts[pairs[0]] + texts[pairs[0] + 1]
+    (turn,) = ask(engine, prompt(30), seed=seed, stop=[stop])
+    assert (turn.finish_reason, turn.stop_reason) == ("stop", stop)
+    assert tokenizer.decode(turn.token_ids).endswith(stop)
+    assert turn.token_ids.tolist() == free.token_ids[: len(turn.token_ids)].tolist()
+    assert len(turn.logprobs) == len(turn.token_ids) <= pairs[0] + 2
+
+
+def test_requests_join_and_leave_while_others_decode(engine: Engine, oracle: Score) -> None:
+    engine.add_request("long", prompt(20), max_tokens=30, temperature=1.0)
+    for _ in range(5):
+        assert engine.step() == []
+    engine.add_request("short", prompt(21, seed=1), max_tokens=3, temperature=1.0)
+    engine.add_request("gone", prompt(22, seed=2), max_tokens=50, temperature=1.0)
+    engine.step()
+    engine.abort(["gone", "never was"])
+    assert engine.num_in_flight == 2
+    done = finish(engine)
+    assert {name: len(turn.token_ids) for name, turn in done.items()} == {"long": 30, "short": 3}
+    for name, ids in (("long", prompt(20)), ("short", prompt(21, seed=1))):
+        table = oracle(np.concatenate([ids, done[name].token_ids]), 1.0)
+        np.testing.assert_allclose(
+            done[name].logprobs, picked(table, ids, done[name].token_ids), atol=1e-5
+        )
+
+
+def test_a_known_prefix_is_not_computed_again_until_it_is_forgotten(engine: Engine) -> None:
+    ids = prompt(100)
+    cached = [ask(engine, ids, max_tokens=2, seed=0)[0].num_cached_tokens for _ in range(2)]
+    assert cached == [0, 96]
+    engine.reset_prefix_cache()
+    assert ask(engine, ids, max_tokens=2, seed=0)[0].num_cached_tokens == 0
+
+
+def test_the_cache_is_not_reset_under_running_requests(engine: Engine) -> None:
+    engine.add_request("a", prompt(40), max_tokens=9, temperature=1.0)
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"did not reset its prefix cache \(1 requests"):
+        engine.reset_prefix_cache()
+
+
+def test_a_request_id_may_be_used_again_only_when_it_is_done(engine: Engine) -> None:
+    engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0)
+    with pytest.raises(ValueError, match="request 'a' is in flight already"):
+        engine.add_request("a", prompt(6), max_tokens=2, temperature=1.0)
+    assert list(finish(engine)) == ["a"]
+    assert len(ask(engine, prompt(5), max_tokens=2)) == 1
+
+
+@pytest.mark.parametrize(("length", "max_tokens", "fits"), [(250, 6, True), (250, 7, False)])
+def test_the_context_can_be_filled_but_not_exceeded(
+    engine: Engine, length: int, max_tokens: int, fits: bool
+) -> None:
+    if fits:
+        (turn,) = ask(engine, prompt(length), max_tokens=max_tokens)
+        assert (len(turn.token_ids), turn.finish_reason) == (max_tokens, "length")
+        return
+    with pytest.raises(ValueError, match=r"'0': 250 prompt tokens .* 7 exceed .*max_model_len 256"):
+        ask(engine, prompt(length), max_tokens=max_tokens)
+    assert engine.num_in_flight == 0
+
+
+def test_asleep_it_refuses_to_work(engine: Engine) -> None:
+    engine.sleep()
+    engine.sleep()
+    for use in (
+        engine.step,
+        lambda: engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0),
+        lambda: engine.probe([prompt(5)], 2),
+    ):
+        with pytest.raises(RuntimeError, match=r"the engine sleeps: call wake\(\) first"):
+            use()
+    engine.wake()
+    assert len(ask(engine, prompt(5), max_tokens=2)[0].token_ids) == 2
+
+
+def test_it_does_not_fall_asleep_over_requests(engine: Engine) -> None:
+    engine.add_request("a", prompt(5), max_tokens=20, temperature=1.0)
+    engine.step()
+    with pytest.raises(RuntimeError, match="asked to sleep with 1 requests in flight"):
+        engine.sleep()
+    assert not engine.asleep
+    assert len(finish(engine)) == 1
+    engine.sleep()
+
+
+def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
+    prompts = [prompt(length, seed=length) for length in (90, 3, 40)]
+    for ids, turn in zip(prompts, engine.probe(prompts, 3), strict=True):
+        table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)
+        assert turn.token_ids[0] == table[len(ids) - 1].argmax()
+        assert len(turn.token_ids) == 3
+
+
+def test_the_learners_threads_can_still_be_set(the_engine: Engine) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_stub_of_the_fast_tests_has_the_same_fields() -> None:
+    def names(kind: type[Any]) -> Sequence[str]:
+        return [field.name for field in fields(kind)]
+
+    assert names(stubs.Completion) == names(Completion)

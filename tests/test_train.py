@@ -1,0 +1,358 @@
+"""The loop with stand-ins for its parts: order, refilling, resuming, and how it stops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import agentgrpo.build
+from agentgrpo.agreement import Disagreement
+from agentgrpo.build import Parts
+from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.train import main, train
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
+
+LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
+"""Rewards of a group that teaches something, and of one that does not."""
+
+
+class FakeStats:
+    def metrics(self) -> dict[str, float]:
+        return {"decode_s": 1.0, "idle_s": 0.5}
+
+
+class FakeRun:
+    """Every part of a run in one; writes down what it is asked to do."""
+
+    def __init__(self, played: Sequence[Sequence[Sequence[float]]] = (), resumed_at: int = 0):
+        self.calls: list[str] = []
+        self.played = list(played)
+        """Per call of play(): the rewards of each group; LIVE groups once these are used up."""
+        self.step_count = resumed_at
+        self.seeds: list[int] = []
+        self.batches: list[list[PackedBatch]] = []
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.recorded: list[tuple[int, str, int]] = []
+        self.gap = 0.0
+        self.num_tasks = 0
+        self.heldout = [Task(id="h", messages=(), spec={})]
+
+    # the engine
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Any]:
+        self.calls.append("agree")
+        logprobs = np.full(num_tokens, self.gap, np.float32)
+        ids = np.zeros(num_tokens, np.int32)
+        return [SimpleNamespace(token_ids=ids, logprobs=logprobs) for _ in prompts]
+
+    # the learner
+    def publish(self) -> dict[str, float]:
+        self.calls.append("publish")
+        return {"publish_s": 0.0}
+
+    def score(self, token_ids: Int32) -> Float32:
+        return np.zeros(len(token_ids) - 1, np.float32)
+
+    def step(self, batches: list[PackedBatch]) -> dict[str, float]:
+        self.calls.append("learn")
+        self.batches.append(batches)
+        self.step_count += 1
+        return {"loss": 0.0, "seconds": 1.0, "packed_tokens": 1.0}
+
+    # the sampler
+    def play(
+        self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float | None = None
+    ) -> tuple[list[Group], FakeStats]:
+        self.calls.append("sample" if temperature is None else "evaluate")
+        if temperature is not None:
+            assert (temperature, group_size) == (0.0, 1)
+            return [self._group(tasks[0], [1.0])], FakeStats()
+        self.seeds.append(seed)
+        rewards = self.played.pop(0) if self.played else [LIVE] * len(tasks)
+        return [self._group(t, r) for t, r in zip(tasks, rewards, strict=True)], FakeStats()
+
+    def _group(self, task: Task, rewards: Sequence[float]) -> Group:
+        prompt = Segment(np.array([1, 2], np.int32))
+        said = [
+            Segment(np.array([3 + i, 9], np.int32), np.array([-1, -2], np.float32))
+            for i in range(len(rewards))
+        ]
+        rollouts = [
+            Rollout(task=task, segments=[prompt, s], status=Status.COMPLETED, answer=str(reward))
+            for s, reward in zip(said, rewards, strict=True)
+        ]
+        return Group(task=task, rollouts=rollouts)
+
+    def reward(self, rollout: Rollout) -> dict[str, float]:
+        return {"answer": float(rollout.answer or 0)}
+
+    # tasks
+    def next(self, count: int) -> list[Task]:
+        self.num_tasks += count
+        return [Task(id=f"t{i}", messages=(), spec={}) for i in range(count)]
+
+    def feedback(self, groups: list[Group]) -> None:
+        assert all(r.rewards for group in groups for r in group.rollouts)
+        self.calls.append(f"feedback {len(groups)}")
+
+    # records
+    def rollouts(self, step: int, groups: list[Group], *, split: str = "train") -> None:
+        self.recorded.append((step, split, len(groups)))
+
+    def write(self, step: int, **areas: dict[str, float]) -> None:
+        self.calls.append(f"log {step} {'+'.join(areas)}")
+        self.rows.append((step, areas))
+
+    def save(self, config: TrainConfig) -> Path:
+        self.calls.append(f"save {self.step_count}")
+        return Path("somewhere")
+
+    # progress
+    def begin_step(self) -> None: ...
+    def say(self, line: str) -> None: ...
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None: ...
+    def step_done(self, *args: object) -> None: ...
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def parts(self) -> Parts:
+        names = ("engine", "learner", "sampler", "tasks", "log", "progress")
+        return cast(
+            Parts,
+            SimpleNamespace(
+                **dict.fromkeys(names, self),
+                reward=self.reward,
+                heldout=self.heldout,
+                probes=[np.array([1, 2, 3], np.int32)],
+                agreement_threshold=1e-3,
+                save=self.save,
+                close=self.close,
+            ),
+        )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., TrainConfig]:
+    def make(*overrides: str) -> TrainConfig:
+        path = tmp_path / "c.toml"
+        path.write_text(
+            f"model = 'm'\nout_dir = '{tmp_path}'\nsteps = 2\nsave_every = 10\neval_every = 0\n"
+            "[rollout]\ntasks_per_step = 2\ngroup_size = 2\n"
+        )
+        return load_config(path, overrides)
+
+    return make
+
+
+GENERATE = ["wake", "publish", "agree"]
+EVALUATE = [*GENERATE, "evaluate", "sleep"]
+
+
+def step_calls(step: int, *more: str) -> list[str]:
+    return [
+        *GENERATE,
+        *["sample", "sleep", "feedback 2", "learn", f"log {step} rollout+learner+engine"],
+        *more,
+    ]
+
+
+def test_the_order_of_everything(config: Callable[..., TrainConfig]) -> None:
+    fake = FakeRun()
+    train(config(), fake.parts())
+    assert fake.calls == [
+        *[*EVALUATE, "log 0 eval"],
+        *step_calls(0),
+        *step_calls(1, "save 2"),
+        *[*EVALUATE, "log 2 eval"],
+    ]
+    assert fake.recorded == [
+        (0, "heldout", 1),
+        (0, "train", 2),
+        (1, "train", 2),
+        (2, "heldout", 1),
+    ]
+
+
+def test_saves_and_evaluations_come_when_they_are_due(config: Callable[..., TrainConfig]) -> None:
+    fake = FakeRun()
+    train(config("steps=5", "save_every=2", "eval_every=3"), fake.parts())
+    assert [call for call in fake.calls if call.startswith("save")] == [
+        "save 2",
+        "save 4",
+        "save 5",
+    ]
+    assert [call for call in fake.calls if call.endswith("eval")] == [
+        "log 0 eval",
+        "log 3 eval",
+        "log 5 eval",
+    ]
+
+
+@pytest.mark.parametrize("resumed_at", range(7))
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    config: Callable[..., TrainConfig], resumed_at: int
+) -> None:
+    settings = config("steps=6", "save_every=1", "eval_every=2")
+    whole, rest = FakeRun(), FakeRun(resumed_at=resumed_at)
+    train(settings, whole.parts())
+    train(settings, rest.parts())
+    start = whole.calls.index(f"save {resumed_at}") + 1 if resumed_at else 0
+    assert rest.calls == whole.calls[start:]
+    assert rest.seeds == whole.seeds[resumed_at:]
+    assert rest.rows == whole.rows[len(whole.rows) - len(rest.rows) :]
+
+
+def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step(
+    config: Callable[..., TrainConfig],
+) -> None:
+    fake = FakeRun([[LIVE, DEAD]])
+    train(config("steps=1"), fake.parts())
+    (batch,) = fake.batches[0]
+    assert sorted(batch.target_N.tolist()) == [3, 4, 9, 9]
+    assert batch.weight_N.tolist() == [1 / 8] * 4  # the dead group's 4 tokens count too
+    assert sorted(set(np.sign(batch.advantage_N).tolist())) == [-1, 1]
+
+
+def test_steps_without_a_gradient_still_count(config: Callable[..., TrainConfig]) -> None:
+    fake = FakeRun([[DEAD, DEAD]])
+    train(config("steps=1"), fake.parts())
+    assert fake.batches == [[]]
+    assert fake.step_count == 1
+
+
+@pytest.mark.parametrize(
+    ("live_per_round", "refill_below", "max_refills", "rounds"),
+    [
+        ([0, 0, 0, 0], 0, 3, 1),
+        ([0, 0, 0, 0], 1, 0, 1),
+        ([0, 0, 0, 0], 1, 2, 3),
+        ([2, 0, 0, 0], 2, 3, 1),
+        ([1, 0, 1, 0], 2, 3, 3),
+        ([1, 2, 0, 0], 2, 3, 2),
+    ],
+)
+def test_refilling_while_too_few_groups_carry_a_gradient(
+    config: Callable[..., TrainConfig],
+    live_per_round: list[int],
+    refill_below: int,
+    max_refills: int,
+    rounds: int,
+) -> None:
+    fake = FakeRun([[LIVE] * n + [DEAD] * (2 - n) for n in live_per_round])
+    settings = config(
+        "steps=1", f"rollout.refill_below={refill_below}", f"rollout.max_refills={max_refills}"
+    )
+    train(settings, fake.parts())
+    assert fake.calls.count("sample") == rounds
+    assert fake.seeds == [settings.seed_of(0, refill) for refill in range(rounds)]
+    assert fake.num_tasks == 2 * rounds
+    assert f"feedback {2 * rounds}" in fake.calls
+    sampled = next(areas["rollout"] for _, areas in fake.rows if "rollout" in areas)
+    assert sampled["groups"] == 2 * rounds
+    assert sampled["live_groups"] == sum(live_per_round[:rounds])
+    assert sampled["decode_s"] == 1.0 * rounds
+
+
+@pytest.mark.parametrize("gap", [0.5, float("nan")])
+def test_disagreement_stops_before_anything_is_sampled_or_updated(
+    config: Callable[..., TrainConfig], gap: float
+) -> None:
+    fake = FakeRun()
+    fake.gap = gap
+    with pytest.raises(Disagreement):
+        train(config(), fake.parts())
+    assert fake.calls == [*GENERATE, "sleep"]
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeRun, config: Callable[..., TrainConfig]
+) -> int:
+    config()  # writes the file
+    monkeypatch.setattr(agentgrpo.build, "build", lambda _: fake.parts())
+    return main([str(config().out_dir / "c.toml"), "steps=1"])
+
+
+def test_a_run_that_ends_well_returns_0(
+    monkeypatch: pytest.MonkeyPatch, config: Callable[..., TrainConfig]
+) -> None:
+    fake = FakeRun()
+    assert run_main(monkeypatch, fake, config) == 0
+    assert fake.calls[-1] == "close"
+
+
+def test_disagreement_returns_3_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Callable[..., TrainConfig],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = FakeRun()
+    fake.gap = 0.5
+    assert run_main(monkeypatch, fake, config) == 3
+    assert fake.calls[-1] == "close"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: sampler and learner disagree after the weight update")
+
+
+def test_the_parts_are_closed_after_a_bug_too(
+    monkeypatch: pytest.MonkeyPatch, config: Callable[..., TrainConfig]
+) -> None:
+    class Bug(Exception):
+        pass
+
+    def broken(batches: list[PackedBatch]) -> dict[str, float]:
+        raise Bug
+
+    fake = FakeRun()
+    fake.step = broken  # type: ignore[method-assign]
+    with pytest.raises(Bug):
+        run_main(monkeypatch, fake, config)
+    assert fake.calls[-1] == "close"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "error: config 'nosuch' is neither a file nor one of the shipped configs"),
+        (
+            ["quickstart", "lerner.max_tokens=9"],
+            "error: unknown config key lerner; did you mean learner?",
+        ),
+        (["quickstart", "steps=0"], "error: config key steps: "),
+        (["quickstart", "data.heldout=nosuch.jsonl"], "nosuch.jsonl"),
+    ],
+)
+def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded(
+    arguments: list[str], message: str
+) -> None:
+    program = (
+        "import sys\nfrom agentgrpo.train import main\nstatus = main(sys.argv[1:])\n"
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\nsys.exit(status)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        check=False,
+    )
+    (line,) = ran.stderr.splitlines()
+    assert message in line
+    assert (ran.returncode, ran.stdout) == (2, "")

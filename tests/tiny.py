@@ -1,0 +1,70 @@
+"""Model directories small enough to make on the spot: Qwen3 with two layers, over bytes.
+
+vLLM and transformers load them like any other. The tokenizer has one token per byte, so every text
+has exactly one tokenization and tests can count; the weights are a function of the seed alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB = len(SPECIAL) + 256
+
+
+def make_tokenizer(chat_template: str | None = CHATML, *, eos: str = "<|im_end|>") -> Any:
+    """A transformers tokenizer: three special tokens, then the 256 bytes."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, pad_token="<|endoftext|>", name_or_path="tiny"
+    )
+    made.chat_template = chat_template
+    return made
+
+
+def make_model(*, seed: int = 0, tied: bool = True) -> Any:
+    """A Qwen3ForCausalLM in float32 with random weights, large enough to have opinions."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        eos_token_id=SPECIAL.index("<|im_end|>"),
+        bos_token_id=None,
+    )
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        return Qwen3ForCausalLM(config).float().eval()
+    finally:
+        torch.set_rng_state(state)
+
+
+def make_model_dir(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
+    """Write model and tokenizer as a Hugging Face directory; returns it."""
+    make_model(seed=seed, tied=tied).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
