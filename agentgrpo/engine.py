@@ -34,7 +34,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from agentgrpo.config import EngineConfig
 from agentgrpo.types import Float32, Int32
 
-
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
 
@@ -126,12 +125,13 @@ class Engine:
         if self.device != "cpu":
             return 0
         changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
-        frozen = [
-            module
-            for module in self.model.modules()
-            if hasattr(module, "cpu_linear")
-            and module.weight.untyped_storage().data_ptr() not in changing
-        ]
+        frozen = []
+        for module in self.model.modules():
+            weight = getattr(module, "weight", None)
+            if not hasattr(module, "cpu_linear") or not isinstance(weight, torch.Tensor):
+                continue
+            if weight.untyped_storage().data_ptr() not in changing:
+                frozen.append(module)
         for module in frozen:
             _pack_cpu_weight(module, remove_weight=False)
         return len(frozen)

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
+from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.linear_logp import linear_logp
-from agentgrpo.kernels.logp import backend_for
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.kernels.reduce import combine_metrics
@@ -217,7 +217,7 @@ def _policy(model: str | Path, engine: Engine, weights: str) -> tuple[str, Any]:
     options = {"dtype": getattr(torch, engine.dtype), "attn_implementation": "sdpa"}
     if weights != "copy":
         with parameters_on_meta():
-            policy: Any = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+            policy: Any = AutoModelForCausalLM.from_config(config, **options)
         try:
             install(policy, views_for(engine.model, policy))
         except CannotShare as error:

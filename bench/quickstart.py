@@ -18,10 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness import append_row
-
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Int32
+from bench.harness import append_row
 
 CONFIG = "quickstart"
 

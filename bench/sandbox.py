@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
+from agentgrpo.sandbox import Limits, SandboxPool, Session, StepLoop, Template
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.jail import find_nsjail
 from bench.harness import append_row
@@ -123,8 +123,13 @@ def bench_heavy(site: str, repeats: int) -> None:
 
 def bench_steps(repeats: int) -> None:
     with SandboxPool(min_idle=0) as pool, pool.acquire() as session:
-        for name, code in (("x += 1", "x += 1"), ("print", "print('hello')"),
-                           ("exception", "1 / 0"), ("60 kB print", "print('x' * 60_000)")):  # fmt: skip
+        cells = {
+            "x += 1": "x += 1",
+            "print": "print('hello')",
+            "exception": "1 / 0",
+            "60 kB print": "print('x' * 60_000)",
+        }
+        for name, code in cells.items():
             session.step("x = 0")
             for _ in range(20):
                 session.step(code)
@@ -172,6 +177,22 @@ def bench_live(count: int) -> None:
         values.sort()
         row("step round trip, 99th percentile", [values[int(len(values) * 0.99)]], live=count)
         row("memory of a session (PSS)", [pss_mib(s) for s in sessions[:50]], "MiB", live=count)
+
+
+def bench_loop(count: int, seconds: float = 3.0) -> None:
+    """Steps of many live sessions, all kept busy by one host thread."""
+    with SandboxPool(min_idle=0, max_live=count) as pool, live(pool, count) as sessions:
+        loop = StepLoop()
+        owner = {loop.submit(session, "x += 1"): session for session in sessions}
+        done, stop = 0, time.monotonic() + seconds
+        while time.monotonic() < stop:
+            for tag, _ in loop.wait():
+                session = owner.pop(tag)
+                owner[loop.submit(session, "x += 1")] = session
+                done += 1
+        row("steps, one host thread", [done / seconds], "1/s", live=count)
+        while len(loop):
+            loop.wait()
 
 
 def bench_throughput(seconds: float, threads: int) -> None:
@@ -259,6 +280,7 @@ def main() -> None:
         "acquire": lambda: bench_acquire(n),
         "throughput": lambda: each(lambda t: bench_throughput(5.0, t), (1, 4)),
         "live": lambda: each(bench_live, given.live),
+        "loop": lambda: each(bench_loop, given.live),
         "limits": lambda: bench_limits(max(5, n // 6)),
         "kill": lambda: bench_kill(max(3, n // 10)),
     }

@@ -36,8 +36,8 @@ struct sandbox_report {
     int64_t cpu_us;
 };
 
-/* An order of the host to PID 1: run a program. Followed by NUL-terminated strings (directory, argv,
- * environment), with the descriptors status, stdin, stdout, stderr and, if it speaks the step
+/* An order of the host to PID 1: run a program. Followed by NUL-terminated strings (directory,
+ * argv, environment), with the descriptors status, stdin, stdout, stderr and, if it speaks the step
  * protocol, request and response. */
 struct sandbox_order {
     uint32_t num_arguments, num_environment;

@@ -12,13 +12,14 @@
 
 #include "methods.h"
 
-PyDoc_STRVAR(open_in_doc,
-             "open_in($module, root, path, flags, mode, /)\n"
-             "--\n"
-             "\n"
-             "Open path as a process whose root directory is the descriptor root would, and return\n"
-             "the descriptor. Symbolic links, absolute ones too, resolve inside root; the magic links\n"
-             "of /proc do not resolve at all. Never blocks, is never inherited. Raises OSError.");
+PyDoc_STRVAR(
+    open_in_doc,
+    "open_in($module, root, path, flags, mode, /)\n"
+    "--\n"
+    "\n"
+    "Open path as a process whose root directory is the descriptor root would, and return\n"
+    "the descriptor. Symbolic links, absolute ones too, resolve inside root; the magic links\n"
+    "of /proc do not resolve at all. Never blocks, is never inherited. Raises OSError.");
 
 static PyObject *
 open_in(PyObject *Py_UNUSED(module), PyObject *args)
@@ -41,13 +42,14 @@ open_in(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromLong(fd);
 }
 
-PyDoc_STRVAR(act_as_doc,
-             "act_as($module, uid, /)\n"
-             "--\n"
-             "\n"
-             "Access files as this user and group, this thread only; returns the user before. Of a\n"
-             "root thread this also suspends the capabilities that override permissions.\n"
-             "Raises PermissionError if this thread may not.");
+PyDoc_STRVAR(
+    act_as_doc,
+    "act_as($module, uid, /)\n"
+    "--\n"
+    "\n"
+    "Access files as this user and group, this thread only; returns the user before. Of a\n"
+    "root thread this also suspends the capabilities that override permissions.\n"
+    "Raises PermissionError if this thread may not.");
 
 static PyObject *
 act_as(PyObject *Py_UNUSED(module), PyObject *arg)

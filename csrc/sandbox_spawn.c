@@ -153,8 +153,8 @@ drop_privileges(const struct session_spec *spec)
         }
     }
     if (spec->mode == MODE_ROOT && (syscall(SYS_setgroups, 0, NULL) < 0 ||
-                             syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
-                             syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
+                                    syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
+                                    syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
     }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
@@ -239,8 +239,10 @@ PyDoc_STRVAR(
     "\n"
     "channels: the session's ends of (status, request, response, out, err). cgroups: three\n"
     "descriptors of cgroup.procs files, or -1. tmpfs: mount options of (home, tmp, shm). limits:\n"
-    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode: 0\n"
-    "clones with a user namespace, 1 without one and under uid, 2 does not clone. filter: the bytes\n"
+    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode: "
+    "0\n"
+    "clones with a user namespace, 1 without one and under uid, 2 does not clone. filter: the "
+    "bytes\n"
     "of a seccomp program. What goes wrong inside is reported on status, not raised.\n"
     "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
 

@@ -5,8 +5,9 @@
  * facts (did it end, by which signal, when) from the session's PID 1, from pidfds and its own
  * clock.
  *
- * A step is a small state machine over non-blocking descriptors: step_begin(), step_ready() when
- * one is readable, step_expire() when its deadline passes; step->ending says when it is over.
+ * A step is a small state machine over non-blocking descriptors: sandbox_step_begin(),
+ * sandbox_step_ready() when one is readable, sandbox_step_expire() when its deadline passes;
+ * step->ending says when it is over.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -24,56 +25,25 @@
 #include <unistd.h>
 
 #include "methods.h"
-#include "sandbox.h"
+#include "sandbox_step.h"
 
-/* The order is that of Ending in agentgrpo/sandbox/session.py. */
-enum ending {
-    RUNNING,
-    ANSWERED,
-    KILLED_AT_DEADLINE,
-    OUTPUT_LIMIT,
-    PROTOCOL,
-    EXITED, /* PID 1 reported how the interpreter ended */
-    LOST,   /* PID 1 itself is gone without a word */
-};
-
-enum { REQUEST, RESPONSE, OUT, ERR, STATUS, NUM_CHANNELS };
-enum { CHUNK = 65536, BACKGROUND_KEPT = 4096 };
-
-/* Output of one stream: its first and its last bytes, and how much there was. */
-struct capture {
-    char *head, *tail; /* keep bytes each; tail is a ring */
-    size_t keep, head_used, tail_used, tail_at;
-    uint64_t total;
-};
-
-struct step {
-    int fds[NUM_CHANNELS];
-    int init, interpreter; /* pidfds */
-    const char *request;
-    size_t request_bytes, sent;
-    uint32_t id;
-    double started, deadline, grace;
-    int interrupted;
-    uint64_t output_max;
-    struct capture streams[2], background;
-    PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
-    PyThreadState *waiting; /* this thread's, while it runs without the GIL */
-    char head[4];
-    size_t head_used;
-    char *answer;
-    size_t answer_bytes, answer_used, answer_max;
-    int response_closed;
-    enum ending ending;
-    struct sandbox_report report;
-};
-
-static double
-seconds(void)
+double
+sandbox_seconds(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* Memory is taken when there is something to keep: most steps print little, and 128 KiB at once
+ * would be mapped anew for each. Without memory the output counts as left out. */
+static int
+holds(char **memory, size_t keep)
+{
+    if (*memory == NULL) {
+        *memory = malloc(keep);
+    }
+    return *memory != NULL;
 }
 
 static void
@@ -81,11 +51,13 @@ capture_bytes(struct capture *into, const char *data, size_t count)
 {
     into->total += count;
     const size_t first = Py_MIN(count, into->keep - into->head_used);
-    memcpy(into->head + into->head_used, data, first);
-    into->head_used += first;
+    if (first > 0 && holds(&into->head, into->keep)) {
+        memcpy(into->head + into->head_used, data, first);
+        into->head_used += first;
+    }
     data += first;
     count -= first;
-    if (into->tail == NULL || count == 0) {
+    if (count == 0 || !into->ends || !holds(&into->tail, into->keep)) {
         return;
     }
     if (count > into->keep) { /* only the last keep bytes can survive */
@@ -191,7 +163,7 @@ read_response(struct step *step, char *into, size_t wanted)
         /* Closed by the session: if its interpreter is ending, PID 1 says so in a moment. */
         step->fds[RESPONSE] = -1;
         step->response_closed = 1;
-        step->deadline = Py_MIN(step->deadline, seconds() + step->grace);
+        step->deadline = Py_MIN(step->deadline, sandbox_seconds() + step->grace);
     }
     return 0;
 }
@@ -245,9 +217,10 @@ read_status(struct step *step)
 static void
 send_request(struct step *step)
 {
-    while (step->sent < step->request_bytes) {
+    while (step->sent < (size_t)step->request.len) {
         const ssize_t count =
-            write(step->fds[REQUEST], step->request + step->sent, step->request_bytes - step->sent);
+            write(step->fds[REQUEST], (const char *)step->request.buf + step->sent,
+                  (size_t)step->request.len - step->sent);
         if (count < 0) {
             if (errno != EAGAIN) { /* closed by the session; the other channels say the rest */
                 step->fds[REQUEST] = -1;
@@ -259,9 +232,11 @@ send_request(struct step *step)
     step->fds[REQUEST] = -1; /* sent: nothing more to wait for here */
 }
 
-static void
-step_begin(struct step *step)
+void
+sandbox_step_begin(struct step *step)
 {
+    step->started = sandbox_seconds();
+    step->deadline = step->started + step->timeout;
     drain_stream(step, OUT, &step->background, step->output_max);
     drain_stream(step, ERR, &step->background, step->output_max);
     if (response_has_more(step)) {
@@ -271,8 +246,8 @@ step_begin(struct step *step)
     send_request(step);
 }
 
-static void
-step_ready(struct step *step, int channel)
+void
+sandbox_step_ready(struct step *step, int channel)
 {
     switch (channel) {
     case REQUEST:
@@ -291,8 +266,8 @@ step_ready(struct step *step, int channel)
 }
 
 /* The deadline passed: first ask the code to stop, then end the session. */
-static void
-step_expire(struct step *step)
+void
+sandbox_step_expire(struct step *step)
 {
     if (step->interrupted || step->response_closed) {
         finish(step, step->response_closed ? PROTOCOL : KILLED_AT_DEADLINE);
@@ -306,11 +281,11 @@ step_expire(struct step *step)
 static void
 run_alone(struct step *step)
 {
-    step_begin(step);
+    sandbox_step_begin(step);
     while (step->ending == RUNNING) {
-        const double left = step->deadline - seconds();
+        const double left = step->deadline - sandbox_seconds();
         if (left <= 0) {
-            step_expire(step);
+            sandbox_step_expire(step);
             continue;
         }
         struct pollfd polled[NUM_CHANNELS];
@@ -327,7 +302,7 @@ run_alone(struct step *step)
         static const int order[NUM_CHANNELS] = {OUT, ERR, REQUEST, RESPONSE, STATUS};
         for (int i = 0; i < NUM_CHANNELS && step->ending == RUNNING; i++) {
             if (polled[order[i]].revents != 0) {
-                step_ready(step, order[i]);
+                sandbox_step_ready(step, order[i]);
             }
         }
     }
@@ -346,12 +321,12 @@ capture_tuple(const struct capture *stream)
         memcpy(to, stream->tail + unwrapped, stream->tail_used - unwrapped);
         memcpy(to + stream->tail_used - unwrapped, stream->tail, unwrapped);
     }
-    return Py_BuildValue("y#NK", stream->head, (Py_ssize_t)stream->head_used, tail,
-                         (unsigned long long)stream->total);
+    return Py_BuildValue("y#NK", stream->head ? stream->head : "", (Py_ssize_t)stream->head_used,
+                         tail, (unsigned long long)stream->total);
 }
 
-static PyObject *
-step_result(const struct step *step)
+PyObject *
+sandbox_step_result(const struct step *step)
 {
     PyObject *out = capture_tuple(&step->streams[0]);
     PyObject *err = out ? capture_tuple(&step->streams[1]) : NULL;
@@ -359,30 +334,59 @@ step_result(const struct step *step)
         Py_XDECREF(out);
         return NULL;
     }
-    return Py_BuildValue("iOdNNy#y#iLL", (int)step->ending, step->interrupted ? Py_True : Py_False,
-                         seconds() - step->started, out, err, step->background.head,
-                         (Py_ssize_t)step->background.head_used,
-                         step->ending == ANSWERED ? step->answer : NULL,
-                         (Py_ssize_t)step->answer_used, step->report.value,
-                         (long long)step->report.max_rss_kib, (long long)step->report.cpu_us);
+    return Py_BuildValue(
+        "iOdNNy#y#iLL", (int)step->ending, step->interrupted ? Py_True : Py_False,
+        sandbox_seconds() - step->started, out, err,
+        step->background.head ? step->background.head : "", (Py_ssize_t)step->background.head_used,
+        step->ending == ANSWERED ? step->answer : NULL, (Py_ssize_t)step->answer_used,
+        step->report.value, (long long)step->report.max_rss_kib, (long long)step->report.cpu_us);
 }
 
-static int
-allocate(struct step *step, size_t keep)
+struct step *
+sandbox_step_new(PyObject *args)
 {
-    char *memory = malloc(4 * keep + BACKGROUND_KEPT);
-    if (memory == NULL) {
+    struct step *step = calloc(1, sizeof *step);
+    if (step == NULL) {
         PyErr_NoMemory();
-        return -1;
+        return NULL;
     }
+    Py_ssize_t keep, answer_max;
+    unsigned long long output_max;
+    unsigned int id;
+    int *fds = step->fds;
+    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
+                          &fds[ERR], &fds[STATUS], &step->init, &step->interpreter, &step->request,
+                          &id, &step->timeout, &step->grace, &keep, &output_max, &answer_max,
+                          &step->listener)) {
+        free(step);
+        return NULL;
+    }
+    step->id = id;
+    step->output_max = output_max;
+    step->answer_max = (size_t)answer_max;
+    step->listener = step->listener == Py_None ? NULL : step->listener;
+    if (keep <= 0 || answer_max < 8 || !(step->timeout > 0) || !(step->grace >= 0)) {
+        PyErr_Format(PyExc_ValueError, "keep, answer_max and timeout_s must be positive");
+    } else {
+        step->streams[0] = step->streams[1] = (struct capture){.keep = (size_t)keep, .ends = 1};
+        step->background.keep = BACKGROUND_KEPT;
+        return step;
+    }
+    sandbox_step_free(step);
+    return NULL;
+}
+
+void
+sandbox_step_free(struct step *step)
+{
+    PyBuffer_Release(&step->request);
     for (int i = 0; i < 2; i++) {
-        step->streams[i].keep = keep;
-        step->streams[i].head = memory + (size_t)(2 * i) * keep;
-        step->streams[i].tail = memory + (size_t)(2 * i + 1) * keep;
+        free(step->streams[i].head);
+        free(step->streams[i].tail);
     }
-    step->background.keep = BACKGROUND_KEPT;
-    step->background.head = memory + 4 * keep;
-    return 0;
+    free(step->background.head);
+    free(step->answer);
+    free(step);
 }
 
 PyDoc_STRVAR(
@@ -396,8 +400,10 @@ PyDoc_STRVAR(
     "channels are the non-blocking descriptors (request, response, out, err, status), pidfds "
     "those\n"
     "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
-    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, unless\n"
-    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, err, "
+    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, "
+    "unless\n"
+    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, "
+    "err, "
     "background,\n"
     "answer, wait_status, max_rss_kib, cpu_us), out and err as (head, tail, total); answer is\n"
     "None unless ending is 1 (ANSWERED).");
@@ -405,44 +411,15 @@ PyDoc_STRVAR(
 static PyObject *
 run_step(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct step step = {.ending = RUNNING};
-    Py_buffer request;
-    Py_ssize_t keep, answer_max;
-    unsigned long long output_max;
-    double timeout;
-    unsigned int id;
-    int *fds = step.fds;
-    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
-                          &fds[ERR], &fds[STATUS], &step.init, &step.interpreter, &request, &id,
-                          &timeout, &step.grace, &keep, &output_max, &answer_max, &step.listener)) {
+    struct step *step = sandbox_step_new(args);
+    if (step == NULL) {
         return NULL;
     }
-    if (keep <= 0 || answer_max < 8 || !(timeout > 0) || !(step.grace >= 0)) {
-        PyBuffer_Release(&request);
-        PyErr_Format(PyExc_ValueError, "keep, answer_max and timeout_s must be positive");
-        return NULL;
-    }
-    step.id = id;
-    step.request = request.buf;
-    step.request_bytes = (size_t)request.len;
-    step.output_max = output_max;
-    step.answer_max = (size_t)answer_max;
-    if (allocate(&step, (size_t)keep) < 0) {
-        PyBuffer_Release(&request);
-        return NULL;
-    }
-    if (step.listener == Py_None) {
-        step.listener = NULL;
-    }
-    step.waiting = PyEval_SaveThread();
-    step.started = seconds();
-    step.deadline = step.started + timeout;
-    run_alone(&step);
-    PyEval_RestoreThread(step.waiting);
-    PyBuffer_Release(&request);
-    PyObject *result = PyErr_Occurred() ? NULL : step_result(&step);
-    free(step.streams[0].head);
-    free(step.answer);
+    step->waiting = PyEval_SaveThread();
+    run_alone(step);
+    PyEval_RestoreThread(step->waiting);
+    PyObject *result = PyErr_Occurred() ? NULL : sandbox_step_result(step);
+    sandbox_step_free(step);
     return result;
 }
 

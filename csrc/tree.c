@@ -220,9 +220,8 @@ group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *
         const Path *path = &paths[sorted[i].path];
         Leaf *leaf = &leaves[bin->first + bin->num_leaves];
         *leaf = sorted[i];
-        /* no more than the leaf before has, even if the tokens changed under our hands */
-        leaf->shared = bin->num_leaves == 0 ? 0 : paths[leaf[-1].path].length;
-        for (int32_t k = i; bin->num_leaves > 0 && k > last[sorted[i].bin]; k--) {
+        leaf->shared = bin->num_leaves > 0 ? sorted[i].shared : 0;
+        for (int32_t k = i - 1; bin->num_leaves > 0 && k > last[sorted[i].bin]; k--) {
             leaf->shared = sorted[k].shared < leaf->shared ? sorted[k].shared : leaf->shared;
         }
         last[sorted[i].bin] = i;

@@ -210,7 +210,7 @@ def torch_loss(batch: Batch, objective: Objective, factors: Factors) -> tuple[Te
     metrics = _ratio_metrics(batch, objective, ratio.detach())
     if kl is not None:
         metrics["ref_kl"] = _mean(batch, kl.detach())
-    return torch.where(batch.mask, batch.weight * loss, 0.0).sum(), metrics
+    return (batch.weight * loss).sum(), metrics
 
 
 # --------------------------------------------------------------------------- metrics

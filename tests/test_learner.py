@@ -13,7 +13,7 @@ import torch
 from agentgrpo.advantages import assign_advantages
 from agentgrpo.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.config import LearnerConfig, LossConfig
-from agentgrpo.engine import Engine
+from agentgrpo.engine import Completion, Engine
 from agentgrpo.learner import Learner
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
@@ -64,7 +64,7 @@ def sample(engine: Engine, *, temperature: float = 1.0, seed: int = 0) -> list[G
             for turn in range(2):
                 ids = np.concatenate([s.token_ids for s in segments])
                 engine.add_request(f"{g}.{i}", ids, max_tokens=5 + turn, temperature=temperature)
-                done = []
+                done: list[Completion] = []
                 while not done:
                     done = engine.step()
                 segments.append(Segment(done[0].token_ids, done[0].logprobs))

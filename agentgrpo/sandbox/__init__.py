@@ -27,6 +27,7 @@ from agentgrpo.sandbox.execution import (
     Result,
 )
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.session import Session
@@ -61,6 +62,7 @@ __all__ = [
     "Session",
     "Status",
     "StepError",
+    "StepLoop",
     "StepResult",
     "Template",
     "TimeoutException",

@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import signal
 import socket
 import struct
 from dataclasses import dataclass
+from signal import SIGKILL, pidfd_send_signal
 from types import TracebackType
 from typing import Self
 
@@ -58,10 +58,14 @@ class Channels:
     interpreter: int
     """pidfd of the process that runs the untrusted code"""
 
-    def kill(self) -> None:
-        """End the process and all it started, then close()."""
+    def signal(self) -> None:
+        """Kill the process and all it started."""
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-            signal.pidfd_send_signal(self.init, signal.SIGKILL)
+            pidfd_send_signal(self.init, SIGKILL)
+
+    def kill(self) -> None:
+        """signal(), then close()."""
+        self.signal()
         self.close()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import IntEnum
@@ -13,12 +14,29 @@ from typing import Any, Self
 from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import Group
 from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
+CLOSED = "the session was closed"
+
+Stream = tuple[bytes, bytes, int]
+RawStep = tuple[int, bool, float, Stream, Stream, bytes, bytes | None, int, int, int]
+StepArguments = tuple[
+    tuple[int, int, int, int, int],
+    tuple[int, int],
+    bytes,
+    int,
+    float,
+    float,
+    int,
+    int,
+    int,
+    Callable[[int, bytes], object] | None,
+]
 
 
 class Ending(IntEnum):
@@ -100,6 +118,10 @@ class Session:
         self._started = time.monotonic()
         self._steps = 0
         self._ended: StepResult | None = None
+        self._busy = threading.RLock()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._asked = self._cpu_before = 0.0
         self._pid = pid_of(channels.interpreter)
 
     def step(
@@ -150,15 +172,27 @@ class Session:
         check_environment("env", env)
         return self._request([b"env", *_flat(env)], None)
 
+    def request_of(
+        self, code: str, timeout_s: float | None, env: Mapping[str, str] | None = None
+    ) -> tuple[list[bytes], float] | StepResult:
+        """For loop.py: what step() would run, or its result if nothing has to be run."""
+        fields = [b"run", *_pairs(code, env)]
+        timeout = self._check(timeout_s)
+        return self._ended or self._refuse(fields) or (fields, timeout)
+
+    def _check(self, timeout_s: float | None) -> float:
+        timeout = self.limits.timeout_s if timeout_s is None else timeout_s
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+            raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
+        return timeout
+
     def _request(
         self,
         fields: list[bytes],
         timeout_s: float | None,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepResult:
-        timeout = self.limits.timeout_s if timeout_s is None else timeout_s
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
-            raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
+        timeout = self._check(timeout_s)
         if self._ended is not None:
             return self._ended
         return self._refuse(fields) or self._run(fields, timeout, listener)
@@ -192,30 +226,57 @@ class Session:
         timeout: float,
         listener: Callable[[int, bytes], object] | None,
     ) -> StepResult:
+        arguments = self.prepare(fields, timeout, listener)
+        if arguments is None:
+            assert self._ended is not None
+            return self._ended
+        try:
+            raw = _C.sandbox_run_step(*arguments)
+        except BaseException:  # a listener's
+            self._busy.release()
+            raise
+        return self.conclude(raw)
+
+    def prepare(
+        self,
+        fields: list[bytes],
+        timeout: float,
+        listener: Callable[[int, bytes], object] | None = None,
+    ) -> StepArguments | None:
+        """For whoever runs steps (this class, loop.py): the arguments of ``_C.sandbox_run_step``.
+
+        The session is busy until conclude() is called, by the same thread; None if it is over.
+        """
+        self._busy.acquire()
         channels, limits = self._channels, self.limits
-        assert channels is not None
+        if channels is None:
+            self._busy.release()
+            return None
         self._steps += 1
-        cpu_before = self._cpu_seconds()
-        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = (
-            _C.sandbox_run_step(
-                (
-                    channels.request,
-                    channels.response,
-                    channels.out,
-                    channels.err,
-                    channels.status,
-                ),
-                (channels.init, channels.interpreter),
-                encode_request(self._steps, fields),
-                self._steps,
-                min(timeout, self._seconds_left() + 1e-3),
-                limits.grace_s,
-                limits.output_kib << 9,
-                limits.output_max_mib * MIB,
-                10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
-                listener,
-            )
+        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        return (
+            (channels.request, channels.response, channels.out, channels.err, channels.status),
+            (channels.init, channels.interpreter),
+            encode_request(self._steps, fields),
+            self._steps,
+            max(1e-3, min(timeout, self._seconds_left())),
+            limits.grace_s,
+            limits.output_kib << 9,
+            limits.output_max_mib * MIB,
+            10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+            listener,
         )
+
+    def conclude(self, raw: RawStep) -> StepResult:
+        """What ``_C.sandbox_run_step`` returned, in words."""
+        try:
+            return self._interpret(raw)
+        finally:
+            self._busy.release()
+
+    def _interpret(self, raw: RawStep) -> StepResult:
+        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = raw
+        timeout, cpu_before = self._asked, self._cpu_before
         facts: dict[str, Any] = {
             "stdout": self._join(out),
             "stderr": self._join(err),
@@ -232,6 +293,8 @@ class Session:
                 return self._answered(decode_answer(answer or b""), interrupted, facts)
             except MalformedAnswer as error:
                 return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", facts)
+        if self._closed and ending != Ending.ANSWERED:
+            return self._died(Status.EXIT, CLOSED, facts)
         if ending == Ending.EXITED and interrupted:
             detail = f"it ended at the interrupt at {timeout:g} s"
             return self._died(Status.TIMEOUT_KILLED, detail, facts)
@@ -242,7 +305,7 @@ class Session:
             return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
         return self._died(*self._meaning(Ending(ending), timeout), facts)
 
-    def _join(self, stream: tuple[bytes, bytes, int]) -> str:
+    def _join(self, stream: Stream) -> str:
         head, tail, total = stream
         missing = total - len(head) - len(tail)
         if not missing:
@@ -351,26 +414,48 @@ class Session:
         The user is None if this process is not root and has no choice.
         """
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-        root = os.open(f"/proc/{self._pid}/root", flags)
-        return root, os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+        channels = self._channels
+        try:
+            root = os.open(f"/proc/{self._pid}/root", flags)
+            owner = os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+            if channels is not None:  # it lives, so the number was its own and not a successor's
+                signal.pidfd_send_signal(channels.interpreter, 0)
+                return root, owner
+        except OSError as error:
+            raise SandboxNotFoundException(f"the session is over: {error}") from error
+        os.close(root)
+        raise SandboxNotFoundException("the session is over")
 
     @property
     def alive(self) -> bool:
         """Whether another step can run."""
         return self._ended is None
 
-    def close(self) -> None:
-        """End the session: its processes, its files. May be called twice."""
+    def _take_channels(self) -> bool:
+        """Kill and let go; False if that was done before."""
         channels, self._channels = self._channels, None
-        if channels is None:
-            return
-        if self._ended is None:
-            self._ended = StepResult(
-                status=Status.EXIT, state_lost=True, detail="the session was closed"
-            )
-        channels.kill()
-        if self._on_close is not None:
-            self._on_close()
+        if channels is not None:
+            channels.kill()
+        return channels is not None
+
+    def close(self) -> None:
+        """End the session: its processes, its files. May be called twice, and by any thread.
+
+        A step that runs in another thread ends at once and says that the session was closed.
+        """
+        with self._closing:  # so that no thread signals through a descriptor that another closes
+            if self._channels is None:
+                return
+            self._closed = True
+            self._channels.signal()
+        with self._busy:
+            with self._closing:
+                if not self._take_channels():
+                    return
+            if self._ended is None:
+                self._ended = StepResult(status=Status.EXIT, state_lost=True, detail=CLOSED)
+            if self._on_close is not None:
+                self._on_close()
 
     def __enter__(self) -> Self:
         return self

@@ -120,8 +120,8 @@ def test_a_good_call_keeps_nothing_but_its_result() -> None:
 
 def test_arrays_that_change_meanwhile_give_nonsense_but_no_crash() -> None:
     rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 2, 64).astype(np.int32) for _ in range(64)]
-    logp = -np.ones(64, np.float32)
+    ids = [rng.integers(0, 2, size).astype(np.int32) for size in range(1, 65)]
+    logp = [-np.ones(size, np.float32) for size in range(1, 65)]
     stop = threading.Event()
 
     def scribble() -> None:
@@ -135,7 +135,7 @@ def test_arrays_that_change_meanwhile_give_nonsense_but_no_crash() -> None:
         for _ in range(300):
             call = arguments(
                 token_ids=[x for own in ids for x in (IDS, own)],
-                logprobs=[None, logp] * 64,
+                logprobs=[x for own in logp for x in (None, own)],
                 num_segments=np.full(64, 2, np.int32),
                 advantages=np.ones(64, np.float32),
                 weights=np.ones(64, np.float32),
@@ -143,7 +143,12 @@ def test_arrays_that_change_meanwhile_give_nonsense_but_no_crash() -> None:
             )
             memory, sizes = _C.pack_tree(*call)
             assert len(memory) == sum(3 * tokens + 6 * terms for tokens, terms in sizes)
-            assert sum(terms for _, terms in sizes) == 64 * 64
+            assert sum(terms for _, terms in sizes) == sum(range(1, 65))
+            for tokens, terms in sizes:
+                tree, memory = np.split(memory, [3 * tokens + 6 * terms])
+                tout, row = tree[2 * tokens : 3 * tokens], tree[3 * tokens : 3 * tokens + terms]
+                assert ((tout > np.arange(tokens)) & (tout <= tokens)).all()
+                assert ((row >= 0) & (row < tokens)).all()
     finally:
         stop.set()
         writer.join()

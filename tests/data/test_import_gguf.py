@@ -36,7 +36,7 @@ def small_model(*, tied: bool) -> LlamaForCausalLM:
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         tie_word_embeddings=tied,
     )  # fmt: skip
-    model: LlamaForCausalLM = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: LlamaForCausalLM = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.randn_like(weight) * (0.2 if "norm" not in name else 1.0))

@@ -64,7 +64,8 @@ def sample_loss(s: Sample, o: dict[str, Any], threshold: float | None, corrects:
         )
     total = policy + o.get("beta", 0.0) * kl_penalty(s, o, ratio)
     bonus = o.get("entropy_coef", 0.0) * s.entropy_weight * s.entropy * keep
-    return (s.weight * total - bonus).sum()
+    out: Tensor = (s.weight * total - bonus).sum()
+    return out
 
 
 def importance(s: Sample, o: dict[str, Any]) -> Tensor:
@@ -130,8 +131,10 @@ def clipped(r: Tensor, a: float, low: float, high: float, o: dict[str, Any]) -> 
     bounded = r if nearest == r.item() else torch.tensor(nearest, dtype=torch.float64)
     loss = -(free * a if free.item() * a <= bounded.item() * a else bounded * a)
     if o.get("clip_ratio_c") is not None and a < 0 and loss.item() > -o["clip_ratio_c"] * a:
-        return 0 * r - o["clip_ratio_c"] * a
-    return loss.double() + 0 * r
+        capped: Tensor = 0 * r - o["clip_ratio_c"] * a
+        return capped
+    out: Tensor = loss.double() + 0 * r
+    return out
 
 
 def sampler_correction(s: Sample, o: dict[str, Any]) -> Tensor:
@@ -160,5 +163,5 @@ def kl_penalty(s: Sample, o: dict[str, Any], ratio: Tensor) -> Tensor:
     if not o.get("beta"):
         return torch.zeros_like(s.logp)
     d = s.ref - s.logp
-    kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[o.get("kl_estimator", "k3")]
+    kl: Tensor = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[o.get("kl_estimator", "k3")]
     return kl * ratio if o.get("use_bias_correction_kl", True) else kl

@@ -107,6 +107,11 @@ def test_worked_example() -> None:
     assert batch.weight_T.tolist() == [0, 0.5, 0, 0.5, 0, 0, 0.25, 0]
 
 
+def test_a_rollout_is_not_predicted_by_the_one_before() -> None:
+    batch = delta_pack(**make([[(0, 2, False)], [(2, 2, True)]], 4))
+    assert batch.mask_T.tolist() == [False, False, True, False]
+
+
 @pytest.mark.parametrize("num_tokens", [255, 256, 257, 1000])
 def test_matches_reference_across_program_boundaries(num_tokens: int) -> None:
     runs: list[Run] = [(0, 100, False), (100, num_tokens - 200, True), (50, 100, False)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from agentgrpo.kernels.checks import Backend
 from agentgrpo.kernels.linear_logp import linear_logp
 from tests.kernels.oracles import dense_logp
 
@@ -47,7 +48,7 @@ def oracle(
 
 
 def results(
-    fn: Any, tensors: tuple[Tensor, Tensor, Tensor | None], *terms: Tensor, **options: Any
+    fn: Any, tensors: tuple[Tensor | None, ...], *terms: Tensor, **options: Any
 ) -> list[Tensor]:
     """(logp, entropy, gradients of hidden, weight, bias)."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
@@ -75,7 +76,9 @@ def assert_close(ours: list[Tensor], want: list[Tensor], tolerance: float) -> No
         (4200, 2, "shared rows"),
     ],
 )
-def test_values_and_gradients(vocab: int, max_rows: int | None, kind: str, backend: str) -> None:
+def test_values_and_gradients(
+    vocab: int, max_rows: int | None, kind: str, backend: Backend
+) -> None:
     tensors = make_head(vocab)
     terms = [torch.tensor(x, device=DEVICE) for x in TERMS[kind]]
     padded = -(-vocab // 16) * 16
@@ -104,7 +107,7 @@ def test_float64_is_the_oracle(kind: str) -> None:
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 @pytest.mark.parametrize("max_bytes", [None, 1])
 def test_half_precision(
-    dtype: torch.dtype, logits_dtype: torch.dtype | None, max_bytes: int | None, backend: str
+    dtype: torch.dtype, logits_dtype: torch.dtype | None, max_bytes: int | None, backend: Backend
 ) -> None:
     """fp32 logits leave only the rounding of inputs (none here) and of stored gradients."""
     tensors = make_head(4200, dtype)
@@ -127,7 +130,7 @@ def test_half_precision(
 
 
 @BOTH
-def test_other_rows_may_hold_anything(backend: str) -> None:
+def test_other_rows_may_hold_anything(backend: Backend) -> None:
     hidden, weight, bias = make_head(33)
     terms = [torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"]]
     clean = results(linear_logp, (hidden, weight, bias), *terms, backend=backend)
@@ -146,7 +149,7 @@ def test_other_rows_may_hold_anything(backend: str) -> None:
     [(False, None, 3), (True, None, 2), (False, 2, 4), (True, 2, 3)],
 )
 def test_each_distinct_row_costs_this_many_products(
-    frozen: bool, max_rows: int | None, products: int, backend: str
+    frozen: bool, max_rows: int | None, products: int, backend: Backend
 ) -> None:
     vocab = 48
     hidden, weight, _ = make_head(vocab)
@@ -155,10 +158,10 @@ def test_each_distinct_row_costs_this_many_products(
     weight.requires_grad_(not frozen)
     with FlopCounterMode(display=False) as counter:
         value, _ = linear_logp(
-            hidden, weight, rows, targets, backend=backend,  # type: ignore[arg-type]
+            hidden, weight, rows, targets, backend=backend,
             max_logits_bytes=None if max_rows is None else max_rows * vocab * 4,
         )  # fmt: skip
-        value.sum().backward()
+        torch.autograd.backward(value.sum())
     distinct = len(set(rows.tolist()))
     assert counter.get_total_flops() == products * 2 * distinct * vocab * H
     assert (weight.grad is None) == frozen
@@ -166,28 +169,29 @@ def test_each_distinct_row_costs_this_many_products(
 
 @BOTH
 @pytest.mark.parametrize("which", ["logp", "entropy"])
-def test_one_output_alone(which: str, backend: str) -> None:
+def test_one_output_alone(which: str, backend: Backend) -> None:
     tensors = make_head(33)
     rows, targets = (torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"])
     index = ["logp", "entropy"].index(which)
-    grads = []
-    for fn, cast, more in (
+    runs: list[tuple[Any, Any, Any]] = [
         (linear_logp, Tensor.float, {"backend": backend}),
         (oracle, Tensor.double, {}),
-    ):
+    ]
+    grads = []
+    for fn, cast, more in runs:
         leaves = [cast(x).detach().clone().requires_grad_() for x in tensors]
-        out = fn(*leaves[:2], rows, targets, bias_V=leaves[2], **more)[index]  # type: ignore[operator]
+        out = fn(leaves[0], leaves[1], rows, targets, bias_V=leaves[2], **more)[index]
         grads.append(list(torch.autograd.grad(out.sum(), leaves)))
     assert_close(grads[0], grads[1], 5e-6)
 
 
 @BOTH
-def test_backward_twice(backend: str) -> None:
+def test_backward_twice(backend: Backend) -> None:
     """The first turns the kept logits into their gradient; the second computes them anew."""
     hidden, weight, _ = make_head(33)
     hidden.requires_grad_()
     rows, targets = (torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"])
-    value, entropy = linear_logp(hidden, weight, rows, targets, backend=backend)  # type: ignore[arg-type]
+    value, entropy = linear_logp(hidden, weight, rows, targets, backend=backend)
     loss = (value - entropy).sum()
     (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (second,) = torch.autograd.grad(loss, hidden)
@@ -195,14 +199,14 @@ def test_backward_twice(backend: str) -> None:
 
 
 @BOTH
-def test_saturated_tokens_that_share_a_row(backend: str) -> None:
+def test_saturated_tokens_that_share_a_row(backend: Backend) -> None:
     """The peak's term keeps its digits beside a term that wants another token of the row."""
     weight = torch.zeros(5000, 1, device=DEVICE)
     weight[4321] = 25.0
     rows = torch.tensor([0, 0, 0], device=DEVICE)
     targets = torch.tensor([4321, 17, 4321], device=DEVICE)
     hidden = torch.ones(1, 1, device=DEVICE).requires_grad_()
-    value, _ = linear_logp(hidden, weight, rows, targets, backend=backend)  # type: ignore[arg-type]
+    value, _ = linear_logp(hidden, weight, rows, targets, backend=backend)
     odds = 4999 * torch.tensor(-25.0).double().exp()
     torch.testing.assert_close(value[0].double().cpu(), -torch.log1p(odds), rtol=2e-6, atol=0.0)
     torch.testing.assert_close(
@@ -215,12 +219,12 @@ def test_saturated_tokens_that_share_a_row(backend: str) -> None:
 
 
 @BOTH
-def test_no_terms(backend: str) -> None:
+def test_no_terms(backend: Backend) -> None:
     hidden, weight, bias = (x.requires_grad_() for x in make_head(33))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    value, entropy = linear_logp(hidden, weight, none, none, bias_V=bias, backend=backend)  # type: ignore[arg-type]
+    value, entropy = linear_logp(hidden, weight, none, none, bias_V=bias, backend=backend)
     assert value.shape == entropy.shape == (0,)
-    (value.sum() + entropy.sum()).backward()
+    torch.autograd.backward(value.sum() + entropy.sum())
     for x in (hidden, weight, bias):
         assert x.grad is not None
         assert (x.grad == 0).all()

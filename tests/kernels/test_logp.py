@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentgrpo.kernels.checks import backend_for
+from agentgrpo.kernels.checks import Backend, backend_for
 from agentgrpo.kernels.logp import logp
 from tests.kernels.oracles import dense_logp
 
@@ -53,7 +54,7 @@ def assert_all_close(ours: list[Tensor], want: list[Tensor], tolerance: float) -
     ("rows", "vocab"), [(1, 1), (3, 7), (4, 1000), (2, 2048), (2, 4096), (3, 9001)]
 )
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_values_and_gradients(rows: int, vocab: int, dtype: torch.dtype, backend: str) -> None:
+def test_values_and_gradients(rows: int, vocab: int, dtype: torch.dtype, backend: Backend) -> None:
     logits, targets = make_logits(rows, vocab, dtype), make_targets(rows, vocab)
     ours = gradients(logp, logits, targets, temperature=0.7, backend=backend)
     want = gradients(dense_logp, logits.double(), targets, temperature=0.7)
@@ -65,7 +66,7 @@ def test_values_and_gradients(rows: int, vocab: int, dtype: torch.dtype, backend
 
 
 @BOTH
-def test_softcap(backend: str) -> None:
+def test_softcap(backend: Backend) -> None:
     logits, targets = make_logits(4, 5001), make_targets(4, 5001)
     ours = gradients(logp, logits, targets, temperature=1.3, softcap=3.0, backend=backend)
     want = gradients(dense_logp, logits.double(), targets, temperature=1.3, softcap=3.0)
@@ -81,7 +82,7 @@ def test_float64_is_the_oracle() -> None:
 
 @BOTH
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_masked_rows_may_hold_anything(share: float, backend: str) -> None:
+def test_masked_rows_may_hold_anything(share: float, backend: Backend) -> None:
     vocab = 5000
     logits, targets = make_logits(7, vocab), make_targets(7, vocab)
     mask = torch.rand(7, generator=torch.Generator().manual_seed(3)).to(DEVICE) < share
@@ -89,7 +90,7 @@ def test_masked_rows_may_hold_anything(share: float, backend: str) -> None:
         logits[~mask, i::3] = bad
     targets[~mask] = -100
     leaf = logits.clone().requires_grad_()
-    value, entropy = logp(leaf, targets, mask, backend=backend)  # type: ignore[arg-type]
+    value, entropy = logp(leaf, targets, mask, backend=backend)
     upstream = torch.where(
         mask, 1.0, float("nan")
     )  # a masked slot's upstream gradient is no better
@@ -97,9 +98,8 @@ def test_masked_rows_may_hold_anything(share: float, backend: str) -> None:
     want = gradients(dense_logp, logits[mask].double(), targets[mask])
     assert_all_close([value[mask].detach(), entropy[mask].detach()], want[:2], 2e-6)
     dense = logits[mask].double().requires_grad_()
-    (want_grad,) = torch.autograd.grad(
-        sum(x.sum() for x in dense_logp(dense, targets[mask])), dense
-    )
+    want_value, want_entropy = dense_logp(dense, targets[mask])
+    (want_grad,) = torch.autograd.grad(want_value.sum() + want_entropy.sum(), dense)
     torch.testing.assert_close(grad[mask].double(), want_grad, rtol=1e-5, atol=2e-6)
     for masked in (value[~mask], entropy[~mask], grad[~mask]):
         assert (masked == 0).all()
@@ -109,18 +109,19 @@ def test_masked_rows_may_hold_anything(share: float, backend: str) -> None:
 @pytest.mark.parametrize(
     "layout", ["sliced batch", "padded vocabulary", "transposed", "every other"]
 )
-def test_any_layout(layout: str, backend: str) -> None:
+def test_any_layout(layout: str, backend: Backend) -> None:
     """None of these is dense; the gradient has the shape of what was passed."""
     vocab = 4100
-    whole = {
+    layouts: dict[str, Callable[[], Tensor]] = {
         "sliced batch": lambda: make_logits(8, vocab).view(2, 4, vocab)[:, :-1],
         "padded vocabulary": lambda: make_logits(6, vocab + 12).view(2, 3, -1)[..., :vocab],
-        "transposed": lambda: make_logits(6, vocab).T.contiguous().T.unflatten(0, (2, 3)),
+        "transposed": lambda: make_logits(6, vocab).T.contiguous().T.view(2, 3, vocab),
         "every other": lambda: make_logits(6, 2 * vocab).view(2, 3, -1)[..., ::2],
-    }[layout]()
+    }
+    whole = layouts[layout]()
     targets = make_targets(6, vocab).view(2, 3)
     leaf = whole.detach().requires_grad_()
-    value, entropy = logp(leaf, targets, backend=backend)  # type: ignore[arg-type]
+    value, entropy = logp(leaf, targets, backend=backend)
     (grad,) = torch.autograd.grad((value * 2 - entropy).sum(), leaf)
     dense = whole.reshape(6, vocab).double().requires_grad_()
     want, want_entropy = dense_logp(dense, targets.view(-1))
@@ -138,7 +139,7 @@ def test_any_layout(layout: str, backend: str) -> None:
 @BOTH
 @pytest.mark.parametrize("margin", [5.0, 12.0, 17.0, 25.0, 40.0])
 @pytest.mark.parametrize("peak_at", [0, 4500])
-def test_a_saturated_row_keeps_its_digits(margin: float, peak_at: int, backend: str) -> None:
+def test_a_saturated_row_keeps_its_digits(margin: float, peak_at: int, backend: Backend) -> None:
     """From 17 nats on, 1 - p is lost to rounding unless it is never formed as a difference."""
     logits = make_logits(1, 5000).fill_(-3.0)
     logits[0, peak_at] = margin - 3.0
@@ -156,7 +157,7 @@ def test_a_saturated_row_keeps_its_digits(margin: float, peak_at: int, backend: 
 
 
 @BOTH
-def test_ties_at_the_peak(backend: str) -> None:
+def test_ties_at_the_peak(backend: Backend) -> None:
     logits, targets = make_logits(3, 5000).round().clamp(max=9.0), torch.tensor([0, 4999, 4000])
     logits[0] = 2.5
     ours = gradients(logp, logits, targets.to(DEVICE), backend=backend)
@@ -165,7 +166,7 @@ def test_ties_at_the_peak(backend: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("banned", ["the first block", "the tail", "all but one"])
-def test_banned_tokens(banned: str, backend: str) -> None:
+def test_banned_tokens(banned: str, backend: Backend) -> None:
     """Logits of -inf have probability 0, and add nothing to entropy or gradient."""
     logits, targets = make_logits(2, 5000), torch.tensor([4500, 4500], device=DEVICE)
     columns = {
@@ -186,10 +187,10 @@ def test_banned_tokens(banned: str, backend: str) -> None:
 
 
 @BOTH
-def test_nan_in_a_trained_row_is_not_hidden(backend: str) -> None:
+def test_nan_in_a_trained_row_is_not_hidden(backend: Backend) -> None:
     logits = make_logits(2, 5000)
     logits[1, 3000] = float("nan")
-    value, entropy = logp(logits, torch.tensor([1, 1], device=DEVICE), backend=backend)  # type: ignore[arg-type]
+    value, entropy = logp(logits, torch.tensor([1, 1], device=DEVICE), backend=backend)
     assert value[0].isfinite()
     assert value[1].isnan()
     assert entropy[1].isnan()
@@ -197,16 +198,16 @@ def test_nan_in_a_trained_row_is_not_hidden(backend: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_gradient_may_replace_the_logits(masked: bool, backend: str) -> None:
-    logits, targets = make_logits(6, 5000).view(2, 3, -1), make_targets(6, 5000).view(2, 3)
-    mask = (
-        torch.tensor([[True, False, True], [True, True, False]], device=DEVICE) if masked else None
-    )
-    options: Any = {"backend": backend, "mask": mask}
+def test_the_gradient_may_replace_the_logits(masked: bool, backend: Backend) -> None:
+    # the last position of each sample belongs to the batch, but not to the loss
+    logits = make_logits(8, 5000).view(2, 4, -1)[:, :-1]
+    targets = make_targets(6, 5000).view(2, 3)
+    mask = torch.tensor([[True, False, True], [True, True, False]], device=DEVICE)
+    options: Any = {"backend": backend, "mask": mask if masked else None}
     leaf = logits.clone().requires_grad_()
     value, entropy = logp(leaf, targets, **options)
     (want,) = torch.autograd.grad((value * 3 + entropy).sum(), leaf)
-    own = logits.clone().requires_grad_()
+    own = logits.detach().requires_grad_()
     value, entropy = logp(own, targets, inplace_backward=True, **options)
     (grad,) = torch.autograd.grad((value * 3 + entropy).sum(), own)
     assert grad.data_ptr() == own.data_ptr()
@@ -214,7 +215,7 @@ def test_the_gradient_may_replace_the_logits(masked: bool, backend: str) -> None
 
 
 @BOTH
-def test_rows_beyond_two_billion_elements(backend: str) -> None:
+def test_rows_beyond_two_billion_elements(backend: Backend) -> None:
     """Only the touched pages of these 4.3 GB exist."""
     vocab, stride = 1000, (1 << 31) + 16
     memory = torch.empty(stride + vocab, dtype=torch.bfloat16, device=DEVICE)
@@ -223,7 +224,7 @@ def test_rows_beyond_two_billion_elements(backend: str) -> None:
     targets = make_targets(2, vocab)
     want = dense_logp(logits.double(), targets)
     leaf = logits.requires_grad_()
-    value, entropy = logp(leaf, targets, inplace_backward=True, backend=backend)  # type: ignore[arg-type]
+    value, entropy = logp(leaf, targets, inplace_backward=True, backend=backend)
     assert_all_close([value.detach(), entropy.detach()], list(want), 2e-6)
     dense = logits.detach().double().clone().requires_grad_()
     (want_grad,) = torch.autograd.grad(dense_logp(dense, targets)[0].sum(), dense)
@@ -232,10 +233,10 @@ def test_rows_beyond_two_billion_elements(backend: str) -> None:
 
 
 @BOTH
-def test_no_rows(backend: str) -> None:
+def test_no_rows(backend: Backend) -> None:
     logits = torch.zeros(0, 10, device=DEVICE, requires_grad=True)
-    value, entropy = logp(logits, torch.zeros(0, dtype=torch.int64, device=DEVICE), backend=backend)  # type: ignore[arg-type]
-    (value.sum() + entropy.sum()).backward()
+    value, entropy = logp(logits, torch.zeros(0, dtype=torch.int64, device=DEVICE), backend=backend)
+    torch.autograd.backward(value.sum() + entropy.sum())
     assert logits.grad is not None
     assert logits.grad.shape == (0, 10)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentgrpo.kernels.checks import Backend
 from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
 from agentgrpo.kernels.objective import Objective
@@ -19,7 +20,7 @@ LENGTHS = (4, 0, 6)
 TIS = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}
 
 
-def make_batch() -> dict[str, Tensor]:
+def make_batch() -> dict[str, Any]:
     gen = torch.Generator().manual_seed(0)
 
     def rand(*shape: int, scale: float = 1.0) -> Tensor:
@@ -54,7 +55,7 @@ def weights(loss_type: str, length: int) -> float:
 
 
 def oracle(
-    batch: dict[str, Tensor], options: dict[str, Any], temperature: float = 1.0
+    batch: dict[str, Any], options: dict[str, Any], temperature: float = 1.0
 ) -> list[Tensor]:
     """(loss, d loss / d hidden, d loss / d head)."""
     hidden = torch.where(batch["mask"][..., None], batch["hidden"], 0.0).double().requires_grad_()
@@ -90,7 +91,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("source", ["hidden", "logits", "packed"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_one_call(source: str, name: str, backend: str) -> None:
+def test_one_call(source: str, name: str, backend: Backend) -> None:
     options = {**OPTIONS[name], **TIS}
     batch = make_batch()
     hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
@@ -134,10 +135,11 @@ def test_without_old_logp_the_ratio_is_one() -> None:
 
 def test_given_weights_replace_the_step_of_its_own() -> None:
     batch = make_batch()
-    arguments = [batch[key] for key in ("hidden", "head", "targets", "mask", "advantages")]
-    whole, _ = masked_grpo_loss(*arguments, Objective())
+    names = ("head", "targets", "mask", "advantages")
+    arguments = {"hidden_or_logits": batch["hidden"], **{name: batch[name] for name in names}}
+    whole, _ = masked_grpo_loss(**arguments, objective=Objective())
     share = batch["mask"] / (2.0 * batch["mask"].sum())
-    half, _ = masked_grpo_loss(*arguments, Objective(), weights=share)
+    half, _ = masked_grpo_loss(**arguments, objective=Objective(), weights=share)
     torch.testing.assert_close(half * 2, whole)
 
 

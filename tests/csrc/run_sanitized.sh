@@ -1,14 +1,19 @@
 #!/bin/sh
 # Builds the C extension with ASan and UBSan in a copy of the tree and runs its tests there.
-# Usage: tests/csrc/sanitized.sh [pytest arguments]
+# Usage: tests/csrc/run_sanitized.sh PYTHON [pytest arguments]
 set -eu
+case "$1" in
+*/*) python=$(realpath --no-symlinks "$1") ;; # from here on we are elsewhere
+*) python=$1 ;;
+esac
+shift
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory="$copy"
 cd "$copy"
-AGENTGRPO_SANITIZE=1 python setup.py -q build_ext --inplace
+AGENTGRPO_SANITIZE=1 "$python" setup.py -q build_ext --inplace
 # PYTHONMALLOC: Python's own arena would hide overruns; leaks are the interpreter's, not ours
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     PYTHONMALLOC=malloc PYTHONPATH="$copy" \
-    python -m pytest -q tests/csrc tests/test_packing.py tests/test_flex_blocks.py "$@"
+    "$python" -m pytest -q tests/csrc tests/test_packing.py tests/test_flex_blocks.py "$@"

@@ -1,0 +1,241 @@
+# ruff: noqa: E501, T201 - a table of source pieces
+"""Change the kernels' arithmetic in small ways and see that the tests notice every one.
+
+    python tests/kernels/mutants.py [WORD ...]      only mutants whose name or file has a WORD
+
+Each mutant replaces one piece of source in a copy of the tree, in which the tests named beside the
+file are run to their first failure. A mutant that survives is printed and sets the exit status.
+A piece that no longer occurs exactly as often as said is an error: the list must follow the code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton
+
+import pytest
+import triton.language  # noqa: F401 - what every fork would import again
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Mutant(NamedTuple):
+    """Replace the `nth` occurrence of `old` by `new` in kernels/`file`."""
+
+    file: str
+    old: str
+    new: str
+    nth: int = 0
+
+
+TESTS = {
+    "rows.py": ["test_logp.py", "test_linear_logp.py"],
+    "logp.py": ["test_logp.py"],
+    "linear_logp.py": ["test_linear_logp.py"],
+    "grpo_loss.py": ["test_grpo_loss.py", "test_masked_grpo.py"],
+    "grpo_reference.py": ["test_grpo_loss.py", "test_masked_grpo.py"],
+    "reduce.py": ["test_reduce.py"],
+    "masked_grpo.py": ["test_masked_grpo.py"],
+    "liger.py": ["test_masked_grpo.py"],
+    "objective.py": ["test_grpo_loss.py"],
+}
+
+MUTANTS = [
+    # the Triton forward
+    Mutant("rows.py", "every = every * decay", "every = every"),
+    Mutant("rows.py", "others = every  #", "others = others * decay  #"),
+    Mutant("rows.py", "(weighted + every * shift) * decay", "weighted * decay"),
+    Mutant("rows.py", "(peak - new_peak) * scale", "(peak - new_peak)"),
+    Mutant("rows.py", "tl.where(x == new_peak, 0.0, e)", "e"),
+    Mutant("rows.py", ", -150.0, propagate_nan=tl.PropagateNan.ALL)", ", -1e30)"),
+    Mutant("rows.py", ", -150.0, propagate_nan=tl.PropagateNan.ALL)", ", -150.0)"),
+    Mutant("rows.py", "(num_peaks - 1.0)", "0.0"),
+    Mutant("rows.py", "-0.6931471805599453", "-1.0"),
+    Mutant("rows.py", 'tl.where(v < V, x, float("-inf"))', "x"),
+    Mutant("rows.py", "whole = V // BLOCK_V * BLOCK_V", "whole = V - BLOCK_V"),
+    Mutant("rows.py", "if tl.load(mask + t) == 0:", "if tl.load(mask + t) == 7:"),
+    Mutant("rows.py", "if tl.load(mask + t) == 0:", "if tl.load(mask + t) == 7:", 1),
+    Mutant("rows.py", "(t // num_cols) * stride_b + (t % num_cols) * stride_l", "t * stride_l"),
+    Mutant("rows.py", "(t // num_cols) * stride_b + (t % num_cols) * stride_l", "t * stride_l", 2),
+    Mutant("rows.py", "(t // num_cols) * out_b + (t % num_cols) * out_l", "t * out_l"),
+    Mutant("rows.py", "v * stride_v", "v"),
+    Mutant("rows.py", "t = tl.program_id(0).to(tl.int64)", "t = tl.program_id(0).to(tl.int32)"),
+    Mutant("rows.py", "softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)", "x"),
+    # the Triton backward
+    Mutant("rows.py", "-inv_temperature * p * grad", "-p * grad"),
+    Mutant("rows.py", "grad_entropy * (gap + mean_gap)", "grad_entropy * gap"),
+    Mutant("rows.py", "p = tl.exp(gap - log_mass)", "p = tl.exp(gap)"),
+    Mutant("rows.py", "1.0 - (x / softcap) * (x / softcap)", "1.0"),
+    Mutant("rows.py", "mask=v < V)\n            return", "mask=v < 0)\n            return"),
+    # the torch passes
+    Mutant("rows.py", 'torch.where(is_peak_N, float("-inf"), wanted_N)', "wanted_N"),
+    Mutant("rows.py", "torch.where(is_peak_N, 1.0, x_RV[row_N, target_N])", "x_RV[row_N, target_N]"),
+    Mutant("rows.py", "is_peak_N.to(rest.dtype)) - 1", "is_peak_N.to(rest.dtype))"),
+    Mutant("rows.py", "y.clamp_(min=-750.0).mul_(e)", "y.mul_(e)"),
+    Mutant("rows.py", "-weighted / (1 + rest)", "-weighted"),
+    Mutant("rows.py", "y.mul_(inv_temperature)", "y.mul_(1.0)"),
+    Mutant("rows.py", "e.log().clamp_(min=-750.0)", "e.log()"),
+    Mutant("rows.py", "-inv_temperature * torch.exp(-stats.log_mass)", "-torch.exp(-stats.log_mass)"),
+    Mutant("rows.py", "gap + stats.mean_gap[tile, None]", "gap"),
+    Mutant("rows.py", "1 - (x / softcap).square_()", "1"),
+    # the target's share
+    Mutant("rows.py", "grad * -torch.expm1(logp)", "grad * (1 - p)"),
+    Mutant("rows.py", "- (row_grad - grad) * p", ""),
+    Mutant("rows.py", "out - grad_entropy * p * (gap + stats.mean_gap)", "out"),
+    Mutant("rows.py", "1 - ((stats.peak + gap / inv_temperature) / softcap).square()", "1"),
+    Mutant("rows.py", "return out * inv_temperature", "return out"),
+    Mutant("rows.py", ") * inv_temperature - stats.log_mass[row_N]", ") - stats.log_mass[row_N]"),
+    Mutant("rows.py", "return self.log_mass + self.mean_gap", "return self.log_mass"),
+    Mutant("rows.py", "tanh_().mul_(softcap)", "tanh_()"),
+    # from given logits
+    Mutant("logp.py", "out[_at(out, rows, target_T[rows])] = at_target.to(out.dtype)", "pass"),
+    Mutant("logp.py", "out[_at(out, (~mask_T).nonzero().squeeze(1))] = 0", "pass"),
+    Mutant("logp.py", "out = logits if ctx.inplace else torch.empty_like(logits)", "out = logits"),
+    Mutant("logp.py", "rows = mask_T.nonzero().squeeze(1)", "rows = rows"),
+    Mutant("logp.py", "rows // logits.shape[1], rows % logits.shape[1]", "rows % logits.shape[0], rows // logits.shape[0]"),
+    # the LM head
+    Mutant("linear_logp.py", "rows_N[1:] > rows_N[:-1]", "rows_N[1:] >= rows_N[:-1]"),
+    Mutant("linear_logp.py", "rows_N[1:] > rows_N[:-1]", "rows_N[1:] != rows_N[:-1]"),
+    Mutant("linear_logp.py", "keys // vocab, keys % vocab", "keys % vocab, keys // vocab"),
+    Mutant("linear_logp.py", "kept, ctx.kept = ctx.kept, None", "kept = ctx.kept"),
+    Mutant("linear_logp.py", "row_P - rows.start, target_P)\n        grad_entropy", "row_P, target_P)\n        grad_entropy"),
+    Mutant("linear_logp.py", "d[row_P - rows.start, target_P]", "d[row_P, target_P]"),
+    Mutant("linear_logp.py", "RowStats(*(x[rows] for x in stats)), grad_U[rows]", "RowStats(*(x[rows] for x in stats)), grad_U[:len(here)]"),
+    Mutant("linear_logp.py", "out += self.bias", "pass"),
+    Mutant("linear_logp.py", "ctx.kept = buffer if keep and len(chunks) == 1 else None", "ctx.kept = None"),
+    Mutant("linear_logp.py", "ctx.kept = buffer if keep and len(chunks) == 1 else None", "ctx.kept = buffer"),
+    Mutant("linear_logp.py", "hidden_UH = hidden_TH[terms.rows_U]", "hidden_UH = hidden_TH[terms.rows_U.flip(0)]"),
+    Mutant("linear_logp.py", "hidden_UH.new_zeros(ctx.shape)", "hidden_UH.new_empty(ctx.shape).fill_(1)"),
+    Mutant("linear_logp.py", "part if grad_bias is None else grad_bias + part", "part"),
+    Mutant("linear_logp.py", "if wants_weight:", "if True:"),
+    # the fused objective
+    Mutant("grpo_loss.py", "-20.0), 20.0)", "-200.0), 200.0)"),
+    Mutant("grpo_loss.py", "tl.where(x == clamped, e, 0.0)", "e"),
+    Mutant("grpo_loss.py", "tl.where(ratio <= delta, ratio_slope, 0.0)", "ratio_slope"),
+    Mutant("grpo_loss.py", "free = tl.minimum(ratio, delta)", "free = ratio"),
+    Mutant("grpo_loss.py", "tl.maximum(ratio, clip_low), clip_high)", "ratio, clip_high)"),
+    Mutant("grpo_loss.py", "tl.maximum(ratio, clip_low), clip_high)", "tl.maximum(ratio, clip_low), 1e9)"),
+    Mutant("grpo_loss.py", "tl.where(ratio == bounded, ratio_slope, 0.0)", "0.0 * ratio"),
+    Mutant("grpo_loss.py", "-tl.minimum(free * adv, bounded * adv)", "-free * adv"),
+    Mutant("grpo_loss.py", "free * adv <= bounded * adv", "free <= bounded"),
+    Mutant("grpo_loss.py", "(adv < 0) & (policy > -clip_ratio_c * adv)", "policy > -clip_ratio_c * adv"),
+    Mutant("grpo_loss.py", "slope = tl.where(too_much, 0.0, slope)", "slope = slope"),
+    Mutant("grpo_loss.py", "slope = -tl.minimum(ratio, clip_high) * adv", "slope = -ratio * adv"),
+    Mutant("grpo_loss.py", "policy = slope * lp", "policy = slope"),
+    Mutant("grpo_loss.py", "tl.where(adv > 0, tau_pos, tau_neg)", "tau_pos"),
+    Mutant("grpo_loss.py", "gate * (1.0 - gate) * adv * ratio_slope", "gate * (1.0 - gate) * adv"),
+    Mutant("grpo_loss.py", "slope *= f", "pass"),
+    Mutant("grpo_loss.py", "policy *= f", "pass"),
+    Mutant("grpo_loss.py", "kl, kl_slope = -clamped, unclamped", "kl, kl_slope = -clamped, -unclamped"),
+    Mutant("grpo_loss.py", "0.5 * clamped * clamped, -clamped * unclamped", "clamped * clamped, -clamped * unclamped"),
+    Mutant("grpo_loss.py", "e - clamped - 1.0, unclamped - e_slope", "e - clamped - 1.0, e_slope - unclamped"),
+    Mutant("grpo_loss.py", "kl_slope * ratio + kl * ratio_slope", "kl_slope * ratio"),
+    Mutant("grpo_loss.py", "kl *= ratio", "pass"),
+    Mutant("grpo_loss.py", "slope += beta * kl_slope", "slope += kl_slope"),
+    Mutant("grpo_loss.py", "tl.store(slope_out + n, w * slope", "tl.store(slope_out + n, slope"),
+    Mutant("grpo_loss.py", "(ratio < clip_low) & (adv < 0)", "(ratio < clip_low)"),
+    Mutant("grpo_loss.py", "(ratio > clip_high) & (adv > 0)", "(ratio > clip_high)"),
+    Mutant("grpo_loss.py", "tl.where(keep, ratio - 1.0 - log_ratio, 0.0)", "tl.where(keep, log_ratio, 0.0)"),
+    Mutant("grpo_loss.py", "tl.max(tl.where(keep, ratio, 0.0))", "tl.sum(tl.where(keep, ratio, 0.0))"),
+    Mutant("grpo_loss.py", "return slope * grad, None, None, None", "return slope, None, None, None"),
+    Mutant("grpo_loss.py", "bonus = bonus * factors.high_entropy", "pass"),
+    Mutant("grpo_loss.py", "torch.where(mask_N, x if", "torch.where(mask_N | True, x if"),
+    Mutant("grpo_loss.py", "torch.where(mask_N, sequence_N, 0)", "sequence_N"),
+    # the reference
+    Mutant("grpo_reference.py", "torch.where(self.mask, x, 0.0))[self.sequence]", "x)[self.sequence]"),
+    Mutant("grpo_reference.py", ".clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)", ""),
+    Mutant("grpo_reference.py", "mean = mean.detach() + batch.logp - batch.logp.detach()", "mean = mean"),
+    Mutant("grpo_reference.py", "ratio.detach().clamp(max=objective.clip_high)", "ratio.clamp(max=objective.clip_high)"),
+    Mutant("grpo_reference.py", "* 4 / tau * adv", "* 4 * adv"),
+    Mutant("grpo_reference.py", "adv > 0, log_ratio.clamp(max", "adv >= 9, log_ratio.clamp(max"),
+    Mutant("grpo_reference.py", "ratio.clamp(max=objective.delta)", "ratio"),
+    Mutant("grpo_reference.py", "torch.where(adv < 0, torch.minimum(loss,", "torch.where(adv < 9, torch.minimum(loss,"),
+    Mutant("grpo_reference.py", "correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO)", "correction"),
+    Mutant("grpo_reference.py", "(lam + k * log_w - lam * log_w.exp()).exp()", "(k * log_w - lam * log_w.exp()).exp()"),
+    Mutant("grpo_reference.py", 'gap.square() / 2', 'gap.square()'),
+    Mutant("grpo_reference.py", "kl * ratio if objective.use_bias_correction_kl else kl", "kl"),
+    Mutant("grpo_reference.py", "torch.where(gap.isfinite(), gap, 0.0)", "gap"),
+    Mutant("grpo_reference.py", "torch.where(gap.isfinite(), gap, 0.0)", "gap", 1),
+    Mutant("grpo_reference.py", "return ratio.clamp(low, high)", "return ratio.clamp(max=high)"),
+    Mutant("grpo_reference.py", "(ratio >= low) & (ratio <= high)", "ratio <= high"),
+    Mutant("grpo_reference.py", "(batch.advantage >= 0) | (drift <= threshold)", "drift <= threshold"),
+    Mutant("grpo_reference.py", 'None if objective.loss_type == "gmpo" else self.high_entropy', "self.high_entropy"),
+    Mutant("grpo_reference.py", 'None if objective.loss_type == "vespo" else self.correction', "self.correction"),
+    Mutant("grpo_reference.py", "batch.sequence_mean(one_sided, factors.high_entropy)", "batch.sequence_mean(one_sided)"),
+    Mutant("grpo_reference.py", "batch.mask.sum().clamp(min=1)", "len(x)"),
+    # around it
+    Mutant("reduce.py", "length_S[sequence_N].clamp(min=1) * num_sequences", "length_S[sequence_N].clamp(min=1)"),
+    Mutant("reduce.py", "counted / counted.sum().clamp(min=1)", "counted / len(counted)"),
+    Mutant("reduce.py", 'max(values)', 'sum(values)'),
+    Mutant("reduce.py", 'part[key] * part["num_tokens"]', "part[key]"),
+    Mutant("masked_grpo.py", "logp_N.detach() if old_logp_N is None else old_logp_N", "logp_N.detach()"),
+    Mutant("masked_grpo.py", "temperature=temperature, softcap=softcap,", "softcap=softcap,"),
+    Mutant("masked_grpo.py", "if weight_N is None:", "if True:"),
+    Mutant("liger.py", "advantage = advantage * is_ratio", "pass"),
+    Mutant("liger.py", "old - is_ratio.clamp(min=1e-8).log()", "old + is_ratio.clamp(min=1e-8).log()"),
+    Mutant("objective.py", '0.4 if self.loss_type == "gmpo" else 0.2', "0.2"),
+]  # fmt: skip
+
+
+def replace_nth(text: str, mutant: Mutant) -> str:
+    parts = text.split(mutant.old)
+    if len(parts) < mutant.nth + 2:
+        raise SystemExit(f"kernels/{mutant.file} has no occurrence {mutant.nth} of {mutant.old!r}")
+    before, after = parts[: mutant.nth + 1], parts[mutant.nth + 1 :]
+    return mutant.old.join(before) + mutant.new + mutant.old.join(after)
+
+
+def survives(mutant: Mutant, tree: Path) -> bool:
+    """Runs the tests in a fork, which inherits torch and Triton already imported."""
+    path = tree / "kernels" / mutant.file
+    original = path.read_text()
+    path.write_text(replace_nth(original, mutant))
+    log = tree / "log.txt"
+    child = os.fork()
+    if child == 0:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os._exit(run_tests(TESTS[mutant.file], tree))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    path.write_text(original)
+    if code not in (0, 1, -signal.SIGSEGV):  # the interpreter reads wild addresses as told
+        raise SystemExit(f"pytest itself failed on {mutant}:\n{log.read_text()}")
+    return code == 0
+
+
+def run_tests(names: list[str], tree: Path) -> int:
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    sys.dont_write_bytecode = True
+    paths = [str(tree / "tests/kernels" / name) for name in names]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree)]
+    return int(pytest.main([*options, *paths]))
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(w in m.file + m.old for w in words)]
+    alive = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.so", "build")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore)
+        for number, mutant in enumerate(chosen, 1):
+            lives = survives(mutant, tree)
+            alive += [mutant] * lives
+            state = "SURVIVED" if lives else "caught"
+            change = f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}"
+            print(f"{number}/{len(chosen)} {state:8} {change}", flush=True)
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")
+    return len(alive) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Many sessions stepped by one thread."""
+
+import threading
+import time
+
+import pytest
+
+from agentgrpo.sandbox import SandboxPool, Session, Status, StepLoop, StepResult
+
+pytestmark = pytest.mark.nsjail
+
+
+def drain(loop: StepLoop) -> list[tuple[int, StepResult]]:
+    ended = []
+    while len(loop):
+        ended += loop.wait()
+    return ended
+
+
+def test_every_step_is_answered_once_with_its_own_result(pool: SandboxPool) -> None:
+    sessions = [pool.acquire() for _ in range(12)]
+    loop = StepLoop()
+    try:
+        for turn in range(5):
+            tags = {
+                loop.submit(session, f"x = {i} + {turn}; print(x); x"): i + turn
+                for i, session in enumerate(sessions)
+            }
+            seen = dict(drain(loop))
+            assert {tag: (r.value, r.stdout) for tag, r in seen.items()} == {
+                tag: (str(x), f"{x}\n") for tag, x in tags.items()
+            }
+    finally:
+        for session in sessions:
+            session.close()
+
+
+def test_results_come_in_the_order_in_which_steps_end(pool: SandboxPool) -> None:
+    with pool.acquire() as a, pool.acquire() as b, pool.acquire() as c:
+        loop = StepLoop()
+        slow = loop.submit(a, "import time; time.sleep(0.6)")
+        middle = loop.submit(b, "import time; time.sleep(0.3)")
+        fast = loop.submit(c, "1")
+        assert [tag for tag, _ in drain(loop)] == [fast, middle, slow]
+
+
+def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
+    wanted = {
+        "1": Status.OK,
+        "1 / 0": Status.ERROR,
+        "while True: pass": Status.TIMEOUT,
+        "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass": Status.TIMEOUT_KILLED,
+        "while True: print('x' * 10000)": Status.OUTPUT_LIMIT,
+        "import os; os._exit(3)": Status.EXIT,
+        "import os; os.abort()": Status.SIGNAL,
+        "import os; os.write(4, b'\\xff' * 4)": Status.PROTOCOL_ERROR,
+        "import os; os.closerange(0, 99)": Status.PROTOCOL_ERROR,
+        "#" * (2 << 20): Status.ERROR,
+    }
+    loop = StepLoop()
+    sessions = [pool.acquire() for _ in wanted]
+    try:
+        tags = {
+            loop.submit(session, code, 0.4): (code[:60], status)
+            for session, (code, status) in zip(sessions, wanted.items(), strict=True)
+        }
+        for tag, result in drain(loop):
+            code, status = tags[tag]
+            if "closerange" in code:  # may also be seen as the exit that follows
+                assert result.state_lost
+            else:
+                assert result.status is status, (code, result)
+    finally:
+        for session in sessions:
+            session.close()
+
+
+def test_wait_gives_up_after_its_time(session: Session) -> None:
+    loop = StepLoop()
+    assert loop.wait() == []
+    loop.submit(session, "import time; time.sleep(0.5)")
+    assert loop.wait(0.05) == []
+    assert [r.status for _, r in drain(loop)] == [Status.OK]
+
+
+def test_a_session_has_one_step_at_a_time(session: Session) -> None:
+    loop = StepLoop()
+    loop.submit(session, "1")
+    with pytest.raises(ValueError, match="already"):
+        loop.submit(session, "2")
+    drain(loop)
+
+
+def test_ended_session_answers_in_the_loop_too(session: Session) -> None:
+    session.close()
+    loop = StepLoop()
+    loop.submit(session, "1")
+    assert [r.state_lost for _, r in drain(loop)] == [True]
+
+
+def test_close_by_another_thread_ends_a_running_step(pool: SandboxPool) -> None:
+    session = pool.acquire()
+    threading.Timer(0.2, session.close).start()
+    started = time.monotonic()
+    result = session.step("while True: pass", 30)
+    assert time.monotonic() - started < 20
+    assert (result.status, result.state_lost) == (Status.EXIT, True)
+    assert "closed" in result.detail
+    with pool.acquire() as other:
+        assert other.step("1").value == "1"
