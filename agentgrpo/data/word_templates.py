@@ -125,6 +125,7 @@ LEVEL_1 = (
             "{n} found {a} {t} on Monday, {b} on Tuesday and {c} on Friday. How many {t} is that?",
             "{n} has {a} {t}, {m} has {b} and a friend has {c}. "
             "How many {t} do they have together?",
+            "{a} red, {b} green and {c} blue {t} are in a box. How many {t} are in the box?",
         ),
         heldout=(
             "Work out {a} + {b} + {c}.",
@@ -197,6 +198,8 @@ LEVEL_1 = (
             "{n} had {a} {t}, lost {b} and then got {c}. How many {t} now?",
             "A bus has {a} riders. {b} get off and {c} get on. How many riders are on the bus?",
             "{n} had {a} cents, spent {b} and earned {c}. How many cents does {n} have?",
+            "A room held {a} people, {b} went out and {c} came in. How many people are inside?",
+            "{n} picked {a} {t}, ate {b} and picked {c} again. How many {t} does {n} have?",
         ),
         heldout=(
             "Work out {a} - {b} + {c}.",
