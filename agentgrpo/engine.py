@@ -239,8 +239,11 @@ class Engine:
                 f"probe.{started}.{index}", prompt, max_tokens=num_tokens, temperature=0.0
             )
         done: list[Completion] = []
-        while self._in_flight:
-            done += self.step()
+        try:
+            while self._in_flight:
+                done += self.step()
+        finally:
+            self.abort(list(self._in_flight))
         return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
 
     def shutdown(self) -> None:

@@ -67,7 +67,8 @@ class Learner:
         self._optimizer = MasterAdamW(
             self.trained, lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self.num_packed = engine.pack_frozen(self.trained)
+        # a copied weight is written to every step, so it must not be packed
+        self.num_packed = engine.pack_frozen(self.trained) if self.weights == "shared" else 0
         self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
@@ -256,8 +257,6 @@ def _objective(config: LossConfig) -> Objective:
     """The kernel's name for the config's options. The normaliser comes in as weights."""
     return Objective(
         loss_type=config.loss_type,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
         vllm_importance_sampling_correction=config.mismatch_cap is not None,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=config.mismatch_cap or 1.0,

@@ -218,8 +218,8 @@ class TestWholeRun:
         for rollout in played:
             ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
             with torch.no_grad():
-                logp = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
-            logp = logp.gather(1, ids[1:, None])[:, 0].numpy()
+                logp_TV = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+            logp = logp_TV.gather(1, ids[1:, None])[:, 0].numpy()
             start = 0
             for segment in rollout.segments:
                 end = start + len(segment.token_ids)

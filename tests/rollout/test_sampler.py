@@ -183,7 +183,7 @@ def test_many_interleavings_give_what_each_rollout_gives_alone(seed: int) -> Non
     assert all(r.task is group.task for group in groups for r in group.rollouts)
     check(groups, engine, RolloutConfig(**settings), group_size)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert stats.sampled_tokens == sum(r.num_sampled for r in rollouts)
+    assert stats.total_sampled_tokens == sum(r.num_sampled for r in rollouts)
     assert stats.engine_steps == engine.steps
     assert stats.infra_failures == sum(r.status is Status.INFRA_ERROR for r in rollouts)
     assert len(env.executed) == sum(r.stats["tool_calls"] for r in rollouts)
