@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch: tiny tensors, and threads that wait for one another
+)
 
 import pytest
 import triton.language  # noqa: F401 - what every fork would import again
