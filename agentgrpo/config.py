@@ -214,6 +214,11 @@ class TrainConfig(Section):
                 f"rollout.max_turn_tokens must be below engine.max_model_len "
                 f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
             )
+        if self.learner.max_tokens < self.engine.max_model_len:
+            raise ValueError(
+                f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
+                f"{self.engine.max_model_len}, got {self.learner.max_tokens}"
+            )
         return self
 
 

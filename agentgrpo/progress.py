@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 
@@ -54,6 +55,17 @@ class Progress:
             f"{metrics['rollouts']:.0f} tasks, greedy  (answered {metrics['answered']:.0%}, "
             f"tool errors {metrics['tool_errors']:.2f} a rollout)"
         )
+
+    def finished(self, out_dir: Path) -> None:
+        """Where everything is."""
+        self.say(f"done. Everything is in {out_dir.resolve()}:")
+        for name, what in {
+            "run.json": "resolved config, what was chosen, versions",
+            "metrics.jsonl": "one line a step",
+            "rollouts.jsonl": "every rollout, token by token",
+            "checkpoints/": "Hugging Face model directories, loadable by transformers",
+        }.items():
+            self.say(f"  {name:16s} {what}")
 
     def time_left(self, next_step: int) -> str:
         """Estimate from the mean of the steps so far; "?" before the first has ended."""

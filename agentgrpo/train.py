@@ -45,6 +45,7 @@ def train(config: TrainConfig, parts: Parts) -> None:
         if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
             progress.say(f"saved {parts.save(config)}")
         evaluate_if_due(config, parts, learner.step_count)
+    progress.finished(config.out_dir)
 
 
 @contextlib.contextmanager

@@ -35,16 +35,29 @@ sandbox_seconds(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
+/* Memory is taken when there is something to keep: most steps print little, and 128 KiB at once
+ * would be mapped anew for each. Without memory the output counts as left out. */
+static int
+holds(char **memory, size_t keep)
+{
+    if (*memory == NULL) {
+        *memory = malloc(keep);
+    }
+    return *memory != NULL;
+}
+
 static void
 capture_bytes(struct capture *into, const char *data, size_t count)
 {
     into->total += count;
     const size_t first = Py_MIN(count, into->keep - into->head_used);
-    memcpy(into->head + into->head_used, data, first);
-    into->head_used += first;
+    if (first > 0 && holds(&into->head, into->keep)) {
+        memcpy(into->head + into->head_used, data, first);
+        into->head_used += first;
+    }
     data += first;
     count -= first;
-    if (into->tail == NULL || count == 0) {
+    if (count == 0 || !into->ends || !holds(&into->tail, into->keep)) {
         return;
     }
     if (count > into->keep) { /* only the last keep bytes can survive */
@@ -308,8 +321,8 @@ capture_tuple(const struct capture *stream)
         memcpy(to, stream->tail + unwrapped, stream->tail_used - unwrapped);
         memcpy(to + stream->tail_used - unwrapped, stream->tail, unwrapped);
     }
-    return Py_BuildValue("y#NK", stream->head, (Py_ssize_t)stream->head_used, tail,
-                         (unsigned long long)stream->total);
+    return Py_BuildValue("y#NK", stream->head ? stream->head : "", (Py_ssize_t)stream->head_used,
+                         tail, (unsigned long long)stream->total);
 }
 
 PyObject *
@@ -321,30 +334,12 @@ sandbox_step_result(const struct step *step)
         Py_XDECREF(out);
         return NULL;
     }
-    return Py_BuildValue("iOdNNy#y#iLL", (int)step->ending, step->interrupted ? Py_True : Py_False,
-                         sandbox_seconds() - step->started, out, err, step->background.head,
-                         (Py_ssize_t)step->background.head_used,
-                         step->ending == ANSWERED ? step->answer : NULL,
-                         (Py_ssize_t)step->answer_used, step->report.value,
-                         (long long)step->report.max_rss_kib, (long long)step->report.cpu_us);
-}
-
-static int
-allocate(struct step *step, size_t keep)
-{
-    char *memory = malloc(4 * keep + BACKGROUND_KEPT);
-    if (memory == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (int i = 0; i < 2; i++) {
-        step->streams[i].keep = keep;
-        step->streams[i].head = memory + (size_t)(2 * i) * keep;
-        step->streams[i].tail = memory + (size_t)(2 * i + 1) * keep;
-    }
-    step->background.keep = BACKGROUND_KEPT;
-    step->background.head = memory + 4 * keep;
-    return 0;
+    return Py_BuildValue(
+        "iOdNNy#y#iLL", (int)step->ending, step->interrupted ? Py_True : Py_False,
+        sandbox_seconds() - step->started, out, err,
+        step->background.head ? step->background.head : "", (Py_ssize_t)step->background.head_used,
+        step->ending == ANSWERED ? step->answer : NULL, (Py_ssize_t)step->answer_used,
+        step->report.value, (long long)step->report.max_rss_kib, (long long)step->report.cpu_us);
 }
 
 struct step *
@@ -372,7 +367,9 @@ sandbox_step_new(PyObject *args)
     step->listener = step->listener == Py_None ? NULL : step->listener;
     if (keep <= 0 || answer_max < 8 || !(step->timeout > 0) || !(step->grace >= 0)) {
         PyErr_Format(PyExc_ValueError, "keep, answer_max and timeout_s must be positive");
-    } else if (allocate(step, (size_t)keep) == 0) {
+    } else {
+        step->streams[0] = step->streams[1] = (struct capture){.keep = (size_t)keep, .ends = 1};
+        step->background.keep = BACKGROUND_KEPT;
         return step;
     }
     sandbox_step_free(step);
@@ -383,7 +380,11 @@ void
 sandbox_step_free(struct step *step)
 {
     PyBuffer_Release(&step->request);
-    free(step->streams[0].head);
+    for (int i = 0; i < 2; i++) {
+        free(step->streams[i].head);
+        free(step->streams[i].tail);
+    }
+    free(step->background.head);
     free(step->answer);
     free(step);
 }

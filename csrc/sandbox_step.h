@@ -27,8 +27,9 @@ enum { CHUNK = 65536, BACKGROUND_KEPT = 4096 };
 
 /* Output of one stream: its first and its last bytes, and how much there was. */
 struct capture {
-    char *head, *tail; /* keep bytes each; tail is a ring */
+    char *head, *tail; /* keep bytes each, NULL before they are needed; tail is a ring */
     size_t keep, head_used, tail_used, tail_at;
+    int ends; /* keep the last bytes too */
     uint64_t total;
 };
 

@@ -6,6 +6,7 @@ has exactly one tokenization and tests can count; the weights are a function of 
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,53 @@ def make_model_dir(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
     make_model(seed=seed, tied=tied).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def make_agent_dir(folder: Path, *, steps: int = 150, tied: bool = True) -> Path:
+    """A model that mostly plays SUMS as it should: trained for seconds on noisy examples of it.
+
+    It writes code that adds two digits, then answers what it was shown; or guesses at once; or
+    forgets a tag. So groups of its rollouts differ in reward, and all of the loop has work.
+    """
+    import torch
+
+    model, tokenizer = make_model(seed=1, tied=tied), make_tokenizer()
+    rng = random.Random(0)
+    state = torch.get_rng_state()
+    adamw = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for step in range(steps):
+        adamw.param_groups[0]["lr"] = 5e-3 * (1 - step / steps)
+        ids = [tokenizer.encode(_example(rng), add_special_tokens=False) for _ in range(16)]
+        longest = max(map(len, ids))
+        batch = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+        logits = model(batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0
+        )
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+    torch.set_rng_state(state)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def sums(count: int, *, seed: int = 0) -> list[dict[str, str]]:
+    """Questions and answers of SUMS, as rows of a .jsonl file."""
+    rng = random.Random(seed)
+    pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
+    return [{"question": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs]
+
+
+def _example(rng: random.Random) -> str:
+    """One conversation of SUMS, with the habits that training is to mend."""
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    text = f"<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n{a}+{b}<|im_end|>\n"
+    habit = rng.random()
+    if habit < 0.2:
+        return text + f"<|im_start|>assistant\nAnswer: {rng.randint(2, 18)}<|im_end|>"
+    if habit < 0.3:
+        return text + f"<|im_start|>assistant\n<code>{a}+<|im_end|>"
+    text += f"<|im_start|>assistant\n<code>{a}+{b}</code><|im_end|>\n<|im_start|>user\n{a + b}"
+    return text + f"<|im_end|>\n<|im_start|>assistant\nAnswer: {a + b}<|im_end|>"

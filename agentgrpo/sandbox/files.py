@@ -212,7 +212,10 @@ class Files:
         """Delete a file, or a directory with all in it; a link, not what it points to."""
         with self._parent(path) as (fd, name):
             if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-                shutil.rmtree(name, dir_fd=fd)
+                try:
+                    shutil.rmtree(name, dir_fd=fd)
+                except RecursionError as error:
+                    raise SandboxException(f"{path}: directories nested too deep") from error
             else:
                 os.unlink(name, dir_fd=fd)
 

@@ -63,6 +63,7 @@ cachestat:451:451 fchmodat2:452:452 futex_wake:454:454 futex_wait:455:455 futex_
 mseal:462:462
 """
 
+UNMAPPED_MEMORY = {"memfd_create", "shmget"}
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 
@@ -75,6 +76,7 @@ NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FILE_TYPE, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into the terminal of somebody else
+F_SETLEASE, F_NOTIFY = 1024, 1026
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -127,6 +129,8 @@ def _filters() -> dict[str, list[Instruction]]:
             *_one_of([AF_UNIX], [_ALLOW]),
             _deny(errno.EAFNOSUPPORT),
         ],
+        # a lease or a watch on a shared read-only file would hold up its owner outside
+        "fcntl": [_argument(1), *_one_of([F_SETLEASE, F_NOTIFY], [_deny(errno.EPERM)]), _ALLOW],
         "ioctl": [_argument(1), *_one_of([TIOCSTI, TIOCLINUX], [_deny(errno.EPERM)]), _ALLOW],
         "personality": [
             _argument(0),
@@ -155,8 +159,13 @@ def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
     return merged
 
 
-def build(machine: str | None = None) -> bytes:
+def build(machine: str | None = None, *, memory_by_address_space: bool = False) -> bytes:
     """The seccomp program for this machine: 8 bytes per instruction.
+
+    Args:
+        machine: as ``platform.machine()``; None is this one.
+        memory_by_address_space: there is no control group, so that memory is bounded only where it
+            is mapped: then the calls that hold memory without mapping it are left out.
 
     Raises:
         SandboxUnavailable: there is no table for this architecture.
@@ -167,6 +176,8 @@ def build(machine: str | None = None) -> bytes:
             f"no system call table for {machine!r}; the sandbox knows {', '.join(AUDIT_ARCH)}"
         )
     numbers = system_calls(machine)
+    if memory_by_address_space:
+        numbers = {name: n for name, n in numbers.items() if name not in UNMAPPED_MEMORY}
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, AUDIT_ARCH[machine]),

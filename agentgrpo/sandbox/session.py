@@ -14,6 +14,7 @@ from typing import Any, Self
 from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import Group
 from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.template import check_environment
@@ -413,8 +414,17 @@ class Session:
         The user is None if this process is not root and has no choice.
         """
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-        root = os.open(f"/proc/{self._pid}/root", flags)
-        return root, os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+        channels = self._channels
+        try:
+            root = os.open(f"/proc/{self._pid}/root", flags)
+            owner = os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+            if channels is not None:  # it lives, so the number was its own and not a successor's
+                signal.pidfd_send_signal(channels.interpreter, 0)
+                return root, owner
+        except OSError as error:
+            raise SandboxNotFoundException(f"the session is over: {error}") from error
+        os.close(root)
+        raise SandboxNotFoundException("the session is over")
 
     @property
     def alive(self) -> bool:

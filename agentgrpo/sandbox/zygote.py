@@ -85,7 +85,7 @@ def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> 
             limits.niceness,
         ],
         "mode": MODES[rung],
-        "filter": policy.build().hex(),
+        "filter": policy.build(memory_by_address_space=bounded).hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }

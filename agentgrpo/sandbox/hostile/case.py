@@ -10,7 +10,7 @@ from agentgrpo.sandbox.session import Session
 
 LIMITS = Limits(
     timeout_s=10.0,
-    grace_s=0.3,
+    grace_s=1.0,
     memory_mib=160,
     processes=40,
     home_mib=16,

@@ -298,6 +298,27 @@ def shared_memory_bomb(s: Session) -> None:
 
 
 @on_session
+def unmapped_memory(s: Session) -> None:
+    """Memory that no address space holds (memfd, SysV segments) is bounded all the same."""
+    for make in (
+        "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20)); keep.append(fd)",
+        "i = libc.shmget(0, 8 << 20, 0o1600); a = libc.shmat(i, None, 0)\n"
+        "  if i < 0: raise OSError\n"
+        "  ctypes.memset(a, 1, 8 << 20); libc.shmdt(ctypes.c_void_p(a))",
+    ):
+        code = (
+            "import ctypes, os\nkeep = []; n = 0; libc = ctypes.CDLL(None)\n"
+            "libc.shmat.restype = ctypes.c_void_p\n"
+            f"try:\n while n < 100:\n  {make}\n  n += 1\nexcept OSError: pass\nn"
+        )
+        result = s.step(code)
+        if result.status is Status.OOM:
+            return
+        assert expect(result, OK).value is not None
+        assert int(result.value or 0) * 8 <= LIMITS.memory_mib, result
+
+
+@on_session
 def inode_bomb(s: Session) -> None:
     """The number of files is bounded."""
     code = (

@@ -1,0 +1,67 @@
+"""A policy learns a toy reward through every part of the loop but the sandbox, in process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.advantages import assign_advantages
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.agreement import check_agreement, probe_prompts
+from agentgrpo.config import AgentConfig, EngineConfig, LearnerConfig, LossConfig, RolloutConfig
+from agentgrpo.engine import Engine
+from agentgrpo.learner import Learner
+from agentgrpo.losses import token_weights
+from agentgrpo.packing import pack_tree
+from agentgrpo.rewards import score
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.types import Rollout, Task
+from tests.rollout.stubs import StubEnv
+
+ITERATIONS = 12
+
+
+def even_share(rollout: Rollout) -> dict[str, float]:
+    """What share of the sampled ids is even: 0.5 by chance."""
+    ids = [i for s in rollout.segments if s.sampled for i in s.token_ids.tolist()]
+    return {"even": sum(i % 2 == 0 for i in ids) / len(ids)}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_the_mean_reward_of_a_toy_task_rises(
+    engine: Engine, tiny_model: Path, tokenizer: Any, loss_type: Any
+) -> None:
+    config = RolloutConfig(max_turns=1, max_turn_tokens=12, group_size=8, deterministic=True)
+    learner = Learner(
+        tiny_model,
+        engine,
+        LearnerConfig(learning_rate=2e-3),
+        LossConfig(loss_type=loss_type),
+        total_steps=ITERATIONS,
+        temperature=1.0,
+        weights="shared",
+        dlogp_limit=1e-4,
+    )
+    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    sampler = Sampler(engine, agent, StubEnv(), ChatTemplate(tokenizer), config)
+    tasks = [
+        Task(id=str(i), messages=({"role": "user", "content": f"Q{i}"},), spec={}) for i in range(4)
+    ]
+    probes = probe_prompts(learner.vocab_size)
+    rewards = []
+    for step in range(ITERATIONS):
+        engine.wake()
+        learner.publish()
+        check_agreement(engine, learner, probes, threshold=EngineConfig().agreement_on("cpu"))
+        groups, _ = sampler.play(tasks, config.group_size, seed=step)
+        engine.sleep()
+        for group in groups:
+            score(group, even_share)
+            assign_advantages(group)
+        weights = token_weights(groups, loss_type, config.max_sampled_tokens)
+        learner.step(pack_tree(groups, max_tokens=2048, weights=weights))
+        rewards.append(sum(r.reward for g in groups for r in g.rollouts) / 32)
+    assert sum(rewards[-2:]) / 2 - sum(rewards[:2]) / 2 >= 0.15, rewards

@@ -1,0 +1,342 @@
+"""Whole runs: `python -m agentgrpo.train` with real vLLM, real nsjail and a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.metrics import read_rollout
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.types import Rollout, Status
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+PATIENCE_S = 600
+TIMES = ("decode_s", "idle_s", "publish_s", "seconds")
+"""Metrics that no run can repeat."""
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> None:
+    try:
+        SandboxPool(max_live=1).close()
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose embeddings are not tied, unlike that of the other tests."""
+    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), steps=100, tied=False)
+
+
+def write_config(folder: Path, model: Path | str) -> Path:
+    """A config of STEPS short steps on SUMS, that writes to folder / "run"."""
+    for name, count, seed in (("train", 20, 0), ("heldout", 4, 1)):
+        rows = tiny.sums(count, seed=seed)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "config.toml"
+    path.write_text(
+        f"""
+model = "{model}"
+out_dir = "{folder / "run"}"
+steps = {STEPS}
+save_every = 1
+eval_every = 3
+[agent]
+system_prompt = "S"
+[rollout]
+tasks_per_step = 3
+group_size = 4
+max_turns = 2
+max_turn_tokens = 24
+refill_below = 2
+deterministic = true
+[engine]
+max_model_len = 192
+kv_cache_gib = 0.0625
+weights = "shared"
+[sandbox]
+max_live = 32
+[data]
+train = "{folder / "train.jsonl"}"
+heldout = "{folder / "heldout.jsonl"}"
+num_heldout = 4
+[learner]
+learning_rate = 1e-3
+decay = "linear"
+"""
+    )
+    return path
+
+
+def start(config: Path, *overrides: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agentgrpo.train", str(config), *overrides]
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**environment, "HF_HUB_OFFLINE": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def kill_when(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    """SIGKILL the run as soon as something has happened on disk."""
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while not happened():
+            assert process.poll() is None, f"the run ended too early: {process.communicate()}"
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A run's records without the times in them."""
+    metrics = [
+        {name: value for name, value in row.items() if name.rpartition("/")[2] not in TIMES}
+        for row in lines(run / "metrics.jsonl")
+    ]
+    return metrics, lines(run / "rollouts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole_run(
+    sandbox: None, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """The folder and the output of a run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    status, out, err = finish(start(write_config(folder, model)))
+    assert (status, err) == (0, "")
+    return folder / "run", out
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+class TestWholeRun:
+    def test_it_leaves_records_and_checkpoints(self, whole_run: tuple[Path, str]) -> None:
+        run, out = whole_run
+        assert sorted(p.name for p in run.iterdir()) == [
+            "checkpoints",
+            "metrics.jsonl",
+            "rollouts.jsonl",
+            "run.json",
+        ]
+        assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+            f"step_{STEPS - 1:06d}",
+            f"step_{STEPS:06d}",
+        ]
+        record = json.loads((run / "run.json").read_text())
+        assert record["config"]["rollout"]["tasks_per_step"] == 3
+        assert record["config"]["loss"]["epsilon"] == 0.2, "defaults belong to the record"
+        assert record["learner"]["weights"] == "shared"
+        assert "python" in record["sandbox"]
+        for step in range(1, STEPS + 1):
+            assert f"step {step}/{STEPS}" in out
+
+    def test_every_step_is_recorded_and_agrees(self, whole_run: tuple[Path, str]) -> None:
+        rows = lines(whole_run[0] / "metrics.jsonl")
+        steps = [row for row in rows if "learner/loss" in row]
+        assert [row["step"] for row in steps] == list(range(STEPS))
+        assert all(row["engine/max_dlogp"] <= 1e-4 for row in steps)
+        assert all(row["learner/sampler_gap_max"] <= 1e-4 for row in steps)
+        assert [row["step"] for row in rows if "eval/solved" in row] == [0, 3, STEPS]
+
+    def test_code_was_run_in_the_sandbox(self, whole_run: tuple[Path, str]) -> None:
+        from agentgrpo.agents.code import CodeAgent
+        from agentgrpo.config import AgentConfig
+
+        agent = CodeAgent(AgentConfig(system_prompt="S"))
+        tokenizer, ran = tiny.make_tokenizer(), 0
+        for rollout in rollouts(whole_run[0], "train"):
+            for sampled, observed in zip(
+                rollout.segments[1::2], rollout.segments[2::2], strict=False
+            ):
+                text = tokenizer.decode(sampled.token_ids).removesuffix("<|im_end|>")
+                seen = tokenizer.decode(observed.token_ids)
+                action = agent.parse(text)
+                code = getattr(action, "code", "")
+                if (
+                    code.replace("+", "").isdigit()
+                    and code.count("+") == 1
+                    and "+" not in code[:: len(code) - 1]
+                ):
+                    a, b = code.split("+")
+                    if not (a.startswith("0") or b.startswith("0")):
+                        assert f"user\n{int(a) + int(b)}<|im_end|>" in seen
+                        ran += 1
+        assert ran > 10
+
+    def test_rollouts_carry_reward_status_and_advantage(self, whole_run: tuple[Path, str]) -> None:
+        trained = list(rollouts(whole_run[0], "train"))
+        assert len(trained) >= STEPS * 3 * 4
+        assert {r.status for r in trained} <= set(Status) - {Status.INFRA_ERROR}
+        assert len({r.reward for r in trained}) > 1
+        assert any(r.advantage > 0 for r in trained)
+        assert any(r.advantage < 0 for r in trained)
+
+    def test_the_checkpoint_is_the_trained_policy(self, whole_run: tuple[Path, str]) -> None:
+        """Plain transformers gives what the last evaluation sampled the same log-probabilities."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = whole_run[0] / "checkpoints" / f"step_{STEPS:06d}"
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert not model.config.tie_word_embeddings
+        played = list(rollouts(whole_run[0], "heldout", step=STEPS))
+        assert len(played) == 4
+        for rollout in played:
+            ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+            with torch.no_grad():
+                logp = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+            logp = logp.gather(1, ids[1:, None])[:, 0].numpy()
+            start = 0
+            for segment in rollout.segments:
+                end = start + len(segment.token_ids)
+                if segment.logprobs is not None:
+                    np.testing.assert_allclose(
+                        logp[start - 1 : end - 1], segment.logprobs, atol=1e-4
+                    )
+                start = end
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.chat_template == tiny.CHATML
+
+    def test_evaluating_the_checkpoint_gives_what_the_run_saw(
+        self, whole_run: tuple[Path, str]
+    ) -> None:
+        run, _ = whole_run
+        command = [sys.executable, "-m", "agentgrpo.evaluate", str(run.parent / "config.toml")]
+        command += [f"model={run / 'checkpoints' / f'step_{STEPS:06d}'}"]
+        ran = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
+        seen = json.loads(ran.stdout[ran.stdout.index("{") :])
+        last = lines(run / "metrics.jsonl")[-1]
+        assert last["step"] == STEPS
+        for name in ("solved", "reward", "answered", "sampled_tokens", "tool_calls"):
+            assert seen[name] == pytest.approx(last[f"eval/{name}"])
+
+    def test_a_killed_run_continues_with_the_same_numbers(
+        self, whole_run: tuple[Path, str], model: Path, tmp_path: Path
+    ) -> None:
+        config, run = write_config(tmp_path, model), tmp_path / "run"
+        checkpoints = run / "checkpoints"
+        # in the middle of writing the second checkpoint
+        kill_when(start(config), lambda: any(checkpoints.glob(".partial-*2")))
+        assert not (checkpoints / "step_000002").exists()
+
+        # at some moment of a later step, another one in every run of this test
+        def later() -> bool:
+            if not (checkpoints / "step_000002").exists():
+                return False
+            time.sleep(int.from_bytes(os.urandom(1), "big") / 255 * 0.5)
+            return True
+
+        kill_when(start(config), later)
+        status, out, err = finish(start(config))
+        assert (status, err) == (0, "")
+        assert "resumed from" in out
+        metrics, played = repeatable(run)
+        metrics_whole, played_whole = repeatable(whole_run[0])
+        assert metrics == metrics_whole
+        assert played == played_whole
+        assert not list(checkpoints.glob(".*"))
+
+
+def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Rollout]:
+    for row in lines(run / "rollouts.jsonl"):
+        if row["split"] == split and step in (None, row["step"]):
+            yield read_rollout(row)
+
+
+def refused(process: subprocess.Popen[str]) -> str:
+    """What a run that stops before any work says: one line."""
+    status, _, err = finish(process)
+    assert status == 2, err
+    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture
+def random_config(tmp_path: Path, tiny_model: Path) -> Path:
+    return write_config(tmp_path, tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nosuch/dir/here", "model 'nosuch/dir/here': no such directory"),
+        ("/nosuch", "model '/nosuch': no such directory"),
+        ("{tmp}", "the directory holds no config.json"),
+        ("nobody/has-this-model", "model 'nobody/has-this-model'"),
+        ("package:nosuchpackage", "nosuchpackage"),
+    ],
+)
+def test_a_missing_model(random_config: Path, tmp_path: Path, name: str, message: str) -> None:
+    line = refused(start(random_config, f"model={name.format(tmp=tmp_path)}"))
+    assert message in line
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors"])
+def test_half_a_model(tmp_path: Path, missing: str) -> None:
+    model = tiny.make_model_dir(tmp_path / "model")
+    (model / missing).unlink()
+    if missing == "tokenizer.json":
+        (model / "tokenizer_config.json").unlink()
+    assert str(model) in refused(start(write_config(tmp_path, model)))
+
+
+def test_a_wrong_key(random_config: Path) -> None:
+    line = refused(start(random_config, "rollout.groupsize=3"))
+    assert line == "error: unknown config key rollout.groupsize; did you mean rollout.group_size?"
+
+
+@pytest.mark.parametrize(
+    ("nsjail", "message"),
+    [
+        ("/nosuch/nsjail", "'/nosuch/nsjail' is not an executable file; remedy: "),
+        ("/bin/false", ""),
+    ],
+)
+def test_a_machine_that_cannot_isolate(random_config: Path, nsjail: str, message: str) -> None:
+    line = refused(start(random_config, NSJAIL=nsjail))
+    assert message in line
+    assert "remedy" in line

@@ -1,0 +1,134 @@
+"""The system call filter, run by a small interpreter of classic BPF and checked against headers."""
+
+import errno
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from agentgrpo.sandbox import SandboxUnavailable, policy
+
+ALLOW, KILL = policy.ALLOW, policy.KILL_PROCESS
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+
+
+def decide(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """What the kernel would answer: the return value of the filter."""
+    data = struct.pack("<IIQ", number, arch, 0)
+    data += struct.pack("<6Q", *(a & 2**64 - 1 for a in (*arguments, *[0] * (6 - len(arguments)))))
+    code = list(struct.iter_unpack("<HBBI", program))
+    accumulator, at = 0, 0
+    while True:
+        operation, yes, no, operand = code[at]
+        at += 1
+        if operation == policy.LOAD:
+            (accumulator,) = struct.unpack_from("<I", data, operand)
+        elif operation == policy.AND:
+            accumulator &= operand
+        elif operation == policy.RETURN:
+            return int(operand)
+        else:
+            holds = {
+                policy.EQUAL: accumulator == operand,
+                policy.GREATER: accumulator > operand,
+                policy.AT_LEAST: accumulator >= operand,
+                policy.ANY_BIT: bool(accumulator & operand),
+            }[operation]
+            at += yes if holds else no
+
+
+def denied(error: int) -> int:
+    return policy.ERRNO | error
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_exactly_the_named_calls_are_allowed(machine: str) -> None:
+    program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
+    known = policy.system_calls(machine)
+    filtered = {known[name] for name in policy._filters() if name in known}
+    for number in range(600):
+        answer = decide(program, arch, number)
+        if number in filtered:
+            continue
+        wanted = ALLOW if number in known.values() else denied(errno.ENOSYS)
+        assert answer == wanted, number
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
+    header = HEADERS[machine]
+    if not header.exists():
+        pytest.skip(f"{header} is not installed")
+    pattern = r"#define __NR(?:3264)?_(\w+)\s+(\d+)"
+    numbers = {name: int(n) for name, n in re.findall(pattern, header.read_text())}
+    numbers.setdefault("newfstatat", 79)
+    compared = 0
+    for name, number in policy.system_calls(machine).items():
+        if name in numbers:
+            assert numbers[name] == number, name
+            compared += 1
+    assert compared > 150
+
+
+def test_other_architectures_are_killed_and_x32_is_not_there() -> None:
+    program, arch = policy.build("x86_64"), policy.AUDIT_ARCH["x86_64"]
+    assert decide(program, 0x40000003, 20) == KILL  # i386
+    assert decide(program, arch, 0x40000000 | 39) == denied(errno.ENOSYS)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "wanted"),
+    [
+        ("clone", (0x11,), ALLOW),
+        ("clone", (0x3D0F00,), ALLOW),
+        ("clone", (0x10000000 | 17,), denied(errno.EPERM)),
+        ("clone", (0x00020000,), denied(errno.EPERM)),
+        ("socket", (1, 5, 0), ALLOW),
+        ("socket", (2, 1, 6), ALLOW),
+        ("socket", (10, 0x80802, 17), ALLOW),
+        ("socket", (2, 3, 1), denied(errno.EPROTONOSUPPORT)),
+        ("socket", (2, 5, 0), denied(errno.EPROTONOSUPPORT)),
+        ("socket", (2, 1, 262), denied(errno.EPROTONOSUPPORT)),
+        ("socket", (16, 3, 0), denied(errno.EAFNOSUPPORT)),
+        ("socket", (40, 1, 0), denied(errno.EAFNOSUPPORT)),
+        ("socketpair", (1, 1, 0), ALLOW),
+        ("socketpair", (30, 1, 0), denied(errno.EAFNOSUPPORT)),
+        ("ioctl", (0, 0x5401), ALLOW),
+        ("ioctl", (0, 0x5412), denied(errno.EPERM)),
+        ("ioctl", (0, 0x1_0000_5412), denied(errno.EPERM)),
+        ("ioctl", (0, 0x541C), denied(errno.EPERM)),
+        ("fcntl", (0, 3), ALLOW),
+        ("fcntl", (0, 1024), denied(errno.EPERM)),
+        ("fcntl", (0, 1026), denied(errno.EPERM)),
+        ("personality", (0xFFFFFFFF,), ALLOW),
+        ("personality", (0x0400000,), denied(errno.EPERM)),
+        ("mknod", (0, 0o010644), ALLOW),
+        ("mknod", (0, 0o020644), denied(errno.EPERM)),
+        ("mknodat", (0, 0, 0o060644), denied(errno.EPERM)),
+        ("mknodat", (0, 0, 0o140644), ALLOW),
+    ],
+)
+def test_calls_that_depend_on_their_arguments(
+    call: str, arguments: tuple[int, ...], wanted: int
+) -> None:
+    number = policy.system_calls("x86_64")[call]
+    arch = policy.AUDIT_ARCH["x86_64"]
+    assert decide(policy.build("x86_64"), arch, number, *arguments) == wanted
+
+
+def test_memory_that_is_not_mapped_needs_a_control_group() -> None:
+    arch = policy.AUDIT_ARCH["x86_64"]
+    for name in ("memfd_create", "shmget"):
+        number = policy.system_calls("x86_64")[name]
+        assert decide(policy.build("x86_64"), arch, number) == ALLOW
+        strict = policy.build("x86_64", memory_by_address_space=True)
+        assert decide(strict, arch, number) == denied(errno.ENOSYS)
+
+
+def test_unknown_machine_is_refused() -> None:
+    with pytest.raises(SandboxUnavailable, match="riscv64"):
+        policy.build("riscv64")
