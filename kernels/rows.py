@@ -61,7 +61,7 @@ def torch_stats_(
 ) -> tuple[Tensor, RowStats]:
     """Log-probabilities of distinct (row, target) pairs of capped logits, and the rows' statistics.
 
-    x_RV is left holding exp((x - peak) / temperature).
+    x_RV is left holding exp((x - peak) / temperature), and 0 at wanted peaks.
     """
     peak = x_RV.amax(-1)
     wanted_N = x_RV[row_N, target_N]
@@ -78,7 +78,6 @@ def torch_stats_(
         torch.sum(e, -1, out=rest[tile])
         # -inf logits: their share of the mean gap is 0, not 0 * inf
         torch.sum(y.clamp_(min=-750.0).mul_(e), -1, out=weighted[tile])
-    x_RV[row_N, target_N] = torch.where(is_peak_N, 1.0, x_RV[row_N, target_N])
     rest += torch.zeros_like(rest).index_add_(0, row_N, is_peak_N.to(rest.dtype)) - 1
     stats = RowStats(peak, rest.log1p(), -weighted / (1 + rest))
     return token_logp(wanted_N, stats, row_N, inv_temperature), stats

@@ -217,11 +217,11 @@ def test_the_gradient_may_replace_the_logits(masked: bool, backend: Backend) -> 
 @BOTH
 def test_rows_beyond_two_billion_elements(backend: Backend) -> None:
     """Only the touched pages of these 4.3 GB exist."""
-    vocab, stride = 1000, (1 << 31) + 16
-    memory = torch.empty(stride + vocab, dtype=torch.bfloat16, device=DEVICE)
-    logits = memory.as_strided((2, vocab), (stride, 1))
-    logits.copy_(make_logits(2, vocab, torch.bfloat16))
-    targets = make_targets(2, vocab)
+    vocab, stride = 1000, (1 << 30) + 16  # fits 32 bits; the last row's offset does not
+    memory = torch.empty(2 * stride + vocab, dtype=torch.bfloat16, device=DEVICE)
+    logits = memory.as_strided((3, vocab), (stride, 1))
+    logits.copy_(make_logits(3, vocab, torch.bfloat16))
+    targets = make_targets(3, vocab)
     want = dense_logp(logits.double(), targets)
     leaf = logits.requires_grad_()
     value, entropy = logp(leaf, targets, inplace_backward=True, backend=backend)
