@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from agentgrpo.learner import Learner
 
 
+WEIGHTS = (".safetensors", ".bin", ".pt")
+
+
 @dataclass(slots=True, kw_only=True)
 class Player:
     """What it takes to play tasks with a policy, without training it."""
@@ -194,6 +197,8 @@ def resolve_model(model: str) -> str:
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
+        if not any(path.suffix in WEIGHTS for path in Path(model).iterdir()):
+            raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
         return model
     if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: no such directory")

@@ -31,8 +31,9 @@ class EngineConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""
-    max_model_len: Positive = 1024
-    """Tokens of a whole rollout: prompt, turns and observations."""
+    max_model_len: Annotated[int, Field(ge=128)] = 1024
+    """Tokens of a whole rollout: prompt, turns and observations. The probes of agreement.py need
+    74."""
     max_num_seqs: Positive = 128
     """Rollouts decoded at once."""
     kv_cache_gib: Annotated[float, Field(gt=0)] = 0.5
@@ -218,6 +219,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
                 f"{self.engine.max_model_len}, got {self.learner.max_tokens}"
+            )
+        at_once = max(self.rollout.tasks_per_step * self.rollout.group_size, self.data.num_heldout)
+        if self.sandbox.max_live < at_once:
+            raise ValueError(
+                f"sandbox.max_live must allow a session for each of the {at_once} rollouts that "
+                f"are played at once, got {self.sandbox.max_live}"
             )
         return self
 
