@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from agentgrpo.advantages import assign_advantages, has_gradient
 from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         train(config, parts)
-    except Disagreement as error:
+    except (Disagreement, InfrastructureError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
     finally:

@@ -119,12 +119,19 @@ class Sampler:
 
         Returns:
             One group per task, in order, its rollouts in index order; unscored.
+
+        Raises:
+            InfrastructureError: the machine failed every rollout, so nothing can be learned here.
         """
         self._engine.seed(seed)
         heat = self._config.temperature if temperature is None else temperature
         play = _Play(self._engine, self._agent, self._env, self._chat, self._config, heat)
         with ThreadPoolExecutor(self._max_tool_threads, "tool") as threads:
             rollouts = play.run([task for task in tasks for _ in range(group_size)], threads)
+        if rollouts and all(r.status is Status.INFRA_ERROR for r in rollouts):
+            raise InfrastructureError(
+                f"the machine failed all {len(rollouts)} rollouts: {play.stats.failures[0]}"
+            )
         groups = [
             Group(task=task, rollouts=rollouts[i * group_size : (i + 1) * group_size])
             for i, task in enumerate(tasks)
