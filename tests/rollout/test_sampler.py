@@ -349,6 +349,14 @@ def test_an_infrastructure_error_ends_one_rollout_only() -> None:
     env.assert_all_closed_once()
 
 
+def test_a_machine_that_fails_every_rollout_stops_the_run() -> None:
+    engine = StubEngine(TOKENIZER, lambda number, _: Turn(f"<code>{number} broken machine</code>"))
+    env = StubEnv()
+    with pytest.raises(InfrastructureError, match="failed all 4 rollouts: no session for 0 broken"):
+        play(engine, env, num_tasks=2, group_size=2, deterministic=True)
+    env.assert_all_closed_once()
+
+
 def test_a_slow_tool_holds_nobody_else_up() -> None:
     """Rollout 0's tool answers only after rollout 1 has called its own and ended."""
     others_done = threading.Event()
