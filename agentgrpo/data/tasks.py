@@ -131,7 +131,8 @@ class WordProblemTasks:
         return word_problems.task("train", level, index, self.seed)
 
     def _source(self) -> str:
-        return f"word problems, levels {list(self.levels)}, seed {self.seed}"
+        templates = word_problems.fingerprint()
+        return f"word problems {templates}, levels {list(self.levels)}, seed {self.seed}"
 
 
 class JsonlTasks:

@@ -7,6 +7,7 @@ else: wordings, names and things are disjoint (word_templates.py).
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -75,6 +76,12 @@ def generate(
         index, turn = divmod(position, len(levels))
         yield task(split, levels[turn], index, seed)
         position += 1
+
+
+def fingerprint() -> str:
+    """Changes when the templates do, and with them what an address means."""
+    tables = (KINDS, TRAIN_NAMES, TRAIN_THINGS, HELDOUT_NAMES, HELDOUT_THINGS)
+    return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
 @cache

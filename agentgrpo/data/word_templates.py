@@ -4,10 +4,13 @@ Every kind has wordings for training and others that are only ever used to measu
 same, so that a held-out question tests reading, not a new kind of sum. In a wording and in `expr`
 the letters {a} {b} {c} {d} are numbers, {n} and {m} two names, {t} things. Levels:
 
-    1  one or two operations, the numbers said in the order in which they are used
-    2  two operations with brackets, or with the numbers in another order
+    1  sums said in signs or words, and stories with one operation or two easy ones
+    2  other stories with two operations; brackets; numbers not in the order of their use
     3  three operations, larger numbers, shares, percentages, clock times
     4  powers, remainders, sums and sequences: a loop, or an expression few do by head
+
+Levels 1 and 2 are told apart by what SmolLM2-135M-Instruct solves late in runs of 14 steps: for each
+wording of level 1 at least 0.1 of its samples, for most of level 2 none.
 """
 
 from __future__ import annotations
@@ -122,6 +125,7 @@ LEVEL_1 = (
             "{n} found {a} {t} on Monday, {b} on Tuesday and {c} on Friday. How many {t} is that?",
             "{n} has {a} {t}, {m} has {b} and a friend has {c}. "
             "How many {t} do they have together?",
+            "{a} red, {b} green and {c} blue {t} are in a box. How many {t} are in the box?",
         ),
         heldout=(
             "Work out {a} + {b} + {c}.",
@@ -177,15 +181,10 @@ LEVEL_1 = (
         train=(
             "What is {a} * {b} - {c}?",
             "Compute {a} times {b} minus {c}.",
-            "{n} has {a} boxes with {b} {t} each and gives away {c}. How many {t} are left?",
-            "{a} bags hold {b} {t} each. {c} of the {t} are broken. How many are not broken?",
-            "{n} made {a} {t} a day for {b} days and lost {c}. How many {t} does {n} have?",
         ),
         heldout=(
             "Work out {a} * {b} - {c}.",
             "Multiply {a} by {b} and then subtract {c}.",
-            "A store gets {a} crates of {b} {t} and sells {c}. How many {t} does it still have?",
-            "{n} packs {a} trays with {b} {t} each, then {m} takes {c}. How many {t} remain?",
         ),
     ),
     Kind(
@@ -199,6 +198,8 @@ LEVEL_1 = (
             "{n} had {a} {t}, lost {b} and then got {c}. How many {t} now?",
             "A bus has {a} riders. {b} get off and {c} get on. How many riders are on the bus?",
             "{n} had {a} cents, spent {b} and earned {c}. How many cents does {n} have?",
+            "A room held {a} people, {b} went out and {c} came in. How many people are inside?",
+            "{n} picked {a} {t}, ate {b} and picked {c} again. How many {t} does {n} have?",
         ),
         heldout=(
             "Work out {a} - {b} + {c}.",
@@ -216,21 +217,44 @@ LEVEL_1 = (
         train=(
             "What is {a} * {b} * {c}?",
             "Compute {a} times {b} times {c}.",
-            "There are {a} shelves with {b} rows of {c} {t}. How many {t} in total?",
-            "{n} sells {a} bags a day, each with {b} {t}. How many {t} does {n} sell in {c} days?",
-            "{a} boxes hold {b} bags each, and each bag holds {c} {t}. How many {t} is that?",
         ),
         heldout=(
             "Work out {a} * {b} * {c}.",
             "Find the product of {a}, {b} and {c}.",
-            "{a} trucks carry {b} crates each, with {c} {t} in every crate. "
-            "How many {t} do they carry?",
-            "A school has {a} floors with {b} rooms of {c} chairs. How many chairs does it have?",
         ),
     ),
 )
 
 LEVEL_2 = (
+    Kind(
+        name="boxes_less",
+        level=2,
+        expr="{a} * {b} - {c}",
+        train=(
+            "{n} has {a} boxes with {b} {t} each and gives away {c}. How many {t} are left?",
+            "{a} bags hold {b} {t} each. {c} of the {t} are broken. How many are not broken?",
+            "{n} made {a} {t} a day for {b} days and lost {c}. How many {t} does {n} have?",
+        ),
+        heldout=(
+            "A store gets {a} crates of {b} {t} and sells {c}. How many {t} does it still have?",
+            "{n} packs {a} trays with {b} {t} each, then {m} takes {c}. How many {t} remain?",
+        ),
+    ),
+    Kind(
+        name="boxes_in_boxes",
+        level=2,
+        expr="{a} * {b} * {c}",
+        train=(
+            "There are {a} shelves with {b} rows of {c} {t}. How many {t} in total?",
+            "{n} sells {a} bags a day, each with {b} {t}. How many {t} does {n} sell in {c} days?",
+            "{a} boxes hold {b} bags each, and each bag holds {c} {t}. How many {t} is that?",
+        ),
+        heldout=(
+            "{a} trucks carry {b} crates each, with {c} {t} in every crate. "
+            "How many {t} do they carry?",
+            "A school has {a} floors with {b} rooms of {c} chairs. How many chairs does it have?",
+        ),
+    ),
     Kind(
         name="times_sum",
         level=2,

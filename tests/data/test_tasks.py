@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
 from agentgrpo.types import Group, Rollout, Status, Task
 
@@ -134,7 +136,7 @@ def test_a_taken_state_does_not_move_with_the_stream() -> None:
 
 def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text('{"question": "q", "answer": 1}\n')
+    other.write_text(rows.read_text().replace("q3", "Q3"))
     streams: list[Tasks] = [
         WordProblemTasks(seed=1), WordProblemTasks(seed=2), WordProblemTasks(levels=(1,), seed=1),
         JsonlTasks(rows), JsonlTasks(rows, seed=1), JsonlTasks(rows, shuffle=False),
@@ -145,6 +147,18 @@ def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> Non
             if one is not another:
                 with pytest.raises(ValueError, match="the saved data position is of: "):
                     one.load_state_dict(another.state_dict())
+
+
+def test_a_state_from_before_the_templates_changed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = WordProblemTasks().state_dict()
+    WordProblemTasks().load_state_dict(state)
+    first, *others = word_problems.KINDS
+    changed = dataclasses.replace(first, train=("What is {a} x {b}?",))
+    monkeypatch.setattr(word_problems, "KINDS", (changed, *others))
+    with pytest.raises(ValueError, match="the saved data position is of: word problems"):
+        WordProblemTasks().load_state_dict(state)
 
 
 @pytest.mark.parametrize(
