@@ -89,7 +89,7 @@ def start(config: Path, *overrides: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**environment, "HF_HUB_OFFLINE": "1", **env},
+        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
