@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from agentgrpo.learner import Learner
 
 
+WEIGHTS = (".safetensors", ".bin", ".pt")
+
+
 @dataclass(slots=True, kw_only=True)
 class Player:
     """What it takes to play tasks with a policy, without training it."""
@@ -238,7 +241,7 @@ def _require_same_run(config: TrainConfig) -> None:
         if then.get(key) != now.get(key):
             raise ValueError(
                 f"out_dir {str(config.out_dir)!r} holds a run with {key} = {then.get(key)!r}, now "
-                f"it is {now.get(key)!r}: set it back to continue that run, or choose another out_dir"
+                f"it is {now.get(key)!r}: set it back to continue, or choose another out_dir"
             )
 
 
@@ -294,6 +297,8 @@ def resolve_model(model: str) -> str:
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
+        if not any(path.suffix in WEIGHTS for path in Path(model).iterdir()):
+            raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
         return model
     if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: no such directory")

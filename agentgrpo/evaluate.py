@@ -49,11 +49,13 @@ def summarize(groups: Sequence[Group]) -> Metrics:
         "infra_errors": float(len(rollouts) - len(valid)),
     }
     if 2 * len(valid) < len(rollouts):
-        said = next(rollout.error for rollout in rollouts if rollout.error is not None)
+        said = next((rollout.error for rollout in rollouts if rollout.error), "nothing")
         raise InfrastructureError(
             f"the machine, not the policy, broke {len(rollouts) - len(valid)} of {len(rollouts)} "
             f"rollouts; the first: {said}"
         )
+    if not valid:
+        return metrics
     metrics["reward"] = fmean(rollout.reward for rollout in valid)
     metrics["solved"] = fmean(rollout.rewards.get("answer", 0.0) > 0 for rollout in valid)
     metrics["answered"] = fmean(rollout.answer is not None for rollout in valid)

@@ -149,7 +149,7 @@ class Learner:
         parts = []
         for batch in batches:
             loss, measured = self._loss_of(batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             metrics["loss"] += loss.item()
             parts.append(measured)
         metrics |= combine_metrics(parts)

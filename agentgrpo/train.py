@@ -120,10 +120,10 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         train(config, parts)
-    except Disagreement as error:
+    except (Disagreement, InfrastructureError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
-    except (InfrastructureError, FloatingPointError, OSError, ValueError) as error:
+    except (FloatingPointError, OSError, ValueError) as error:
         print(f"error: {error}. {CONTINUE}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
