@@ -148,6 +148,7 @@ class TestWholeRun:
     def test_it_leaves_records_and_checkpoints(self, whole_run: tuple[Path, str]) -> None:
         run, out = whole_run
         assert sorted(p.name for p in run.iterdir()) == [
+            ".lock",
             "checkpoints",
             "metrics.jsonl",
             "rollouts.jsonl",
@@ -159,7 +160,7 @@ class TestWholeRun:
         ]
         record = json.loads((run / "run.json").read_text())
         assert record["config"]["rollout"]["tasks_per_step"] == 3
-        assert record["config"]["loss"]["epsilon"] == 0.2, "defaults belong to the record"
+        assert record["config"]["loss"]["mismatch_cap"] == 2.0, "defaults belong to the record"
         assert record["learner"]["weights"] == "shared"
         assert "python" in record["sandbox"]
         for step in range(1, STEPS + 1):
