@@ -67,8 +67,11 @@ class Learner:
         self._optimizer = MasterAdamW(
             self.trained, lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        # a copied weight is written to every step, so it must not be packed
-        self.num_packed = engine.pack_frozen(self.trained) if self.weights == "shared" else 0
+        if self.weights == "shared":
+            self.num_packed = engine.pack_frozen(self.trained)
+        else:  # every weight is written to at each step
+            self.num_packed = 0
+            engine.unpack()
         self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
