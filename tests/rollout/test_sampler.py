@@ -131,12 +131,20 @@ def expected(task: Task, turns: Sequence[Request], limit: int, config: RolloutCo
 def check(groups: list[Group], engine: StubEngine, config: RolloutConfig, group_size: int) -> None:
     """Every rollout is what its own turns make of it; nothing is lost, shared or out of order."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    request_of = {tuple(r.completion.token_ids.tolist()): r for r in engine.requests}
+    # a turn that the context's end cuts after a token or two looks like another; its prompt does not
+    request_of = {
+        (*r.prompt.tolist(), *r.completion.token_ids.tolist()): r for r in engine.requests
+    }
     assert len(request_of) == len(engine.requests), "the test's turns must be unique"
     used = []
     for index, played in enumerate(rollouts):
         sampled = [s for s in played.segments if s.sampled]
-        turns = [request_of[tuple(segment.token_ids.tolist())] for segment in sampled]
+        ends = np.cumsum([len(s.token_ids) for s in played.segments])
+        turns = [
+            request_of[tuple(played.token_ids[:end].tolist())]
+            for end, s in zip(ends, played.segments, strict=True)
+            if s.sampled
+        ]
         used += turns
         # first turns are asked for in order: that fixes which rollout is which
         assert turns[0] is engine.requests[index]
