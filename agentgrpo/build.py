@@ -6,11 +6,15 @@ sandbox and the data before the model, the model before the engine.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
 from agentgrpo.agents.code import CodeAgent
@@ -20,7 +24,7 @@ from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
-from agentgrpo.rewards import NumericReward, Reward
+from agentgrpo.rewards import NumericReward, Reward, expected_answer
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxPool
@@ -29,6 +33,9 @@ from agentgrpo.types import Int32, Task
 if TYPE_CHECKING:
     from agentgrpo.engine import Engine
     from agentgrpo.learner import Learner
+
+
+WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +67,8 @@ class Parts(Player):
     probes: list[Int32]
     agreement_threshold: float
     log: RunLog
+    lock: IO[str]
+    """Held on out_dir, so that no second run writes there."""
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""
@@ -86,35 +95,60 @@ def build(config: TrainConfig) -> Parts:
         OSError: the model or a data file cannot be read.
     """
     tasks = _training_tasks(config.data, config.seed)
-    resumed = checkpoint.newest(config.out_dir)
-    player = build_player(config, model=None if resumed is None else str(resumed))
-    try:
-        return _with_learner(config, player, tasks, resumed)
-    except BaseException:
-        player.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        lock = undo.enter_context(_locked(config.out_dir))
+        _require_same_run(config)
+        resumed = checkpoint.newest(config.out_dir)
+        player = build_player(
+            config,
+            model=None if resumed is None else str(resumed),
+            train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
+        )
+        undo.callback(player.close)
+        parts = _with_learner(config, player, tasks, resumed, lock)
+        undo.pop_all()
+    return parts
 
 
-def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
+def build_player(
+    config: TrainConfig,
+    *,
+    model: str | None = None,
+    train: Sequence[Task] = (),
+    progress: Progress | None = None,
+) -> Player:
     """Make what it takes to play tasks with `model`, or with config.model.
+
+    Args:
+        config: of the run.
+        model: in place of config.model.
+        train: tasks to check along with the held-out ones.
+        progress: where to say what is done; None: standard output.
 
     Raises:
         As build().
     """
     heldout = heldout_tasks(config.data)
-    progress = Progress(config.steps)
+    progress = progress or Progress(config.steps)
+    agent = CodeAgent(config.agent)
     progress.say("sandbox: checking that this machine can isolate code")
     pool = open_sandbox(config.sandbox)
     try:
         progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        progress.say(f"engine: starting vLLM on {model}")
         chat = _chat(model)
+        _check_tasks(config, agent, chat, [*heldout, *train])
+        progress.say(f"engine: starting vLLM on {model}")
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
 
         engine = Engine(model, config.engine, seed=config.seed)
+    except ImportError as error:
+        pool.close()
+        raise ValueError(
+            f"a package is missing or broken: {error}; see requirements-cpu.txt"
+        ) from error
     except BaseException:
         pool.close()
         raise
@@ -122,7 +156,7 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     return Player(
         model=model,
         engine=engine,
-        sampler=Sampler(engine, CodeAgent(config.agent), env, chat, config.rollout),
+        sampler=Sampler(engine, agent, env, chat, config.rollout, max_live=config.sandbox.max_live),
         pool=pool,
         reward=make_reward(config.reward),
         heldout=heldout,
@@ -131,7 +165,9 @@ def build_player(config: TrainConfig, *, model: str | None = None) -> Player:
     )
 
 
-def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None) -> Parts:
+def _with_learner(
+    config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None, lock: IO[str]
+) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
 
@@ -170,7 +206,74 @@ def _with_learner(config: TrainConfig, player: Player, tasks: Tasks, resumed: Pa
         probes=probe_prompts(learner.vocab_size),
         agreement_threshold=agreement_threshold,
         log=log,
+        lock=lock,
     )
+
+
+@contextlib.contextmanager
+def _locked(out_dir: Path) -> Iterator[IO[str]]:
+    """Make out_dir this process's; the lock goes with the file object."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    file = (out_dir / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"out_dir {str(out_dir)!r} is in use by another run") from None
+    with file:
+        yield file
+
+
+MAY_CHANGE = {"out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
+"""Settings that a resumed run may have otherwise than it was started with."""
+
+
+def _require_same_run(config: TrainConfig) -> None:
+    """Refuse to continue a run under other settings, or to write over somebody's records."""
+    records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
+    if not records.exists():
+        return
+    if not described.exists():
+        raise ValueError(f"{records} is of no run of ours (no run.json): choose another out_dir")
+    then = _flat(json.loads(described.read_text())["config"])
+    now = _flat(config.model_dump(mode="json"))
+    for key in sorted((then.keys() | now.keys()) - MAY_CHANGE):
+        if then.get(key) != now.get(key):
+            raise ValueError(
+                f"out_dir {str(config.out_dir)!r} holds a run with {key} = {then.get(key)!r}, now "
+                f"it is {now.get(key)!r}: set it back to continue, or choose another out_dir"
+            )
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+        flat.update(inner)
+    return flat
+
+
+def _check_tasks(
+    config: TrainConfig, agent: CodeAgent, chat: ChatTemplate, tasks: Sequence[Task]
+) -> None:
+    """Every task can be shown and scored, and observations reach the policy."""
+    mark = "observation-7f3a"
+    shown = chat.observation_ids(agent.observe(mark), turn_closed=False)
+    if mark not in chat.tokenizer.decode(shown):
+        raise ValueError(
+            f"agent.observation_role: the model's chat template does not show messages of role "
+            f"{config.agent.observation_role!r}; choose another role"
+        )
+    for task in tasks:
+        expected_answer(task)
+        length = len(chat.prompt_ids(agent.messages(task)))
+        if length >= config.engine.max_model_len:
+            raise ValueError(
+                f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
+                f"{config.engine.max_model_len}"
+            )
 
 
 def cache_dir() -> Path:
@@ -194,6 +297,8 @@ def resolve_model(model: str) -> str:
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
+        if not any(path.suffix in WEIGHTS for path in Path(model).iterdir()):
+            raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
         return model
     if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: no such directory")

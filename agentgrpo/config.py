@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_args
 import pydantic
 from pydantic import Field
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Section(pydantic.BaseModel):
@@ -26,12 +26,19 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class Message(Section):
+    """One message of a worked example."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
 class EngineConfig(Section):
     """vLLM in this process (engine.py)."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""
-    max_model_len: Positive = 1024
+    max_model_len: Annotated[int, Field(ge=128, strict=True)] = 1024
     """Tokens of a whole rollout: prompt, turns and observations."""
     max_num_seqs: Positive = 128
     """Rollouts decoded at once."""
@@ -66,15 +73,15 @@ class AgentConfig(Section):
         "Solve the problem with Python. Write code between <code> and </code>; you will see what "
         "it prints. Then reply with: Answer: NUMBER"
     )
-    open_tag: str = "<code>"
-    close_tag: str = "</code>"
-    observation: str = "{output}"
+    open_tag: Annotated[str, Field(min_length=1)] = "<code>"
+    close_tag: Annotated[str, Field(min_length=1)] = "</code>"
+    observation: Annotated[str, Field(pattern=r"\{output\}")] = "{output}"
     """How the sandbox's answer is shown; {output} is replaced by stdout, value or error."""
     observation_role: Literal["user", "tool"] = "user"
     """Role of the message that carries an observation."""
     answer_prefix: str = "Answer:"
     """A reply that has this text and no code ends the rollout; what follows is the answer."""
-    shots: tuple[tuple[Annotated[dict[str, str], Field()], ...], ...] = ()
+    shots: tuple[tuple[Message, ...], ...] = ()
     """Worked examples, each a list of messages, shown before the task."""
 
 
@@ -96,7 +103,7 @@ class RolloutConfig(Section):
     arXiv:2503.14476, 3.2); 0 never refills."""
     max_refills: NotNegative = 1
     """Extra rounds of sampling per step at most."""
-    deterministic: bool = False
+    deterministic: pydantic.StrictBool = False
     """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
     Costs the slowest tool call of each engine step."""
 
@@ -125,26 +132,28 @@ class DataConfig(Section):
     heldout: str = "word_problems"
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
-    levels: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (1, 2)
+    levels: Annotated[tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)] = (1, 2)
     """Difficulty of the generated training tasks; easier levels come first."""
     promote_at: float = 0.7
     """Mean reward of the newest level's last 32 groups at which the next level joins."""
-    heldout_levels: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (1, 2)
+    heldout_levels: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)
+    ] = (1, 2)
 
 
 class RewardConfig(Section):
     """What a rollout is worth: the weighted sum of its parts (rewards.py)."""
 
-    answer: float = 1.0
+    answer: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Weight of a right final answer."""
-    format: float = 0.1
+    format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of having run code without an error and then answered in the asked form."""
 
 
 class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
     decay: Literal["constant", "linear"] = "constant"
     """linear: from learning_rate at the first step to final_learning_rate at the last."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
@@ -157,7 +166,10 @@ class LearnerConfig(Section):
 
 
 class LossConfig(Section):
-    """The GRPO objective (kernels/grpo_loss.py has the formula)."""
+    """The GRPO objective (kernels/grpo_loss.py has the formula).
+
+    Each batch of rollouts gets one optimizer step, so the ratio is 1 and nothing is clipped.
+    """
 
     loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
     """The normaliser: per rollout and then over rollouts (grpo), a constant per rollout (dr_grpo),
@@ -165,10 +177,6 @@ class LossConfig(Section):
     scale_rewards: bool = True
     """Divide a group's centred rewards by their standard deviation (DeepSeekMath); Dr. GRPO does
     not."""
-    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped from below at 1 - epsilon."""
-    epsilon_high: Annotated[float, Field(gt=0)] = 0.28
-    """... and from above at 1 + epsilon_high; 0.28 is DAPO's clip-higher."""
     mismatch_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Truncate the sampler/learner importance weight of a token here (TIS); None: no correction."""
 

@@ -125,16 +125,21 @@ class Engine:
         if self.device != "cpu":
             return 0
         changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
-        frozen = []
+        packed = 0
         for module in self.model.modules():
             weight = getattr(module, "weight", None)
             if not hasattr(module, "cpu_linear") or not isinstance(weight, torch.Tensor):
                 continue
-            if weight.untyped_storage().data_ptr() not in changing:
-                frozen.append(module)
-        for module in frozen:
-            _pack_cpu_weight(module, remove_weight=False)
-        return len(frozen)
+            if weight.untyped_storage().data_ptr() in changing:
+                _use_plain_weight(module)
+            else:
+                _pack_cpu_weight(module, remove_weight=False)
+                packed += 1
+        return packed
+
+    def unpack(self) -> None:
+        """Use the plain tensors everywhere: every weight may change from here on."""
+        self.pack_frozen(self.model.parameters())
 
     def add_request(
         self,
@@ -239,8 +244,11 @@ class Engine:
                 f"probe.{started}.{index}", prompt, max_tokens=num_tokens, temperature=0.0
             )
         done: list[Completion] = []
-        while self._in_flight:
-            done += self.step()
+        try:
+            while self._in_flight:
+                done += self.step()
+        finally:
+            self.abort(list(self._in_flight))
         return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
 
     def shutdown(self) -> None:
@@ -265,12 +273,16 @@ def _completion(output: Any) -> Completion:
     )
 
 
+def _use_plain_weight(layer: torch.nn.Module) -> None:
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def _plain_cpu_weights() -> Any:
     """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+        _use_plain_weight(layer)
 
     vllm_layers.dispatch_cpu_unquantized_gemm = keep
     try:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from agentgrpo.config import load_config
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.rewards import Reward, score
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.runtime import prepare_environment
@@ -36,13 +37,23 @@ def evaluate(
 
 
 def summarize(groups: Sequence[Group]) -> Metrics:
-    """Means over the rollouts of groups that the machine did not break."""
+    """Means over the rollouts of groups that the machine did not break.
+
+    Raises:
+        InfrastructureError: it broke more than half of them; such numbers would mean nothing.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.status is not Status.INFRA_ERROR]
     metrics: Metrics = {
         "rollouts": float(len(rollouts)),
         "infra_errors": float(len(rollouts) - len(valid)),
     }
+    if 2 * len(valid) < len(rollouts):
+        said = next((rollout.error for rollout in rollouts if rollout.error), "nothing")
+        raise InfrastructureError(
+            f"the machine, not the policy, broke {len(rollouts) - len(valid)} of {len(rollouts)} "
+            f"rollouts; the first: {said}"
+        )
     if not valid:
         return metrics
     metrics["reward"] = fmean(rollout.reward for rollout in valid)
@@ -63,11 +74,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
     prepare_environment()
+    from rich.console import Console
+
     from agentgrpo.build import build_player
+    from agentgrpo.progress import Progress
 
     try:
         config = load_config(args.config, args.overrides)
-        player = build_player(config)
+        quiet = Progress(config.steps, Console(stderr=True, highlight=False, soft_wrap=True))
+        player = build_player(config, progress=quiet)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -67,7 +67,11 @@ class Learner:
         self._optimizer = MasterAdamW(
             self.trained, lr=config.learning_rate, weight_decay=config.weight_decay
         )
-        self.num_packed = engine.pack_frozen(self.trained)
+        if self.weights == "shared":
+            self.num_packed = engine.pack_frozen(self.trained)
+        else:  # every weight is written to at each step
+            self.num_packed = 0
+            engine.unpack()
         self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
@@ -148,7 +152,7 @@ class Learner:
         parts = []
         for batch in batches:
             loss, measured = self._loss_of(batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             metrics["loss"] += loss.item()
             parts.append(measured)
         metrics |= combine_metrics(parts)
@@ -256,8 +260,6 @@ def _objective(config: LossConfig) -> Objective:
     """The kernel's name for the config's options. The normaliser comes in as weights."""
     return Objective(
         loss_type=config.loss_type,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
         vllm_importance_sampling_correction=config.mismatch_cap is not None,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=config.mismatch_cap or 1.0,

@@ -51,7 +51,9 @@ class RunLog:
     def describe(self, **record: Any) -> None:
         """Write run.json: the resolved config, what was chosen, and the versions."""
         text = json.dumps(record, indent=1, default=str)
-        (self._out_dir / "run.json").write_text(text + "\n")
+        partial = self._out_dir / ".run.json.partial"
+        partial.write_text(text + "\n")
+        partial.replace(self._out_dir / "run.json")
 
     def offsets(self) -> dict[str, int]:
         """The files' lengths in bytes."""

@@ -44,6 +44,7 @@ class Progress:
             f"{rollout['groups']:.0f}  tool calls {rollout['tool_calls']:.2f}  "
             f"sampled {rollout['decode_s'] + rollout['idle_s']:.1f}s  "
             f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
+            f"{_infra(rollout)}"
             f"agreement {max(engine['max_dlogp'], learner.get('sampler_gap_max', 0.0)):.1e}  "
             f"left {self.time_left(step + 1)}"
         )
@@ -53,7 +54,7 @@ class Progress:
         self.say(
             f"held-out after {step} steps: solved {metrics['solved']:.3f} of "
             f"{metrics['rollouts']:.0f} tasks, greedy  (answered {metrics['answered']:.0%}, "
-            f"tool errors {metrics['tool_errors']:.2f} a rollout)"
+            f"tool errors {metrics['tool_errors']:.2f} a rollout)  {_infra(metrics)}"
         )
 
     def finished(self, out_dir: Path) -> None:
@@ -84,3 +85,8 @@ class Progress:
             return
         with self._console.status(what):
             yield
+
+
+def _infra(metrics: Metrics) -> str:
+    broken = metrics["infra_errors"]
+    return f"BROKEN BY THE MACHINE {broken:.0f}  " if broken else ""

@@ -94,7 +94,7 @@ class NumericReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        expected = _expected(rollout.task)
+        expected = expected_answer(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
         count = rollout.stats.get
@@ -134,7 +134,8 @@ def load_callable(name: str, *, key: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def _expected(task: Task) -> Decimal:
+def expected_answer(task: Task) -> Decimal:
+    """The number that task.spec["answer"] holds; ValueError if it holds none."""
     if "answer" not in task.spec:
         raise ValueError(f"task {task.id}: its spec has no 'answer', only {sorted(task.spec)}")
     expected = last_number(str(task.spec["answer"]))

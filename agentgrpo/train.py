@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from agentgrpo.advantages import assign_advantages, has_gradient
 from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
@@ -37,9 +38,9 @@ def train(config: TrainConfig, parts: Parts) -> None:
         parts.tasks.feedback(groups)
         weights = token_weights(groups, config.loss.loss_type, config.rollout.max_sampled_tokens)
         batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights)
+        log.rollouts(step, groups)
         with progress.phase("learning"):
             learned = learner.step(batches)
-        log.rollouts(step, groups)
         log.write(step, rollout=sampled, learner=learned, engine=engine_metrics)
         progress.step_done(step, sampled, learned, engine_metrics)
         if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
@@ -99,6 +100,9 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     parts.progress.evaluated(step, metrics)
 
 
+CONTINUE = "The same command continues from the last checkpoint."
+
+
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m agentgrpo.train", description=__doc__)
@@ -116,9 +120,15 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         train(config, parts)
-    except Disagreement as error:
+    except (Disagreement, InfrastructureError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
+    except (FloatingPointError, OSError, ValueError) as error:
+        print(f"error: {error}. {CONTINUE}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted. {CONTINUE}", file=sys.stderr)  # noqa: T201
+        return 130
     finally:
         parts.close()
     return 0

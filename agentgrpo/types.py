@@ -85,6 +85,8 @@ class Rollout:
     status: Status
     answer: str | None = None
     """What the policy answered in the end; None if it never did in the asked form."""
+    error: str | None = None
+    """What the machine said; only with Status.INFRA_ERROR."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)

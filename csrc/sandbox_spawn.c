@@ -136,7 +136,9 @@ set_limits(const struct session_spec *spec)
     limit(spec, RLIMIT_CORE, 0);
     limit(spec, RLIMIT_MEMLOCK, 65536);
     limit(spec, RLIMIT_MSGQUEUE, 0);
-    if (setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {
+    /* under nice(1) the inherited value may be higher already, and may not be lowered */
+    if (getpriority(PRIO_PROCESS, 0) < spec->niceness &&
+        setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {
         refuse(spec, SANDBOX_SETUP_LIMITS);
     }
 }

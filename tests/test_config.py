@@ -27,9 +27,9 @@ def toml(tmp_path: Path) -> Path:
 
 
 def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nepsilon = 0.1\n")
+    toml.write_text(LEAST + "[loss]\nmismatch_cap = 0.1\n")
     config = load_config(toml)
-    assert config.loss.epsilon == 0.1
+    assert config.loss.mismatch_cap == 0.1
     assert config.model_dump(exclude={"loss"}) == TrainConfig(
         model="m", out_dir=Path("o")
     ).model_dump(exclude={"loss"})
@@ -45,7 +45,7 @@ def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
         ("model=some/plain-text", None, "model", "some/plain-text"),
         ('model="quoted"', None, "model", "quoted"),
         ("agent.system_prompt=a = b", "agent", "system_prompt", "a = b"),
-        ("agent.close_tag=", "agent", "close_tag", ""),
+        ("agent.system_prompt=", "agent", "system_prompt", ""),
     ],
 )
 def test_an_override_is_read_as_toml_or_else_as_text(
@@ -56,8 +56,11 @@ def test_an_override_is_read_as_toml_or_else_as_text(
 
 
 def test_the_last_override_wins_over_the_file(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nepsilon = 0.1\n")
-    assert load_config(toml, ["loss.epsilon=0.3", "loss.epsilon=0.4"]).loss.epsilon == 0.4
+    toml.write_text(LEAST + "[loss]\nmismatch_cap = 0.1\n")
+    assert (
+        load_config(toml, ["loss.mismatch_cap=0.3", "loss.mismatch_cap=0.4"]).loss.mismatch_cap
+        == 0.4
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,16 +68,18 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     [
         ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
         ("learner.lr_rate=1", "unknown config key learner.lr_rate"),
-        ("loss.epsilon_hihg=1", "unknown key.*did you mean loss.epsilon_high?"),
+        ("loss.mismatch_cpa=1", "unknown key.*did you mean loss.mismatch_cap?"),
         ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
-        ("loss.epsilon=1.5", "config key loss.epsilon: .*less than 1, got 1.5"),
+        ("loss.mismatch_cap=0", "config key loss.mismatch_cap: .*greater than 0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
         ("steps=x", "config key steps: .*integer.*got 'x'"),
         ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),
         ("engine.dtype=float16", "config key engine.dtype: .*'bfloat16'.*got 'float16'"),
         ("data.levels=[5]", r"config key data.levels.0: .*equal to 4, got 5"),
-        ("engine.max_model_len=64", "rollout.max_turn_tokens must be below .* 64, got 64"),
+        ("engine.max_model_len=127", "config key engine.max_model_len: .*equal to 128, got 127"),
+        ("rollout.max_turn_tokens=1024", "max_turn_tokens must be below .* 1024, got 1024"),
+        ("learner.max_tokens=1023", "learner.max_tokens must hold .* 1024, got 1023"),
         ("steps", "override 'steps': expected section.key=value"),
         ("steps.more=1", "steps is not a section"),
     ],

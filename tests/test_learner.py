@@ -151,7 +151,7 @@ def test_the_gradient_is_that_of_the_formula(
         mask = np.concatenate([np.full(len(s.token_ids), s.sampled) for s in played.segments])
         ratio = (logp - logp.detach()).exp()
         loss = loss - (weight * played.advantage * ratio)[torch.from_numpy(mask[1:])].sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     squared = 0.0
     for (name, ours), theirs in zip(

@@ -20,7 +20,7 @@ class CodeAgent:
         self.stop = (config.close_tag,)
         self._head = [
             {"role": "system", "content": config.system_prompt},
-            *(message for shot in config.shots for message in shot),
+            *(message.model_dump() for shot in config.shots for message in shot),
         ]
 
     def messages(self, task: Task) -> list[Mapping[str, str]]:

@@ -173,6 +173,11 @@ class JsonlTasks:
         self._drawn = 0
         self._order: tuple[int, list[int]] = (-1, [])  # of the round it was last computed for
 
+    @property
+    def rows(self) -> list[Task]:
+        """All tasks, in the file's order."""
+        return list(self._tasks)
+
     def __len__(self) -> int:
         """How many tasks one round has."""
         return len(self._tasks)

@@ -9,8 +9,8 @@ the letters {a} {b} {c} {d} are numbers, {n} and {m} two names, {t} things. Leve
     3  three operations, larger numbers, shares, percentages, clock times
     4  powers, remainders, sums and sequences: a loop, or an expression few do by head
 
-Levels 1 and 2 are told apart by what SmolLM2-135M-Instruct solves late in runs of 14 steps: for each
-wording of level 1 at least 0.1 of its samples, for most of level 2 none.
+Levels 1 and 2 are told apart by what SmolLM2-135M-Instruct solves late in runs of 14 steps: of each
+wording of level 1 at least a tenth of its samples, of most of level 2 none.
 """
 
 from __future__ import annotations

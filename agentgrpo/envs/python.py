@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentgrpo.agents.base import RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.sandbox import SandboxInfraError, SandboxPool, Session, StepResult
+from agentgrpo.sandbox import SandboxException, SandboxPool, Session, StepResult
 from agentgrpo.types import Task
 
 
@@ -35,20 +35,26 @@ class PythonEpisode:
 
     def step(self, action: RunCode) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told so."""
-        if self._session is None:
-            try:
-                self._session = self._pool.acquire()
-            except SandboxInfraError as error:
-                raise InfrastructureError(str(error)) from error
-        result = self._session.step(action.code, timeout_s=self._timeout_s)
+        fresh = self._session is None
+        result = self._run(action.code)
+        if result.status == "infra_error" and fresh:  # no state is lost by another try
+            self.close()
+            result = self._run(action.code)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
         text = render(result)
         if result.state_lost:
-            self._session.close()
-            self._session = None
+            self.close()
             text += "\n(the interpreter was restarted: its variables are gone)"
         return Observation(text, failed=result.status != "ok")
+
+    def _run(self, code: str) -> StepResult:
+        try:
+            if self._session is None:
+                self._session = self._pool.acquire()
+            return self._session.step(code, timeout_s=self._timeout_s)
+        except SandboxException as error:
+            raise InfrastructureError(str(error)) from error
 
     def close(self) -> None:
         """End the session, if there is one."""

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,20 +61,14 @@ class SamplerStats:
     idle_s: float = 0.0
     """Waiting for tools with nothing to decode."""
     engine_steps: int = 0
-    sampled_tokens: int = 0
+    total_sampled_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     infra_failures: int = 0
-    failures: list[str] = field(default_factory=list)
-    """What infrastructure errors said."""
 
     def metrics(self) -> Metrics:
         """The numbers, by name."""
-        return {
-            name: float(value)
-            for name, value in dataclasses.asdict(self).items()
-            if name != "failures"
-        }
+        return {name: float(value) for name, value in dataclasses.asdict(self).items()}
 
 
 class Sampler:
@@ -84,6 +78,8 @@ class Sampler:
         engine: awake while playing.
         agent, env, chat: what turns mean, who answers, how messages become tokens.
         config: budgets and temperature.
+        max_live: rollouts played at once; the others wait for one to end. At most as many as there
+            are sandbox sessions: a rollout keeps its session until it ends.
         max_tool_threads: tool calls that may wait for the sandbox at once.
     """
 
@@ -95,10 +91,12 @@ class Sampler:
         chat: ChatTemplate,
         config: RolloutConfig,
         *,
+        max_live: int = 256,
         max_tool_threads: int = 32,
     ) -> None:
         self._engine, self._agent, self._env, self._chat = engine, agent, env, chat
         self._config = config
+        self._max_live = max_live
         self._max_tool_threads = max_tool_threads
 
     def play(
@@ -124,7 +122,8 @@ class Sampler:
         heat = self._config.temperature if temperature is None else temperature
         play = _Play(self._engine, self._agent, self._env, self._chat, self._config, heat)
         with ThreadPoolExecutor(self._max_tool_threads, "tool") as threads:
-            rollouts = play.run([task for task in tasks for _ in range(group_size)], threads)
+            queue = [task for task in tasks for _ in range(group_size)]
+            rollouts = play.run(queue, threads, max_live=self._max_live)
         groups = [
             Group(task=task, rollouts=rollouts[i * group_size : (i + 1) * group_size])
             for i, task in enumerate(tasks)
@@ -147,10 +146,14 @@ class _Play:
         self._answered: SimpleQueue[int] = SimpleQueue()
         self.stats = SamplerStats()
 
-    def run(self, tasks: Sequence[Task], threads: ThreadPoolExecutor) -> list[Rollout]:
+    def run(
+        self, tasks: Sequence[Task], threads: ThreadPoolExecutor, *, max_live: int
+    ) -> list[Rollout]:
+        rollouts: list[Rollout] = []
         try:
-            rollouts = [self._start(index, task) for index, task in enumerate(tasks)]
-            while self._live:
+            while self._live or len(rollouts) < len(tasks):
+                while len(rollouts) < len(tasks) and len(self._live) < max_live:
+                    rollouts.append(self._start(len(rollouts), tasks[len(rollouts)]))
                 self._take_answers(block=not self._decoding)
                 if self._decoding:
                     self._decode(threads)
@@ -212,7 +215,7 @@ class _Play:
         live.turns += 1
         stats = live.rollout.stats
         stats["turns"] += 1
-        self.stats.sampled_tokens += len(turn.token_ids)
+        self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
         self.stats.prompt_tokens += live.length - len(turn.token_ids)
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
@@ -258,7 +261,7 @@ class _Play:
             observation = future.result()
         except InfrastructureError as error:
             self.stats.infra_failures += 1
-            self.stats.failures.append(str(error))
+            self._live[index].rollout.error = str(error)
             self._end(index, Status.INFRA_ERROR)
             return
         self._live[index].rollout.stats["tool_errors"] += observation.failed

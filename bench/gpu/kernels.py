@@ -49,7 +49,7 @@ class Setting:
             start = time.perf_counter()
             fn()
             return (time.perf_counter() - start) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         fn()
         end.record()

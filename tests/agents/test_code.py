@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentgrpo.agents.base import Action, Finish, Malformed, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig
+from agentgrpo.config import AgentConfig, Message
 from agentgrpo.types import Task
 
 AGENT = CodeAgent(AgentConfig())
@@ -73,13 +73,17 @@ def test_tags_and_answer_are_the_users() -> None:
 
 def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:
     shot = (
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "<code>1+1</code>"},
+        Message(role="user", content="1+1?"),
+        Message(role="assistant", content="<code>1+1</code>"),
     )
     agent = CodeAgent(AgentConfig(system_prompt="S", shots=(shot,)))
     task = Task(id="x", messages=({"role": "user", "content": "2+2?"},), spec={"answer": "HIDDEN"})
     messages = agent.messages(task)
-    assert messages == [{"role": "system", "content": "S"}, *shot, *task.messages]
+    assert messages == [
+        {"role": "system", "content": "S"},
+        *(message.model_dump() for message in shot),
+        *task.messages,
+    ]
     assert "HIDDEN" not in str(messages)
 
 

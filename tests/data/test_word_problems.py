@@ -167,7 +167,9 @@ def test_problems_are_the_same_on_every_machine_and_python() -> None:
     """Pinned: only a change of the templates may change these."""
     first = task("train", 1, 0)
     assert first.id == "word/train/level1/seed0/0"
-    assert first.messages[0]["content"] == ("What is 41 * 74?")
+    assert first.messages[0]["content"] == (
+        "Sam picked 73 books, ate 66 and picked 60 again. How many books does Sam have?"
+    )
     last = task("heldout", 4, 1000, seed=7)
     assert last.id == "word/heldout/level4/seed7/1000"
     assert last.messages[0]["content"] == (

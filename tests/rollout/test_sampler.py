@@ -183,7 +183,7 @@ def test_many_interleavings_give_what_each_rollout_gives_alone(seed: int) -> Non
     assert all(r.task is group.task for group in groups for r in group.rollouts)
     check(groups, engine, RolloutConfig(**settings), group_size)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert stats.sampled_tokens == sum(r.num_sampled for r in rollouts)
+    assert stats.total_sampled_tokens == sum(r.num_sampled for r in rollouts)
     assert stats.engine_steps == engine.steps
     assert stats.infra_failures == sum(r.status is Status.INFRA_ERROR for r in rollouts)
     assert len(env.executed) == sum(r.stats["tool_calls"] for r in rollouts)
@@ -344,8 +344,21 @@ def test_an_infrastructure_error_ends_one_rollout_only() -> None:
     assert broken.status is Status.INFRA_ERROR
     assert broken.rewards == {}
     assert [r.answer for r in others] == ["1", "2"]
-    assert stats.failures == ["no session for broken machine"]
+    assert broken.error == "no session for broken machine"
     assert stats.metrics()["infra_failures"] == 1.0
+    env.assert_all_closed_once()
+
+
+def test_no_more_rollouts_live_than_there_are_sessions() -> None:
+    live: list[int] = []
+    engine = StubEngine(TOKENIZER, lambda number, _: Turn(f"Answer: {number}{EOT}"))
+    engine.on_step = lambda _: live.append(len(engine.running))
+    env = StubEnv()
+    task = Task(id="t", messages=({"role": "user", "content": "x"},), spec={})
+    sampler = Sampler(cast(Any, engine), AGENT, env, CHAT, RolloutConfig(), max_live=3)
+    groups, _ = sampler.play([task] * 4, 2, seed=5)
+    assert max(live) == 3
+    assert [r.answer for g in groups for r in g.rollouts] == [str(n) for n in range(8)]
     env.assert_all_closed_once()
 
 

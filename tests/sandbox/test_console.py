@@ -3,6 +3,7 @@
 import code
 import contextlib
 import io
+import sys
 
 import pytest
 
@@ -23,6 +24,12 @@ SCRIPTS = [
     ["'''one", "two'''", "  indented", "@", "\\"],
     ["raise KeyboardInterrupt", "raise ValueError('x') from KeyError('y')"],
 ]
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle prints through it, and torch.distributed puts one in that adds "[rank0]"."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
 def oracle(lines: list[str]) -> str:

@@ -1,0 +1,152 @@
+"""What a policy sees of its code: as at a terminal; and whose fault a failure was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from agentgrpo.agents.base import RunCode
+from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, render
+from agentgrpo.sandbox import (
+    Limits,
+    SandboxInfraError,
+    SandboxPool,
+    SandboxUnavailable,
+    Status,
+    StepError,
+    StepResult,
+)
+from agentgrpo.types import Task
+
+TASK = Task(id="t", messages=(), spec={})
+DIVISION = StepError("ZeroDivisionError", "division by zero", "Traceback ...")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (StepResult(status=Status.OK), "(no output)"),
+        (StepResult(status=Status.OK, stdout="42\n"), "42"),
+        (StepResult(status=Status.OK, value="42"), "42"),
+        (StepResult(status=Status.OK, stdout="a\n\n", stderr="b\n", value="c"), "a\nb\nc"),
+        (StepResult(status=Status.OK, stdout="  a"), "  a"),
+        (
+            StepResult(status=Status.ERROR, stdout="so far\n", error=DIVISION),
+            "so far\nZeroDivisionError: division by zero",
+        ),
+        (StepResult(status=Status.ERROR, error=StepError("KeyError", "", "")), "KeyError"),
+        (StepResult(status=Status.TIMEOUT_KILLED), "Error: timeout killed"),
+        (StepResult(status=Status.OOM, stdout="x\n"), "x\nError: oom"),
+    ],
+)
+def test_what_is_shown(result: StepResult, text: str) -> None:
+    assert render(result) == text
+
+
+class FakePool:
+    """Sessions that give prepared results, one after another."""
+
+    def __init__(self, *results: StepResult | Exception) -> None:
+        self.results = list(results)
+        self.acquired = self.closed = 0
+
+    def acquire(self) -> FakePool:
+        if isinstance(self.results[0], Exception):
+            raise self.results.pop(0)  # type: ignore[misc]
+        self.acquired += 1
+        return self
+
+    def step(self, code: str, timeout_s: float) -> Any:
+        assert timeout_s == 2.5
+        return self.results.pop(0)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def episode(pool: FakePool) -> PythonEpisode:
+    return PythonEnv(cast(Any, pool), 2.5).reset(TASK)
+
+
+def test_a_rollout_without_code_needs_no_session() -> None:
+    pool = FakePool()
+    episode(pool).close()
+    assert (pool.acquired, pool.closed) == (0, 0)
+
+
+def test_one_session_serves_all_steps_and_is_closed_once() -> None:
+    pool = FakePool(*[StepResult(status=Status.OK)] * 3)
+    played = episode(pool)
+    for _ in range(3):
+        played.step(RunCode("1"))
+    played.close()
+    played.close()
+    assert (pool.acquired, pool.closed) == (1, 1)
+
+
+def test_a_session_that_died_is_replaced_and_the_policy_is_told() -> None:
+    lost = StepResult(status=Status.TIMEOUT_KILLED, state_lost=True)
+    pool = FakePool(lost, StepResult(status=Status.OK, value="1"))
+    played = episode(pool)
+    assert played.step(RunCode("while 1: pass")) == Observation(
+        "Error: timeout killed\n(the interpreter was restarted: its variables are gone)",
+        failed=True,
+    )
+    assert played.step(RunCode("1")) == Observation("1")
+    assert (pool.acquired, pool.closed) == (2, 1)
+
+
+@pytest.mark.parametrize("status", [s for s in Status if s not in (Status.OK, Status.INFRA_ERROR)])
+def test_what_the_policy_caused_is_an_observation(status: Status) -> None:
+    assert episode(FakePool(StepResult(status=status))).step(RunCode("x")).failed
+
+
+def test_what_the_machine_caused_is_not() -> None:
+    broken = StepResult(status=Status.INFRA_ERROR, detail="vanished")
+    for pool in (FakePool(broken, broken), FakePool(SandboxInfraError("no descriptors"))):
+        with pytest.raises(InfrastructureError):
+            episode(pool).step(RunCode("x"))
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[PythonEnv]:
+    try:
+        pool = SandboxPool(limits=Limits(timeout_s=5.0), max_live=4)
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+    with pool:
+        yield PythonEnv(pool, timeout_s=1.0)
+
+
+@pytest.mark.nsjail
+def test_a_real_interpreter_remembers_between_steps_and_not_between_rollouts(
+    env: PythonEnv,
+) -> None:
+    first, second = env.reset(TASK), env.reset(TASK)
+    try:
+        assert first.step(RunCode("x = 6")) == Observation("(no output)")
+        assert first.step(RunCode("print(x)\nx * 7")) == Observation("6\n42")
+        assert second.step(RunCode("x")) == Observation(
+            "NameError: name 'x' is not defined", failed=True
+        )
+        assert first.step(RunCode("1/0")).text.endswith("ZeroDivisionError: division by zero")
+        assert first.step(RunCode("def f(:")).failed
+        assert first.step(RunCode("x")) == Observation("6")
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.nsjail
+def test_a_real_interpreter_that_died_starts_anew(env: PythonEnv) -> None:
+    played = env.reset(TASK)
+    try:
+        died = played.step(RunCode("import os\nx = 1\nos._exit(3)"))
+        assert died.failed
+        assert died.text.endswith("(the interpreter was restarted: its variables are gone)")
+        assert played.step(RunCode("'x' in globals()")) == Observation("False")
+    finally:
+        played.close()

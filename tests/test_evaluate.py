@@ -1,0 +1,76 @@
+"""The shares that are reported: over the rollouts that the machine did not break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.evaluate import evaluate, summarize
+from agentgrpo.types import Group, Rollout, Status, Task
+
+TASK = Task(id="t", messages=(), spec={})
+
+
+def test_shares_are_of_valid_rollouts(rollout: Callable[..., Rollout]) -> None:
+    groups = [
+        Group(
+            task=TASK,
+            rollouts=[
+                rollout([[-1.0] * 4], answer="1", rewards={"answer": 1.0, "format": 0.5}),
+                rollout([[-1.0] * 2], answer="2", rewards={"answer": 0.0, "format": 0.5}),
+            ],
+        ),
+        Group(
+            task=TASK,
+            rollouts=[
+                rollout(status=Status.INFRA_ERROR, answer="never counted"),
+                rollout([[-1.0] * 3], status=Status.TRUNCATED_LENGTH, rewards={"answer": 0.0}),
+            ],
+        ),
+    ]
+    groups[0].rollouts[0].stats = {"turns": 3.0}
+    for played in (groups[0].rollouts[1], *groups[1].rollouts):
+        played.stats = {"turns": 0.0}
+    assert summarize(groups) == pytest.approx(
+        {
+            "rollouts": 4,
+            "infra_errors": 1,
+            "reward": 2.0 / 3,
+            "solved": 1 / 3,
+            "answered": 2 / 3,
+            "sampled_tokens": 3,
+            "turns": 1.0,
+            "status_completed": 2 / 3,
+            "status_truncated_length": 1 / 3,
+            "status_truncated_turns": 0,
+            "status_infra_error": 0,
+        }
+    )
+
+
+def test_of_broken_rollouts_only_their_number_is_known(rollout: Callable[..., Rollout]) -> None:
+    broken = Group(task=TASK, rollouts=[rollout(status=Status.INFRA_ERROR)])
+    with pytest.raises(InfrastructureError, match="broke 1 of 1 rollouts"):
+        summarize([broken])
+    half = Group(task=TASK, rollouts=[rollout(), rollout(status=Status.INFRA_ERROR)])
+    assert summarize([half])["infra_errors"] == 1
+    assert summarize([]) == {"rollouts": 0, "infra_errors": 0}
+
+
+def test_each_task_is_played_once_greedily_and_scored(rollout: Callable[..., Rollout]) -> None:
+    class FakeSampler:
+        def play(
+            self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float
+        ) -> tuple[list[Group], None]:
+            assert (group_size, seed, temperature) == (1, 7, 0.0)
+            return [Group(task=t, rollouts=[rollout(answer=t.id)]) for t in tasks], None
+
+    tasks = [Task(id=name, messages=(), spec={}) for name in "abc"]
+    groups, metrics = evaluate(
+        cast(Any, FakeSampler()), tasks, lambda r: {"answer": float(r.answer == "b")}, seed=7
+    )
+    assert [group.rollouts[0].reward for group in groups] == [0.0, 1.0, 0.0]
+    assert metrics["solved"] == pytest.approx(1 / 3)
