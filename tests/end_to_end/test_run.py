@@ -214,13 +214,13 @@ class TestWholeRun:
             ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
             with torch.no_grad():
                 logp = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
-            logp = logp.gather(1, ids[1:, None])[:, 0].numpy()
+            scored = logp.gather(1, ids[1:, None])[:, 0].numpy()
             start = 0
             for segment in rollout.segments:
                 end = start + len(segment.token_ids)
                 if segment.logprobs is not None:
                     np.testing.assert_allclose(
-                        logp[start - 1 : end - 1], segment.logprobs, atol=1e-4
+                        scored[start - 1 : end - 1], segment.logprobs, atol=1e-4
                     )
                 start = end
         tokenizer = AutoTokenizer.from_pretrained(folder)
