@@ -243,10 +243,7 @@ class _Play:
             return
         started = time.perf_counter()
         if self._config.deterministic:
-            wait(self._tools.values())
-            ready = sorted(self._tools)
-            for _ in ready:
-                self._answered.get()
+            ready = sorted(self._answered.get() for _ in range(len(self._tools)))
         else:
             ready = [self._answered.get()] if block else []
             while not self._answered.empty():
