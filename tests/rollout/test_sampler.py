@@ -131,7 +131,7 @@ def expected(task: Task, turns: Sequence[Request], limit: int, config: RolloutCo
 def check(groups: list[Group], engine: StubEngine, config: RolloutConfig, group_size: int) -> None:
     """Every rollout is what its own turns make of it; nothing is lost, shared or out of order."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    # a turn that the context's end cuts after a token or two looks like another; its prompt does not
+    # a turn that the context cuts after a token or two looks like another; its prompt does not
     request_of = {
         (*r.prompt.tolist(), *r.completion.token_ids.tolist()): r for r in engine.requests
     }
