@@ -134,6 +134,7 @@ class Tree:
             return (key <= query) & (query < tout[key])
 
         def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            assert window is not None
             near = position[query] - position[key] < window
             return sees(batch, head, query, key) & near
 
@@ -222,9 +223,9 @@ def _on_cuda(
     ends = [0, *(run.end for run in tree.runs)]
     bounds = torch.tensor(ends, dtype=torch.int32, device=query.device)
     longest = max(run.end - run.start for run in tree.runs)
-    tokens_first = [x[0].transpose(0, 1) for x in (query, key, value)]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     packed = varlen_attn(
-        *tokens_first, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True,
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True,
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(packed, Tensor)

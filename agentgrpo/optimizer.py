@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 
+_EXACT = (torch.float32, torch.float64)
+
 
 class MasterAdamW:
     """torch.optim.AdamW over float32 copies; a parameter that is float32 already is its own master.
@@ -31,7 +33,7 @@ class MasterAdamW:
     ) -> None:
         self._parameters = list(parameters)
         self._masters = [
-            p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            p if p.dtype in _EXACT else p.detach().float().requires_grad_()
             for p in self._parameters
         ]
         self._adamw: Any = (adamw or torch.optim.AdamW)(

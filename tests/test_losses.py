@@ -1,4 +1,4 @@
-"""Token weights against the papers' formulas in exact fractions, and the mismatch in plain loops."""
+"""Token weights against the papers' formulas in fractions, and the mismatch in plain loops."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def test_the_kernels_weigh_alike(groups: list[Group], loss_type: str) -> None:
 @pytest.mark.parametrize(
     ("loss_type", "total"), [("dapo", 1.0), ("grpo", 1.0), ("dr_grpo", 23 / 72), ("luspo", 23 / 6)]
 )
-def test_a_loss_of_one_per_token_sums_to(
-    groups: list[Group], loss_type: str, total: float
-) -> None:
+def test_a_loss_of_one_per_token_sums_to(groups: list[Group], loss_type: str, total: float) -> None:
     assert objective(groups, loss_type) == pytest.approx(total, rel=1e-12)
 
 
