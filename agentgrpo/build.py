@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from agentgrpo import checkpoint
+from agentgrpo import checkpoint, parallel
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data import word_problems
@@ -25,10 +25,11 @@ from agentgrpo.envs.python import PythonEnv
 from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
-from agentgrpo.rewards import NumericReward, Reward, expected_answer
+from agentgrpo.rewards import NumericReward, expected_answer
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.scoring import Scoring
 from agentgrpo.types import Int32, Task
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Player:
     engine: Engine
     sampler: Sampler
     pool: SandboxPool
-    reward: Reward
+    reward: Scoring
     heldout: list[Task]
     tokenizer: Any
     progress: Progress
@@ -76,7 +77,8 @@ class Parts(Player):
 
         def write(folder: Path) -> None:
             self.learner.save_model(folder)
-            self.tokenizer.save_pretrained(folder)
+            if parallel.rank() == 0:
+                self.tokenizer.save_pretrained(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),
@@ -84,7 +86,10 @@ class Parts(Player):
             )
 
         step = self.learner.step_count
-        return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+        if parallel.rank() == 0:
+            return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+        write(config.out_dir)  # its part in gathering what rank 0 writes; nothing is written here
+        return checkpoint.folder_of(config.out_dir, step)
 
 
 def build(config: TrainConfig) -> Parts:
@@ -161,7 +166,7 @@ def build_player(
         engine=engine,
         sampler=Sampler(engine, agent, env, chat, config.rollout, max_live=config.sandbox.max_live),
         pool=pool,
-        reward=make_reward(config.reward),
+        reward=make_reward(config.reward, chat.tokenizer),
         heldout=heldout,
         tokenizer=chat.tokenizer,
         progress=progress,
@@ -217,7 +222,11 @@ def _with_learner(
 
 @contextlib.contextmanager
 def _locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this process's; the lock goes with the file object."""
+    """Make out_dir this run's; the lock goes with rank 0's file object."""
+    if parallel.rank() > 0:
+        with Path(os.devnull).open("w") as file:
+            yield file
+        return
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
     try:
@@ -325,9 +334,14 @@ def heldout_tasks(config: DataConfig) -> list[Task]:
     return rows.next(min(config.num_heldout, len(rows)))
 
 
-def make_reward(config: RewardConfig) -> Reward:
+def make_reward(config: RewardConfig, tokenizer: Any) -> Scoring:
     """What a rollout is worth."""
-    return NumericReward(answer=config.answer, format=config.format)
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    return Scoring(NumericReward(answer=config.answer, format=config.format), config, decode)
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:

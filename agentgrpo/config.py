@@ -150,10 +150,16 @@ class RewardConfig(Section):
     format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of having run code without an error and then answered in the asked form."""
 
+    functions: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
+
     @property
     def weights(self) -> dict[str, float]:
         """Of the parts, by name."""
-        return {"answer": self.answer, "format": self.format}
+        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
+        return {"answer": self.answer, "format": self.format, **named}
 
 
 class LoraConfig(Section):

@@ -12,27 +12,28 @@ import sys
 from collections.abc import Sequence
 from statistics import fmean
 
+from agentgrpo import parallel
 from agentgrpo.config import load_config
 from agentgrpo.envs.base import InfrastructureError
-from agentgrpo.rewards import Reward, score
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.scoring import Scoring
 from agentgrpo.types import Group, Metrics, Status, Task
 
 
 def evaluate(
-    sampler: Sampler, tasks: Sequence[Task], reward: Reward, *, seed: int = 0
+    sampler: Sampler, tasks: Sequence[Task], reward: Scoring, *, seed: int = 0
 ) -> tuple[list[Group], Metrics]:
-    """Play each task once at temperature 0 and score it.
+    """Play each task once at temperature 0 and score it; every rank its share of them.
 
     Returns:
         The groups (of one rollout each), and their metrics; `solved` is the share of tasks whose
         answer was right. Rollouts that the machine broke are counted and left out of the shares.
     """
-    groups, _ = sampler.play(tasks, 1, seed=seed, temperature=0.0)
-    for group in groups:
-        score(group, reward)
+    played, _ = sampler.play(parallel.mine(tasks), 1, seed=seed, temperature=0.0)
+    reward.score(played)
+    groups = parallel.interleave(parallel.gather(played))
     return groups, summarize(groups)
 
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from agentgrpo import parallel
 from agentgrpo.types import Group, Metrics, Rollout, Segment, Status, Task
 
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
 class RunLog:
-    """Appends to a run's records.
+    """Appends to a run's records; on ranks other than the first, writes nothing.
 
     Args:
         out_dir: created if missing.
@@ -50,6 +51,8 @@ class RunLog:
 
     def describe(self, **record: Any) -> None:
         """Write run.json: the resolved config, what was chosen, and the versions."""
+        if parallel.rank() > 0:
+            return
         text = json.dumps(record, indent=1, default=str)
         partial = self._out_dir / ".run.json.partial"
         partial.write_text(text + "\n")
@@ -67,6 +70,8 @@ class RunLog:
         Raises:
             ValueError: a record is shorter than it was then, so the run's history is incomplete.
         """
+        if parallel.rank() > 0:
+            return
         for name in FILES:
             path, kept = self._out_dir / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
@@ -76,6 +81,8 @@ class RunLog:
                 os.truncate(path, kept)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if parallel.rank() > 0:
+            return
         with (self._out_dir / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
