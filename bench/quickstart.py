@@ -1,6 +1,6 @@
 """Does the quickstart learn? Several seeds, and a checkpoint scored by plain transformers.
 
-    python -m bench.quickstart [--seeds 0 1 2] [section.key=value ...]
+    python -m bench.quickstart [section.key=value ...] [--seeds 0 1 2]
 
 Each seed is its own process and an empty run directory. Rows: held-out greedy solved share before
 and after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint played on
