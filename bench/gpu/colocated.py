@@ -74,7 +74,8 @@ def make_model(folder: Path, size: str) -> Path:
         tie_word_embeddings=True,
     )
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
