@@ -260,7 +260,7 @@ def _check_tasks(
 ) -> None:
     """Every task can be shown and scored, and observations reach the policy."""
     mark = "observation-7f3a"
-    shown = chat.observation_ids(agent.observe(mark), turn_closed=False)
+    shown = chat.observation_ids([agent.observe(mark)], turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             f"agent.observation_role: the model's chat template does not show messages of role "

@@ -268,7 +268,7 @@ class _Play:
         live = self._live[index]
         message = self._agent.observe(self._chat.clip(text, self._config.max_observation_tokens))
         closed = int(live.ids[-1][-1]) in self._chat.stop_token_ids
-        self._append(live, self._chat.observation_ids(message, turn_closed=closed), None)
+        self._append(live, self._chat.observation_ids([message], turn_closed=closed), None)
         self._ask(index)
 
     def _append(self, live: _Live, ids: Int32, logprobs: Float32 | None) -> None:
