@@ -24,6 +24,7 @@ from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
+from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.rewards import NumericReward, Reward, expected_answer
@@ -96,6 +97,7 @@ def build(config: TrainConfig) -> Parts:
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
+    objective_of(config.loss)
     tasks = _training_tasks(config.data, config.seed)
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(_locked(config.out_dir))
@@ -103,7 +105,8 @@ def build(config: TrainConfig) -> Parts:
         resumed = checkpoint.newest(config.out_dir)
         player = build_player(
             config,
-            model=None if resumed is None else str(resumed),
+            # an adapter's checkpoint holds no model: its base is config.model
+            model=None if resumed is None or config.learner.lora.rank else str(resumed),
             train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
         )
         undo.callback(player.close)
@@ -184,6 +187,8 @@ def _with_learner(
         temperature=config.rollout.temperature,
         weights=config.engine.weights,
         dlogp_limit=agreement_threshold,
+        reference=resolve_model(config.model) if config.loss.beta else None,
+        adapter=resumed if config.learner.lora.rank else None,
     )
     log = RunLog(config.out_dir)
     if resumed is None:
