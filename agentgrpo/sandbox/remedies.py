@@ -14,7 +14,16 @@ APPARMOR = (
 )
 CGROUP = (
     "give this process a control group of its own: systemd-run --user --scope -p Delegate=yes ..., "
-    "or run as root; until then memory is limited per process, not per session"
+    "or run as root"
+)
+CGROUP_CONTAINER = (
+    "give the container writable control groups: --cgroupns=host "
+    "-v /sys/fs/cgroup:/sys/fs/cgroup:rw"
+)
+WITHOUT = "; until then a watchdog adds up the memory of each session every 50 ms"
+SYSTEM_PATHS = (
+    "sessions do without /proc; to give them one, run the container with "
+    "--security-opt systempaths=unconfined (Kubernetes: procMount: Unmasked)"
 )
 
 
@@ -28,6 +37,13 @@ def _sysctl(name: str) -> str | None:
 def _in_container() -> bool:
     filtered = "Seccomp:\t2" in Path("/proc/self/status").read_text()
     return filtered or any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+
+
+def cgroup_remedy() -> str:
+    """How this process gets to make control groups."""
+    if os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
+        return CGROUP_CONTAINER + WITHOUT
+    return CGROUP + WITHOUT
 
 
 def masked_proc() -> list[str]:
