@@ -157,7 +157,7 @@ def build_player(
     except BaseException:
         pool.close()
         raise
-    env = PythonEnv(pool, config.sandbox.timeout_s)
+    env = PythonEnv(pool, config.sandbox.timeout_s, stateless=config.sandbox.stateless)
     return Player(
         model=model,
         engine=engine,
@@ -336,7 +336,9 @@ def make_reward(config: RewardConfig) -> Reward:
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it."""
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
-    return SandboxPool(limits=limits, max_live=config.max_live)
+    return SandboxPool(
+        limits=limits, max_live=config.max_live, allow_degraded=config.allow_degraded
+    )
 
 
 def _chat(model: str) -> ChatTemplate:

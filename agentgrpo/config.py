@@ -123,6 +123,10 @@ class SandboxConfig(Section):
     """Memory of one session."""
     max_live: Positive = 128
     """Sessions alive at once."""
+    stateless: pydantic.StrictBool = False
+    """Every code step starts anew: no variables and no files of the step before."""
+    allow_degraded: pydantic.StrictBool = False
+    """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
 
 
 class DataConfig(Section):
