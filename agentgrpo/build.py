@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
+from agentgrpo.agents.base import RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
+from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
@@ -260,7 +262,8 @@ def _check_tasks(
 ) -> None:
     """Every task can be shown and scored, and observations reach the policy."""
     mark = "observation-7f3a"
-    shown = chat.observation_ids(agent.observe(mark), turn_closed=False)
+    told = agent.observe(RunCode(""), Observation(mark))
+    shown = chat.observation_ids(told, turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             f"agent.observation_role: the model's chat template does not show messages of role "

@@ -76,6 +76,16 @@ class Segment:
         return self.logprobs is not None
 
 
+@dataclass(frozen=True, slots=True)
+class SpanReward:
+    """What a part of a rollout was worth: its tokens [start, end), the prompt's first being 0."""
+
+    start: int
+    end: int
+    name: str
+    value: float
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rollout:
     """One attempt at a task: the prompt, then sampled and observed segments in turn."""
@@ -89,6 +99,8 @@ class Rollout:
     """What the machine said; only with Status.INFRA_ERROR."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
+    span_rewards: list[SpanReward] = field(default_factory=list)
+    """Which tokens earned what by a step; a name's sum over its spans is part of `rewards`."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the episode (turns, tool_calls, tool_errors, ...), for the metrics."""
     advantage: float = 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from agentgrpo.agents.base import RunCode
+from collections.abc import Mapping
+
+from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.sandbox import SandboxException, SandboxPool, Session, StepResult
 from agentgrpo.types import Task
@@ -33,8 +35,9 @@ class PythonEpisode:
         self._timeout_s = timeout_s
         self._session: Session | None = None
 
-    def step(self, action: RunCode) -> Observation:
+    def step(self, action: Action) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told so."""
+        assert isinstance(action, RunCode), action
         fresh = self._session is None
         result = self._run(action.code)
         if result.status == "infra_error" and fresh:  # no state is lost by another try
@@ -47,6 +50,10 @@ class PythonEpisode:
             self.close()
             text += "\n(the interpreter was restarted: its variables are gone)"
         return Observation(text, failed=result.status != "ok")
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """Nothing: what an answer is worth is for the reward to say."""
+        return {}
 
     def _run(self, code: str) -> StepResult:
         try:

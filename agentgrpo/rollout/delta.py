@@ -16,7 +16,7 @@ import numpy as np
 
 from agentgrpo.types import Int32
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 _MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
 
 
@@ -38,7 +38,7 @@ class ChatTemplate:
                 "chat_template.jinja beside its tokenizer.json"
             )
         self.tokenizer = tokenizer
-        closing = self._after_turn({"role": "user", "content": "x"})
+        closing = self._after_turn([{"role": "user", "content": "x"}])
         ids = self._encode(closing)
         if not len(ids) or int(ids[0]) not in tokenizer.get_added_vocab().values():
             raise ValueError(
@@ -55,19 +55,25 @@ class ChatTemplate:
         eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([self.end_of_turn_id] + ([] if eos is None else [eos])))
 
-    def prompt_ids(self, messages: Sequence[Message]) -> Int32:
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Int32:
         """The whole conversation so far, up to where the assistant's next turn begins."""
-        return self._encode(self._render(messages))
+        return self._encode(self._render(messages, tools))
 
-    def observation_ids(self, message: Message, *, turn_closed: bool) -> Int32:
-        """The tokens between a sampled turn and the next one: message, and the generation prompt.
+    def text_ids(self, text: str) -> Int32:
+        """Text that is put into an assistant's turn as it is."""
+        return self._encode(text)
+
+    def observation_ids(self, messages: Sequence[Message], *, turn_closed: bool) -> Int32:
+        """The tokens between a sampled turn and the next one: messages, and the generation prompt.
 
         Args:
-            message: what the environment says, as a chat message.
+            messages: what the environment says, as chat messages.
             turn_closed: the sampled turn ends with end_of_turn_id already. If not (a stop string or
                 a budget ended it), the closing token is part of what is returned, unsampled.
         """
-        text = self._after_turn(message)
+        text = self._after_turn(messages)
         return self._encode(text.removeprefix(self._end_of_turn) if turn_closed else text)
 
     def clip(self, text: str, max_tokens: int) -> str:
@@ -87,21 +93,24 @@ class ChatTemplate:
             ids.pop()
         return str(self.tokenizer.decode(ids))
 
-    def _after_turn(self, message: Message) -> str:
+    def _after_turn(self, messages: Sequence[Message]) -> str:
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        text = self._render([*history, message])
+        text = self._render([*history, *messages])
         _, _, after = text.partition(_MARK)
-        if text.count(_MARK) != 1 + message["content"].count(_MARK):
+        if text.count(_MARK) != 1 + sum(m["content"].count(_MARK) for m in messages):
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} does not show an assistant "
-                f"turn exactly once when a {message['role']!r} message follows it"
+                f"turn exactly once when {[m['role'] for m in messages]} messages follow it"
             )
         return after
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         return str(
             self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
             )
         )
 

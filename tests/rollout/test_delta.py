@@ -39,7 +39,7 @@ def played(chat: ChatTemplate, turns: Turns, closed: Sequence[bool]) -> Int32:
         if turn_closed:
             sampled.append(chat.end_of_turn_id)
         ids.append(np.array(sampled, np.int32))
-        ids.append(chat.observation_ids(message, turn_closed=turn_closed))
+        ids.append(chat.observation_ids([message], turn_closed=turn_closed))
     return np.concatenate(ids)
 
 
@@ -87,9 +87,9 @@ def test_appending_gives_what_the_template_renders(template: str, data: st.DataO
 def test_a_turn_that_closed_itself_is_not_closed_again(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer)
     message = {"role": "user", "content": "42"}
-    still_open = chat.observation_ids(message, turn_closed=False)
+    still_open = chat.observation_ids([message], turn_closed=False)
     assert still_open[0] == chat.end_of_turn_id
-    assert chat.observation_ids(message, turn_closed=True).tolist() == still_open[1:].tolist()
+    assert chat.observation_ids([message], turn_closed=True).tolist() == still_open[1:].tolist()
 
 
 def test_what_was_sampled_stays_though_the_template_would_rewrite_it() -> None:
@@ -107,7 +107,7 @@ def test_what_was_sampled_stays_though_the_template_would_rewrite_it() -> None:
 )
 def test_no_output_of_code_can_break_the_rendering(tokenizer: Any, content: str) -> None:
     ids = ChatTemplate(tokenizer).observation_ids(
-        {"role": "user", "content": content}, turn_closed=True
+        [{"role": "user", "content": content}], turn_closed=True
     )
     expected = f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == expected
@@ -136,7 +136,7 @@ def test_the_end_of_a_turn_stops_it_and_so_does_the_end_of_the_text() -> None:
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<|im_end|>"
             "{% endif %}{% endfor %}",
-            "does not show an assistant turn exactly once when a 'user' message follows",
+            "does not show an assistant turn exactly once when \\['user'\\] messages follow",
         ),
         (
             "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}<|im_end|>{% endfor %}",
