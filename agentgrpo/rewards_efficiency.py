@@ -1,6 +1,6 @@
 """A reward for being right with few tool calls and few tokens, compared with one's own siblings.
 
-The reward of ET-Agent (arXiv:2601.06860) for rollout i of a group G that answers one question:
+The reward of ET-Agent for rollout i of a group G that answers one question:
 
     f_tool = 2 / (1 + exp(sigma_tool * (n_i - mean n)))         n: tool calls
     f_len  = 2 / (1 + exp(sigma_length * z_i))                  z: tokens, standardised in G

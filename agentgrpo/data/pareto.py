@@ -1,6 +1,6 @@
 """Which questions are worth training on: those whose rollouts differ, in tool use and in outcome.
 
-Group-wise Pareto sampling (ET-Agent, arXiv:2601.06860): a question is a point, (variance of the
+Group-wise Pareto sampling (ET-Agent): a question is a point, (variance of the
 number of tool calls, variance of correctness) over its rollouts, both to be large. Questions are
 taken front by front, as NSGA-II does (Deb et al., 2002); the front that does not fit is cut by
 crowding distance. Differences to the released code, each on purpose: questions without contrast in
