@@ -58,7 +58,7 @@ class Chunk:
         return start
 
     def to_bytes(self) -> bytes:
-        """ids as int32, then the streams as float32, little-endian."""
+        """Its ids as int32, then the streams as float32, little-endian."""
         arrays: list[NDArray[Any]] = [*self.ids]
         for name in STREAMS:
             arrays += [_rounded(column) for column in self.streams[name]]

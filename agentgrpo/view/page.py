@@ -52,7 +52,7 @@ def _elements(runs: Sequence[RunData]) -> list[str]:
     elements = []
     for number, run in enumerate(runs):
         index = {**run.index, "streams": STREAMS}
-        packed = json.dumps(_finite(index), ensure_ascii=False, separators=(",", ":")).encode()
+        packed = json.dumps(finite(index), ensure_ascii=False, separators=(",", ":")).encode()
         elements.append(_element(f"run{number}", packed))
         elements += [_element(f"run{number}-chunk{n}", c) for n, c in enumerate(run.chunks)]
     return elements
@@ -63,12 +63,12 @@ def _element(name: str, content: bytes) -> str:
     return f'<script type="text/plain" id="{name}">{packed}</script>'
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """JSON has no nan and no infinity; the page is told null."""
     if isinstance(value, float) and not abs(value) < float("inf"):
         return None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value

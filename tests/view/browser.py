@@ -1,14 +1,17 @@
-"""Headless Chromium, spoken to over its DevTools protocol: load a page, ask it, press keys, look."""
+"""Headless Chromium over its DevTools protocol: load a page, ask it, press keys, look."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,37 +38,33 @@ class Browser:
     """
 
     def __init__(
-        self, binary: str, profile: Path, *, width: int = 1280, height: int = 800, dark: bool = False
+        self,
+        binary: str,
+        profile: Path,
+        *,
+        width: int = 1280,
+        height: int = 800,
+        dark: bool = False,
     ) -> None:
-        self._process = subprocess.Popen(
-            [
-                binary,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--hide-scrollbars",
-                "--remote-debugging-port=0",
-                f"--user-data-dir={profile}",
-                f"--window-size={width},{height}",
-                "about:blank",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
         self._next = 0
         self.said: list[str] = []
         """What the page wrote to its console, and errors it did not catch."""
         self.requested: list[str] = []
         """Every address the page asked for."""
-        self._socket = connect(self._page_address(profile / "DevToolsActivePort"), max_size=None)
+        with contextlib.ExitStack() as undo:
+            self._process = undo.enter_context(_running(binary, profile, width, height))
+            address = self._page_address(profile / "DevToolsActivePort")
+            self._socket = undo.enter_context(connect(address, max_size=None))
+            self._undo = undo.pop_all()
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
+        self.theme(dark=dark)
+
+    def theme(self, *, dark: bool) -> None:
+        """What the page is told that its reader prefers."""
         scheme = "dark" if dark else "light"
-        self.call(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": scheme}],
-        )
+        preferred = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=preferred)
 
     def _page_address(self, port_file: Path) -> str:
         deadline = time.monotonic() + PATIENCE_S
@@ -141,6 +140,24 @@ class Browser:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        self._undo.close()
+
+
+@contextlib.contextmanager
+def _running(
+    binary: str, profile: Path, width: int, height: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The browser's process, ended with all that it started."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    options += ["--hide-scrollbars", "--remote-debugging-port=0", f"--user-data-dir={profile}"]
+    process = subprocess.Popen(
+        [binary, *options, f"--window-size={width},{height}", "about:blank"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # the binary may be a shell script around the real one
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

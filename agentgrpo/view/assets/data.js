@@ -90,8 +90,12 @@ class Run {
       let end = i;
       while (end < texts.length && Array.isArray(texts[end])) end++;
       const decoder = new TextDecoder();
-      for (let k = i; k < end; k++) {
-        texts[k] = decoder.decode(new Uint8Array(texts[k]), { stream: k + 1 < end });
+      for (let k = i, first = i; k < end; k++) {
+        const whole = decoder.decode(new Uint8Array(texts[k]), { stream: k + 1 < end });
+        texts[k] = "";
+        if (!whole) continue;
+        texts[first] = whole;
+        first = k + 1;
       }
       i = end - 1;
     }

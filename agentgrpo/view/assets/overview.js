@@ -44,7 +44,6 @@ function facts(run) {
     ["rollouts in this file", number(run.rollouts.length)],
     ["model", String(run.config.model ?? run.facts.model ?? "?").split("/").at(-1)],
     ["device, weights", [run.facts["learner.device"], run.facts["learner.weights"]].filter(Boolean).join(", ") || "?"],
-    ["sandbox", run.facts["sandbox.rung"] ?? "?"],
   ].map(([name, value]) => h("div", { class: "fact" }, h("b", {}, value), h("span", { class: "quiet" }, name)));
 }
 
