@@ -120,7 +120,7 @@ def test_messages_may_be_many() -> None:
 
     world = World([Observation("", outputs=("one", "x" * 12))])
     played = play(world, f"call{EOT}", f"!{EOT}", agent=EchoAgent(told))
-    cut = "xxxxx ... [3 tokens cut] ... xxxx"
+    cut = "x" * 9  # no room for a note
     assert f"<|im_start|>tool\none{EOT}\n<|im_start|>tool\n{cut}{EOT}\n" in text(played)
     assert played.stats["tool_calls"] == 2
 
