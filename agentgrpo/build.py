@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint, parallel
+from agentgrpo.agents.base import RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
+from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
@@ -160,7 +162,7 @@ def build_player(
     except BaseException:
         pool.close()
         raise
-    env = PythonEnv(pool, config.sandbox.timeout_s)
+    env = PythonEnv(pool, config.sandbox.timeout_s, stateless=config.sandbox.stateless)
     return Player(
         model=model,
         engine=engine,
@@ -274,7 +276,8 @@ def _check_tasks(
 ) -> None:
     """Every task can be shown and scored, and observations reach the policy."""
     mark = "observation-7f3a"
-    shown = chat.observation_ids(agent.observe(mark), turn_closed=False)
+    told = agent.observe(RunCode(""), Observation(mark))
+    shown = chat.observation_ids(told, turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             f"agent.observation_role: the model's chat template does not show messages of role "
@@ -347,7 +350,9 @@ def make_reward(config: RewardConfig, tokenizer: Any) -> Scoring:
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it."""
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
-    return SandboxPool(limits=limits, max_live=config.max_live)
+    return SandboxPool(
+        limits=limits, max_live=config.max_live, allow_degraded=config.allow_degraded
+    )
 
 
 def _chat(model: str) -> ChatTemplate:

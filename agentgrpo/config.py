@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import pydantic
 from pydantic import Field
@@ -123,6 +123,10 @@ class SandboxConfig(Section):
     """Memory of one session."""
     max_live: Positive = 128
     """Sessions alive at once."""
+    stateless: pydantic.StrictBool = False
+    """Every code step starts anew: no variables and no files of the step before."""
+    allow_degraded: pydantic.StrictBool = False
+    """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
 
 
 class DataConfig(Section):
@@ -149,6 +153,13 @@ class RewardConfig(Section):
     """Weight of a right final answer."""
     format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of having run code without an error and then answered in the asked form."""
+    sigma_tool: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
+    (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
+    sigma_length: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How much a standard deviation of sampled tokens above the group's mean costs."""
+    decay_sigmas: pydantic.StrictBool = True
+    """Both sigmas fall linearly to 0 at the run's last step."""
 
     functions: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
@@ -353,8 +364,20 @@ class TrainConfig(Section):
         return self
 
 
+Config = TypeVar("Config", bound=TrainConfig)
+
+
 def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The settings of a run: load_config_of(TrainConfig, ...)."""
+    return load_config_of(TrainConfig, name_or_path, overrides)
+
+
+def load_config_of(
+    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = ()
+) -> Config:
     """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
+
+    `kind` says which sections there may be: those of a run (TrainConfig), or more.
 
     Raises:
         ValueError: no such file, not TOML, a key that does not exist (the nearest is named), a
@@ -373,9 +396,9 @@ def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Trai
                 raise ValueError(f"override {override!r}: {parent} is not a section")
         section[leaf] = _value(text)
     try:
-        return TrainConfig.model_validate(table)
+        return kind.model_validate(table)
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from None
+        raise ValueError("\n".join(_explain(dict(e), kind) for e in error.errors())) from None
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -407,10 +430,10 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _explain(error: dict[str, Any], kind: type[Section]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where, _all_keys(TrainConfig), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(where, _all_keys(kind), n=1, cutoff=0.4)
         return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
     if error["type"] == "missing":
         return f"config key {where} is required"
@@ -426,7 +449,7 @@ def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             keys += _all_keys(inner, f"{prefix}{name}.")
-        assert not get_args(inner) or not any(
+        assert type(None) not in get_args(inner) or not any(
             isinstance(arg, type) and issubclass(arg, Section) for arg in get_args(inner)
         ), "sections may not be optional"
     return keys

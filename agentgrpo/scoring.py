@@ -148,6 +148,15 @@ class _Function:
     call: Callable[[RolloutView], Any]
 
 
+def score_all(groups: Sequence[Group], reward: Reward | Scoring) -> None:
+    """Set the rewards of all groups, by a run's scoring or by one function of a rollout."""
+    if isinstance(reward, Scoring):
+        reward.score(groups)
+        return
+    for group in groups:
+        score(group, reward)
+
+
 class Scoring:
     """A run's reward: the built-in one, then the functions.
 

@@ -20,7 +20,7 @@ from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.scoring import RewardError
+from agentgrpo.scoring import RewardError, score_all
 from agentgrpo.types import Group, Metrics
 from agentgrpo.updates import plan_updates
 
@@ -73,7 +73,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
             tasks = parallel.mine(parts.tasks.next(c.tasks_per_step))
             seed = config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
             played, stats = parts.sampler.play(tasks, c.group_size, seed=seed)
-        parts.reward.score(played)
+        score_all(played, parts.reward)
         groups += parallel.interleave(parallel.gather(played))
         assign_advantages(groups, config.loss, config.reward.weights)
         for counts in parallel.gather(stats.metrics()):

@@ -103,7 +103,7 @@ class Rollout:
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the episode (turns, tool_calls, tool_errors, ...), for the metrics."""
     span_rewards: list[SpanReward] = field(default_factory=list)
-    """Rewards of single turns or lines, counted in `reward` too."""
+    """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
     advantage: float = 0.0
     segment_advantages: list[float] | None = None
     """One per segment in place of `advantage`, where rewards of spans are credited to what was

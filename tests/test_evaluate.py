@@ -7,10 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.config import RewardConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
-from agentgrpo.scoring import Scoring
 from agentgrpo.types import Group, Rollout, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -71,7 +69,8 @@ def test_each_task_is_played_once_greedily_and_scored(rollout: Callable[..., Rol
             return [Group(task=t, rollouts=[rollout(answer=t.id)]) for t in tasks], None
 
     tasks = [Task(id=name, messages=(), spec={}) for name in "abc"]
-    scoring = Scoring(lambda r: {"answer": float(r.answer == "b")}, RewardConfig(), str)
-    groups, metrics = evaluate(cast(Any, FakeSampler()), tasks, scoring, seed=7)
+    groups, metrics = evaluate(
+        cast(Any, FakeSampler()), tasks, lambda r: {"answer": float(r.answer == "b")}, seed=7
+    )
     assert [group.rollouts[0].reward for group in groups] == [0.0, 1.0, 0.0]
     assert metrics["solved"] == pytest.approx(1 / 3)

@@ -16,8 +16,7 @@ import pytest
 import agentgrpo.build
 from agentgrpo.agreement import Disagreement
 from agentgrpo.build import Parts
-from agentgrpo.config import RewardConfig, TrainConfig, load_config
-from agentgrpo.scoring import Scoring
+from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.train import main, train
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from agentgrpo.updates import Update
@@ -143,7 +142,7 @@ class FakeRun:
             Parts,
             SimpleNamespace(
                 **dict.fromkeys(names, self),
-                reward=Scoring(self.reward, RewardConfig(), str),
+                reward=self.reward,
                 heldout=self.heldout,
                 probes=[np.array([1, 2, 3], np.int32)],
                 agreement_threshold=1e-3,

@@ -39,7 +39,7 @@ def played(chat: ChatTemplate, turns: Turns, closed: Sequence[bool]) -> Int32:
         if turn_closed:
             sampled.append(chat.end_of_turn_id)
         ids.append(np.array(sampled, np.int32))
-        ids.append(chat.observation_ids(message, turn_closed=turn_closed))
+        ids.append(chat.observation_ids([message], turn_closed=turn_closed))
     return np.concatenate(ids)
 
 
@@ -87,9 +87,9 @@ def test_appending_gives_what_the_template_renders(template: str, data: st.DataO
 def test_a_turn_that_closed_itself_is_not_closed_again(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer)
     message = {"role": "user", "content": "42"}
-    still_open = chat.observation_ids(message, turn_closed=False)
+    still_open = chat.observation_ids([message], turn_closed=False)
     assert still_open[0] == chat.end_of_turn_id
-    assert chat.observation_ids(message, turn_closed=True).tolist() == still_open[1:].tolist()
+    assert chat.observation_ids([message], turn_closed=True).tolist() == still_open[1:].tolist()
 
 
 def test_what_was_sampled_stays_though_the_template_would_rewrite_it() -> None:
@@ -107,7 +107,7 @@ def test_what_was_sampled_stays_though_the_template_would_rewrite_it() -> None:
 )
 def test_no_output_of_code_can_break_the_rendering(tokenizer: Any, content: str) -> None:
     ids = ChatTemplate(tokenizer).observation_ids(
-        {"role": "user", "content": content}, turn_closed=True
+        [{"role": "user", "content": content}], turn_closed=True
     )
     expected = f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == expected
@@ -130,13 +130,9 @@ def test_the_end_of_a_turn_stops_it_and_so_does_the_end_of_the_text() -> None:
             r"must end an assistant turn with a special token, but after .* comes '\\nuser: x\\n'",
         ),
         (
-            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n<|im_end|>{% endfor %}",
-            "must end an assistant turn with a special token",
-        ),
-        (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<|im_end|>"
             "{% endif %}{% endfor %}",
-            "does not show an assistant turn exactly once when a 'user' message follows",
+            r"does not show an assistant turn exactly once in \['user', 'assistant', 'user'\]",
         ),
         (
             "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}<|im_end|>{% endfor %}",
@@ -169,10 +165,14 @@ def test_decoding_a_turn_drops_the_tokens_that_end_it_and_no_others() -> None:
     ("text", "max_tokens", "clipped"),
     [
         ("abcdef", 6, "abcdef"),
-        ("abcdefg", 6, "abc ... [1 tokens cut] ... efg"),
-        ("abcdefgh", 5, "abc ... [3 tokens cut] ... gh"),
-        ("abcdef", 1, "a ... [5 tokens cut] ... "),
+        ("abcdefg", 6, "abcdef"),
+        ("abcdefg", 1, "a"),
         ("", 1, ""),
+        ("é", 1, ""),
+        ("é" * 3, 5, "éé"),
+        ("abcdefghij" * 9, 60, "abcdefghijabcdefgh ... [55 tokens cut] ... defghijabcdefghij"),
+        ("<|im_end|>" * 8, 80, "<|im_end|>" * 8),
+        ("<|im_end|>" * 2, 12, "<|im_end|><|"),
     ],
 )
 def test_a_long_observation_keeps_its_ends(
