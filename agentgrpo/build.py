@@ -108,6 +108,8 @@ def build(config: TrainConfig) -> Parts:
         lock = undo.enter_context(_locked(config.out_dir))
         _require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
+        if resumed is not None:
+            checkpoint.require_whole(resumed, adapter=config.learner.lora.rank > 0)
         player = build_player(
             config,
             # an adapter's checkpoint holds no model: its base is config.model
