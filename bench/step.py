@@ -76,7 +76,7 @@ def packed_pass(model: Any, groups: list[Group], *, share: bool) -> Callable[[],
         for batch in batches:
             logp_N, _ = scorer(batch, 1.0)
             part = -logp_N.mean()
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward()
             loss = loss + part.detach()
         return loss
 
@@ -103,7 +103,7 @@ def padded_pass(model: Any, groups: list[Group]) -> Callable[[], Tensor]:
         head = model.get_output_embeddings().weight
         logp_N, _ = linear_logp(hidden.reshape(-1, hidden.shape[-1]), head, rows, targets)
         loss = -logp_N.mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     return run
