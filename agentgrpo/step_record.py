@@ -1,4 +1,4 @@
-"""What the updates of one learner step add up to: losses, norms, and how far the sampler was off."""
+"""What the updates of a learner step add up to: losses, norms, how far the sampler was off."""
 
 from __future__ import annotations
 
