@@ -231,7 +231,7 @@ def _locked(out_dir: Path) -> Iterator[IO[str]]:
         yield file
 
 
-MAY_CHANGE = {"out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
+MAY_CHANGE = {"out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints"}
 """Settings that a resumed run may have otherwise than it was started with."""
 
 

@@ -447,6 +447,10 @@ class TrainConfig(Section):
     eval_every: NotNegative = 25
     """Steps between held-out evaluations besides the first and the last; 0: only those two."""
 
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Before the first step, play through the largest forward and backward pass and one sleep, to
+    learn at once what does not fit. auto: on CUDA; a CPU would swap rather than say so."""
+
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     rollout: RolloutConfig = RolloutConfig()

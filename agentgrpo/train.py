@@ -51,9 +51,9 @@ def train(config: TrainConfig, parts: Parts) -> None:
 @contextlib.contextmanager
 def generating(parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    parts.engine.wake()
+    metrics = parts.engine.wake()
     try:
-        metrics = parts.learner.publish()
+        metrics |= parts.learner.publish()
         metrics |= check_agreement(
             parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
         )
@@ -94,7 +94,9 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
-        groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
+        groups, metrics = evaluate(
+            parts.sampler, parts.heldout, parts.reward, config.evaluation, seed=config.seed
+        )
     parts.log.rollouts(step, groups, split="heldout")
     parts.log.write(step, eval=metrics)
     parts.progress.evaluated(step, metrics)

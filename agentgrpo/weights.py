@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -70,6 +71,67 @@ def install(learner: nn.Module, views: dict[str, Tensor]) -> None:
         for key, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[key] = new[id(parameter)]
+
+
+class InPlaceCopy:
+    """Writes a learner's parameters into the sampler's tensors, which stay where they are.
+
+    For what cannot be shared: another dtype, sharded parameters (gathered a bucket at a time, so
+    that no second whole replica exists), or layouts that only vLLM's own loader knows.
+
+    Args:
+        sampler: vLLM's model.
+        learner: the transformers model.
+        load: vLLM's loader of Hugging Face named tensors, where there is no plain slice to write.
+        bucket_bytes: gathered at once.
+    """
+
+    def __init__(
+        self,
+        sampler: nn.Module,
+        learner: nn.Module,
+        load: Callable[[Iterable[tuple[str, Tensor]]], None],
+        *,
+        bucket_bytes: int = 256 * 2**20,
+    ) -> None:
+        self._learner, self._load = learner, load
+        self._bucket_bytes = bucket_bytes
+        try:
+            self._views: dict[str, Tensor] | None = views_for(sampler, learner)
+        except CannotShare:
+            self._views = None
+
+    @torch.no_grad()
+    def __call__(self) -> int:
+        """Copy everything; returns the bytes that were read."""
+        copied = 0
+        for bucket in self._buckets():
+            whole = {name: _whole(parameter) for name, parameter in bucket.items()}
+            copied += sum(tensor.nbytes for tensor in whole.values())
+            if self._views is None:
+                self._load(whole.items())
+            else:
+                into = [self._views[name] for name in whole]
+                torch._foreach_copy_(into, list(whole.values()), non_blocking=False)
+        return copied
+
+    def _buckets(self) -> Iterator[dict[str, Tensor]]:
+        bucket: dict[str, Tensor] = {}
+        size = 0
+        for name, parameter in self._learner.named_parameters():
+            bucket[name] = parameter
+            size += parameter.nbytes
+            if size >= self._bucket_bytes:
+                yield bucket
+                bucket, size = {}, 0
+        if bucket:
+            yield bucket
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter's value; of a sharded one, gathered from all ranks."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter.detach() if gather is None else gather().detach()
 
 
 @contextlib.contextmanager
