@@ -28,12 +28,14 @@ from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.rewards import NumericReward, Reward, expected_answer
+from agentgrpo.rollout.custom import AnySampler, CustomSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxPool
-from agentgrpo.types import Int32, Task
+from agentgrpo.types import Task
 
 if TYPE_CHECKING:
+    from agentgrpo.agreement import Probes
     from agentgrpo.engine import Engine
     from agentgrpo.learner import Learner
 
@@ -48,7 +50,7 @@ class Player:
     model: str
     """The model directory or hub name that was loaded."""
     engine: Engine
-    sampler: Sampler
+    sampler: AnySampler
     pool: SandboxPool
     reward: Reward
     heldout: list[Task]
@@ -67,7 +69,7 @@ class Parts(Player):
 
     learner: Learner
     tasks: Tasks
-    probes: list[Int32]
+    probes: Probes
     agreement_threshold: float
     log: RunLog
     lock: IO[str]
@@ -103,6 +105,7 @@ def build(config: TrainConfig) -> Parts:
         lock = undo.enter_context(_locked(config.out_dir))
         _require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
+        log = _restored_log(config, tasks, resumed)
         player = build_player(
             config,
             # an adapter's checkpoint holds no model: its base is config.model
@@ -110,7 +113,7 @@ def build(config: TrainConfig) -> Parts:
             train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
         )
         undo.callback(player.close)
-        parts = _with_learner(config, player, tasks, resumed, lock)
+        parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
     return parts
 
@@ -143,7 +146,9 @@ def build_player(
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
         chat = _chat(model)
+        _check_model(config, model)
         _check_tasks(config, agent, chat, [*heldout, *train])
+        user_sampler = load_sampler(config.rollout, chat) if config.rollout.sampler else None
         progress.say(f"engine: starting vLLM on {model}")
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
@@ -158,10 +163,16 @@ def build_player(
         pool.close()
         raise
     env = PythonEnv(pool, config.sandbox.timeout_s, stateless=config.sandbox.stateless)
+    sampler: AnySampler
+    if user_sampler is None:
+        live = config.sandbox.max_live
+        sampler = Sampler(engine, agent, env, chat, config.rollout, max_live=live)
+    else:
+        sampler = CustomSampler(user_sampler, engine, config.rollout, chat.stop_token_ids)
     return Player(
         model=model,
         engine=engine,
-        sampler=Sampler(engine, agent, env, chat, config.rollout, max_live=config.sandbox.max_live),
+        sampler=sampler,
         pool=pool,
         reward=make_reward(config.reward),
         heldout=heldout,
@@ -171,10 +182,16 @@ def build_player(
 
 
 def _with_learner(
-    config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None, lock: IO[str]
+    config: TrainConfig,
+    player: Player,
+    tasks: Tasks,
+    resumed: Path | None,
+    log: RunLog,
+    lock: IO[str],
 ) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
+    from agentgrpo.preflight import preflight
 
     engine, progress = player.engine, player.progress
     agreement_threshold = config.engine.agreement_on(engine.device)
@@ -190,15 +207,16 @@ def _with_learner(
         reference=resolve_model(config.model) if config.loss.beta else None,
         adapter=resumed if config.learner.lora.rank else None,
     )
-    log = RunLog(config.out_dir)
-    if resumed is None:
-        log.cut_back({})
-    else:
-        state = learner.load_state(resumed / checkpoint.STATE)
-        tasks.load_state_dict(state["tasks"])
-        log.cut_back(state["log_offsets"])
+    if resumed is not None:
+        learner.load_state(resumed / checkpoint.STATE)
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
+    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
+        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
+            log.write(
+                learner.step_count,
+                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
+            )
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -215,6 +233,21 @@ def _with_learner(
         log=log,
         lock=lock,
     )
+
+
+def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
+    """The run's records and the position in its data, as the checkpoint remembers them."""
+    log = RunLog(config.out_dir)
+    if resumed is None:
+        log.cut_back({})
+        return log
+    import torch
+
+    path = resumed / checkpoint.STATE
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    tasks.load_state_dict(state["tasks"])
+    log.cut_back(state["log_offsets"])
+    return log
 
 
 @contextlib.contextmanager
@@ -282,6 +315,22 @@ def _check_tasks(
                 f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
                 f"{config.engine.max_model_len}"
             )
+
+
+def _check_model(config: TrainConfig, model: str) -> None:
+    """The model is as long and as deep as the config asks."""
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(model).get_text_config()
+    layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
+    if wanted is not None and wanted > layers:
+        raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
+    positions = getattr(shape, "max_position_embeddings", None)
+    if positions is not None and config.engine.max_model_len > positions:
+        raise ValueError(
+            f"engine.max_model_len must be at most {positions}, the positions that {model!r} "
+            f"knows, got {config.engine.max_model_len}"
+        )
 
 
 def cache_dir() -> Path:

@@ -172,8 +172,8 @@ class RolloutConfig(Section):
     """By status, what training makes of such rollouts where it is to be another than
     rollout/limits.py says: { truncated_length = "mask" }."""
     sampler: str = ""
-    """`module:Class` in place of the sampler here (rollout/custom.py), or
-    `rollout_func:module:function` or `environment_factory:module:Class` (rollout/trl.py)."""
+    """`module:Class` in place of rollout/sampler.py (see rollout/custom.py), or TRL's
+    `rollout_func:module:function` (rollout/trl.py). TRL's environment_factory is an env.kind."""
     branching: BranchConfig = BranchConfig()
     refill_below: NotNegative = 0
     """Sample more tasks while fewer groups than this carry a gradient (DAPO's dynamic sampling,

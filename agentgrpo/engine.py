@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -57,7 +57,7 @@ class Completion:
     """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
     num_cached_tokens: int
     """How many prompt tokens the prefix cache served."""
-    entropies: Float32
+    entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     """Entropy in nats of the distribution each of the first tokens was drawn from; see
     rollout/branch.py. Empty unless top_logprobs were asked for."""
 
@@ -159,6 +159,10 @@ class Engine:
         """VLLM's own module, whose tensors the learner shares or writes to."""
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         return runner.get_model()  # type: ignore[no-any-return]
+
+    def seed(self, seed: int) -> None:
+        """Seed the stream shared by requests that have no seed of their own."""
+        torch.manual_seed(seed)
 
     def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
         """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo import measures
@@ -23,7 +24,7 @@ from agentgrpo.endpoints import Endpoint, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.rewards import Reward, score
-from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.custom import AnySampler
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.types import Group, Metrics, Rollout, Status, Task
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    sampler: Sampler,
+    sampler: AnySampler,
     tasks: Sequence[Task],
     reward: Reward,
     *,
     seed: int = 0,
     attempts: int = 1,
     temperature: float = 0.0,
+    filters: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[Group], Metrics]:
     """Play each task, once and greedily if not told otherwise, and score it.
 
@@ -47,7 +49,9 @@ def evaluate(
         The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
         rollouts whose answer was right. Those that the machine broke are counted and left out.
     """
-    groups, _ = sampler.play(tasks, attempts, seed=seed, temperature=temperature)
+    groups, _ = sampler.play(
+        tasks, attempts, seed=seed, temperature=temperature, filters=filters
+    )
     for group in groups:
         score(group, reward)
     return groups, summarize(groups)
@@ -99,6 +103,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         seed=config.seed,
         attempts=c.attempts,
         temperature=c.temperature,
+        filters=config.evaluation.filters,
     )
     judge = _judge(config, c.judge, "measures.judge")
     votes = _judge(config, c.conciseness_judge, "measures.conciseness_judge")

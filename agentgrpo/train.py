@@ -86,7 +86,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
 
 
 def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
-    """Play the held-out tasks greedily; record and print what share was solved.
+    """Play the held-out tasks as config.evaluation says; record and print what share was solved.
 
     Due before the first step, after the last and every eval_every: a function of the step alone, so
     that a resumed run records what an uninterrupted one does.
@@ -95,8 +95,9 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
         return
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         groups, metrics = evaluate(
-            parts.sampler, parts.heldout, parts.reward, config.evaluation, seed=config.seed
-        )
+            parts.sampler, parts.heldout, parts.reward, seed=config.seed,
+            temperature=config.evaluation.temperature, filters=config.evaluation.filters,
+        )  # fmt: skip
     parts.log.rollouts(step, groups, split="heldout")
     parts.log.write(step, eval=metrics)
     parts.progress.evaluated(step, metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,8 +48,9 @@ class FakeRun:
         self.heldout = [Task(id="h", messages=(), spec={})]
 
     # the engine
-    def wake(self) -> None:
+    def wake(self) -> dict[str, float]:
         self.calls.append("wake")
+        return {"rss_gib_awake": 1.0}
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -76,8 +77,9 @@ class FakeRun:
 
     # the sampler
     def play(
-        self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float | None = None
-    ) -> tuple[list[Group], FakeStats]:
+        self, tasks: Sequence[Task], group_size: int, *, seed: int,
+        temperature: float | None = None, filters: Mapping[str, float] = {},
+    ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
             assert (temperature, group_size) == (0.0, 1)
