@@ -154,7 +154,7 @@ class RolloutConfig(Section):
     max_response_tokens: Positive | None = None
     """Tokens after the prompt, turns and observations together. None: engine.max_model_len."""
     max_observation_tokens: NotNegative = 64
-    """Tokens that are kept of one tool's answer; that it was cut is said on top of them."""
+    """Tokens of one tool's answer at most, the note that it was cut included."""
     keep_observation: Literal["ends", "head", "tail"] = "ends"
     """What is kept of an answer that is too long."""
     max_tool_calls: NotNegative | None = None

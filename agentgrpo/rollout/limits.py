@@ -10,14 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
 
 from agentgrpo.agents.base import Action, CallTools, RunCode
 from agentgrpo.config import RolloutConfig
 from agentgrpo.types import Status, Treatment
-
-if TYPE_CHECKING:
-    from agentgrpo.rollout.delta import ChatTemplate
 
 TREATMENTS: Mapping[Status, Treatment] = {
     Status.COMPLETED: Treatment.TRAIN,
@@ -129,28 +125,3 @@ def _no_more(left: int, which: str, asked: int) -> str:
         f"Error: not run. {left} {which}call{'' if left == 1 else 's'} left, {asked} asked for. "
         "Answer with what you have."
     )
-
-
-def clip(
-    chat: ChatTemplate, text: str, max_tokens: int, keep: Literal["ends", "head", "tail"] = "ends"
-) -> str:
-    """Text of which at most max_tokens tokens are kept; that and how many were cut is said.
-
-    Cut in tokens as they are shown to the policy. A character that the cut would split is left out.
-
-    Args:
-        chat: whose tokens are counted.
-        text: any.
-        max_tokens: at least 0.
-        keep: "head", "tail", or "ends": both, the head one token longer where it must be.
-    """
-    ids = chat.text_ids(text)
-    cut = len(ids) - max_tokens
-    if cut <= 0:
-        return text
-    head = {"ends": (max_tokens + 1) // 2, "head": max_tokens, "tail": 0}[keep]
-    tail = max_tokens - head
-    kept_head = str(chat.tokenizer.decode(ids[:head])).rstrip("\ufffd")
-    kept_tail = str(chat.tokenizer.decode(ids[len(ids) - tail :])).lstrip("\ufffd")
-    dots_head, dots_tail = " ... " if kept_head else "", " ... " if kept_tail else ""
-    return f"{kept_head}{dots_head}[{cut} tokens cut]{dots_tail}{kept_tail}"

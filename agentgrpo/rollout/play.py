@@ -26,7 +26,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment, InfrastructureError, Ob
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.limits import Spent, called, clip, treatment_of
+from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.types import (
     Float32,
     Group,
@@ -253,8 +253,6 @@ class Play:
             stats=fork.stats,
             span_rewards=fork.span_rewards,
         )
-        for span in fork.span_rewards:
-            rollout.rewards[span.name] = rollout.rewards.get(span.name, 0.0) + span.value
         live = _Live(
             rollout=rollout,
             episode=self._env.reset(task),
@@ -435,7 +433,6 @@ class Play:
         for name, value in observation.rewards.items():
             end = live.turn_start + len(live.ids[-1])
             rollout.span_rewards.append(SpanReward(live.turn_start, end, name, value))
-            rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         if observation.done:
             rollout.answer = observation.answer
             self._end(index, Status.COMPLETED)
@@ -447,7 +444,7 @@ class Play:
         live, config = self._live[index], self._config
 
         def cut(text: str) -> str:
-            return clip(self._chat, text, config.max_observation_tokens, config.keep_observation)
+            return self._chat.clip(text, config.max_observation_tokens, config.keep_observation)
 
         shown = replace(
             observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from agentgrpo.agents.base import Action, CallTools, Malformed, RunCode, Say, To
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.limits import TREATMENTS, Spent, called, clip, treatment_of
+from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Status, Task, Treatment
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
@@ -168,40 +169,55 @@ def test_the_response_never_exceeds_its_tokens(limit: int, status: Status, lengt
     assert len(env.executed) == (limit >= len(CALL))
 
 
-@pytest.mark.parametrize(
-    ("keep", "limit", "expected"),
-    [
-        ("ends", 10, "0123456789"),
-        ("ends", 9, "01234 ... [1 tokens cut] ... 6789"),
-        ("ends", 2, "0 ... [8 tokens cut] ... 9"),
-        ("ends", 1, "0 ... [9 tokens cut]"),
-        ("ends", 0, "[10 tokens cut]"),
-        ("head", 9, "012345678 ... [1 tokens cut]"),
-        ("head", 0, "[10 tokens cut]"),
-        ("tail", 9, "[1 tokens cut] ... 123456789"),
-        ("tail", 1, "[9 tokens cut] ... 9"),
-        ("tail", 0, "[10 tokens cut]"),
-    ],
-)
-def test_a_long_answer_is_cut_in_tokens_and_says_so(keep: Any, limit: int, expected: str) -> None:
-    assert clip(CHAT, "0123456789", limit, keep) == expected
+TEXT = "".join(chr(ord("0") + i % 75) for i in range(200))
 
 
-def test_nothing_is_cut_of_nothing() -> None:
-    assert clip(CHAT, "", 0) == ""
+@pytest.mark.parametrize("limit", [0, 1, 30, 60, 199, 200, 201])
+@pytest.mark.parametrize("keep", ["ends", "head", "tail"])
+def test_a_long_answer_is_cut_in_tokens_and_says_so(keep: Any, limit: int) -> None:
+    cut = CHAT.clip(TEXT, limit, keep)
+    assert len(CHAT.text_ids(cut)) <= limit
+    if limit >= 200:
+        assert cut == TEXT
+        return
+    head, note, tail = re.fullmatch(
+        r"(.*?)( \.\.\. \[\d+ tokens cut\] \.\.\. )?(.*?)", cut
+    ).groups()
+    if note is None:  # the note would have taken more than half of it
+        assert limit < 60
+        assert cut == (TEXT[200 - limit :] if keep == "tail" else TEXT[:limit])
+        return
+    assert limit >= 60
+    assert len(cut) == limit
+    assert TEXT.startswith(head)
+    assert TEXT.endswith(tail)
+    assert f"[{200 - len(head) - len(tail)} tokens cut]" in note
+    assert bool(head) == (keep != "tail")
+    assert bool(tail) == (keep != "head")
+    if keep == "ends":
+        assert 0 <= len(head) - len(tail) <= 1
 
 
 @pytest.mark.parametrize("limit", range(9))
 @pytest.mark.parametrize("keep", ["ends", "head", "tail"])
 def test_no_character_is_shown_in_part(limit: int, keep: Any) -> None:
     """The tokens here are bytes, so that most cuts would split one of these characters."""
-    assert "\ufffd" not in clip(CHAT, "äöü€", limit, keep)
+    cut = CHAT.clip("äöü€", limit, keep)
+    assert "\ufffd" not in cut
+    assert len(CHAT.text_ids(cut)) <= limit
+    assert "äöü€".endswith(cut) if keep == "tail" else "äöü€".startswith(cut)
 
 
 @pytest.mark.parametrize("keep", ["ends", "head", "tail"])
 def test_the_config_says_what_is_kept(keep: str) -> None:
-    played = play("<code>abc</code>", DONE, max_observation_tokens=4, keep_observation=keep)
-    assert told(played) == [clip(CHAT, "out of abc", 4, cast(Any, keep))]
+    played = play(
+        f"<code>{TEXT}</code>",
+        DONE,
+        max_observation_tokens=80,
+        keep_observation=keep,
+        max_turn_tokens=999,
+    )
+    assert told(played) == [CHAT.clip(f"out of {TEXT}", 80, cast(Any, keep))]
 
 
 def test_a_rollout_that_is_late_ends_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
