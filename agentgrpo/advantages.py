@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from agentgrpo.config import LossConfig
-from agentgrpo.types import Group, Rollout, Segment, Status
+from agentgrpo.types import Group, Rollout, Segment
 
 EQUAL_WITHIN = 1e-6
 """Rewards closer than this are equal: a deviation of rounding errors must not become a gradient."""

@@ -479,6 +479,11 @@ class TrainConfig(Section):
             )
         if self.learner.lora.rank and self.learner.trained_layers is not None:
             raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
+        if self.learner.lora.rank and self.engine.sleep_level == 2:
+            raise ValueError(
+                "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
+                f"learner.lora.rank {self.learner.lora.rank}"
+            )
         if self.learner.max_tokens < self.engine.max_model_len:
             raise ValueError(
                 f"learner.max_tokens must hold the longest rollout, engine.max_model_len "

@@ -336,9 +336,8 @@ class Engine:
             )
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy all of the Hugging Face named tensors into vLLM's, in place."""
+        """Copy Hugging Face named tensors into vLLM's, in place, by vLLM's own loader."""
         self.model.load_weights(named)  # type: ignore[operator]
-        self.weights_loaded()
 
     def weights_loaded(self) -> None:
         """Say that the weights are all there again: a hollow engine wakes."""

@@ -49,9 +49,7 @@ def evaluate(
         The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
         rollouts whose answer was right. Those that the machine broke are counted and left out.
     """
-    groups, _ = sampler.play(
-        tasks, attempts, seed=seed, temperature=temperature, filters=filters
-    )
+    groups, _ = sampler.play(tasks, attempts, seed=seed, temperature=temperature, filters=filters)
     for group in groups:
         score(group, reward)
     return groups, summarize(groups)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig
 from agentgrpo.kernels.objective import Objective
-from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout, Status
+from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 
 PER_ROLLOUT = ("grpo", "sapo", "gmpo")
 PER_TOKEN = ("dapo", "bnpo", "cispo", "vespo")

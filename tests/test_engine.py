@@ -373,6 +373,7 @@ def test_dropped_weights_must_come_back_before_anything_is_asked(
         for name, value in weights.items()
         if "qkv" not in name and "gate_up" not in name
     )
+    engine.weights_loaded()
     assert ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist() == expected
 
 

@@ -13,6 +13,7 @@ from agentgrpo.agreement import Disagreement, Probes, check_agreement, probe_pro
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
 from agentgrpo.learner import Learner
+from agentgrpo.weights import views_for
 from tests.tiny import VOCAB
 
 THRESHOLD = EngineConfig().agreement_on("cpu")
@@ -101,8 +102,7 @@ def test_one_skipped_tensor(engine: Engine, copied: Learner, probes: Probes, nam
     copied.publish()
     agree(engine, copied, probes)
     move(copied)
-    views = copied._copy._views
-    assert views is not None
+    views = views_for(engine.model, copied.model)
     stale = views[name].clone()
     copied.publish()
     views[name].copy_(stale)
@@ -141,8 +141,7 @@ def test_a_transposed_slice_of_a_fused_tensor(
     engine: Engine, copied: Learner, probes: Probes, name: str
 ) -> None:
     copied.publish()
-    views = copied._copy._views
-    assert views is not None
+    views = views_for(engine.model, copied.model)
     views[name].copy_(reordered(views[name]))
     engine.reset_prefix_cache()
     with pytest.raises(Disagreement):
@@ -154,8 +153,7 @@ def test_two_slices_of_a_fused_tensor_in_each_others_place(
     engine: Engine, copied: Learner, probes: Probes, pair: tuple[str, str]
 ) -> None:
     copied.publish()
-    views = copied._copy._views
-    assert views is not None
+    views = views_for(engine.model, copied.model)
     part = "self_attn" if pair[0] == "k_proj" else "mlp"
     a, b = (views[f"model.layers.0.{part}.{name}.weight"] for name in pair)
     kept = a.clone()

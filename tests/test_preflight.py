@@ -106,7 +106,7 @@ def test_resident_memory_is_counted_in_bytes() -> None:
 
 
 def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
-    engine: Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tiny_model: Path
 ) -> None:
     learner = Learner(
         tiny_model, engine, LearnerConfig(), LossConfig(),
@@ -114,13 +114,9 @@ def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
     )  # fmt: skip
     before = [p.detach().clone() for p in learner.model.parameters()]
     seen: list[tuple[int, int]] = []
-    loss_of = learner._loss_of
-
-    def spy(batch):  # type: ignore[no-untyped-def]
-        seen.append((len(batch.input_ids_T), len(batch.row_N)))
-        return loss_of(batch)
-
-    monkeypatch.setattr(learner, "_loss_of", spy)
+    learner._scorer.register_forward_pre_hook(
+        lambda _, args: seen.append((len(args[0].input_ids_T), len(args[0].row_N)))
+    )
     metrics = preflight(engine, learner, max_tokens=300)
     assert seen == [(300, 299)]
     assert engine.asleep
