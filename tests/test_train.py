@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import agentgrpo.build
-from agentgrpo.agreement import Disagreement
+from agentgrpo.agreement import Disagreement, Probes
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.train import main, train
@@ -146,7 +146,7 @@ class FakeRun:
                 **dict.fromkeys(names, self),
                 reward=self.reward,
                 heldout=self.heldout,
-                probes=[np.array([1, 2, 3], np.int32)],
+                probes=Probes([np.array([1, 2, 3], np.int32)]),
                 agreement_threshold=1e-3,
                 save=self.save,
                 close=self.close,

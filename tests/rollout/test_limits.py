@@ -180,18 +180,17 @@ def test_a_long_answer_is_cut_in_tokens_and_says_so(keep: Any, limit: int) -> No
     if limit >= 200:
         assert cut == TEXT
         return
-    head, note, tail = re.fullmatch(
-        r"(.*?)( \.\.\. \[\d+ tokens cut\] \.\.\. )?(.*?)", cut
-    ).groups()
+    note = re.search(r" \.\.\. \[\d+ tokens cut\] \.\.\. ", cut)
     if note is None:  # the note would have taken more than half of it
         assert limit < 60
         assert cut == (TEXT[200 - limit :] if keep == "tail" else TEXT[:limit])
         return
+    head, tail = cut[: note.start()], cut[note.end() :]
     assert limit >= 60
     assert len(cut) == limit
     assert TEXT.startswith(head)
     assert TEXT.endswith(tail)
-    assert f"[{200 - len(head) - len(tail)} tokens cut]" in note
+    assert f"[{200 - len(head) - len(tail)} tokens cut]" in note.group()
     assert bool(head) == (keep != "tail")
     assert bool(tail) == (keep != "head")
     if keep == "ends":
