@@ -245,7 +245,7 @@ class Engine:
                 flat_logprobs=True,
                 detokenize=bool(stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                **filters,
+                **dict[str, Any](filters),
             ),
         )
         self._in_flight.add(request_id)

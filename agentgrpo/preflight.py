@@ -24,8 +24,8 @@ class DoesNotFit(ValueError):
 class Rehearsal(Protocol):
     """The part of the learner that is tried."""
 
-    device: str
-
+    @property
+    def device(self) -> str: ...
     def rehearse(self, num_tokens: int) -> None: ...
     def publish(self) -> Metrics: ...
 

@@ -51,7 +51,7 @@ class Slices:
         fused_path = f"{parent}.{fused}" if parent else fused
         source, start, rows = name, 0, shape[0]
         if fused != module and fused_path in self._modules:
-            sizes = list(self._modules[fused_path].output_sizes)  # type: ignore[arg-type]
+            sizes = list(self._modules[fused_path].output_sizes)
             source, start, rows = f"{fused_path}.{leaf}", sum(sizes[:index]), sizes[index]
         whole = self.whole.get(source)
         if whole is None or whole.numel() == 0:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -301,7 +301,7 @@ def test_vllms_own_chat_can_be_used_and_not_over_our_requests(engine: Engine) ->
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
     (said,) = engine.llm.chat(
-        [{"role": "user", "content": "hi"}], params, tools=tools, use_tqdm=False
+        cast(Any, [{"role": "user", "content": "hi"}]), params, tools=tools, use_tqdm=False
     )
     assert len(said.outputs[0].token_ids) == 4
     assert said.outputs[0].logprobs is not None

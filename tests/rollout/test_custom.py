@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ class Mine:
 
 
 def sampler(user: Any, served: Any = None, **config: Any) -> CustomSampler:
-    return CustomSampler(user, served or engine(), RolloutConfig(**config), (2,))
+    return CustomSampler(user, cast(Any, served or engine()), RolloutConfig(**config), (2,))
 
 
 def test_a_users_sampler_gets_the_run_and_gives_its_groups() -> None:
@@ -194,7 +194,7 @@ def test_requests_left_behind_are_refused() -> None:
 )
 def test_a_mask_becomes_segments(mask: list[int] | None, runs: list[tuple[int, bool]]) -> None:
     task = tasks(1)[0]
-    made = rollout_from_tokens(task, [1, 2], range(10, 15), [-1, -2, -3, -4, -5], mask)  # type: ignore[arg-type]
+    made = rollout_from_tokens(task, [1, 2], range(10, 15), [-1, -2, -3, -4, -5], mask)
     assert made.token_ids.tolist() == [1, 2, 10, 11, 12, 13, 14]
     assert [(len(s.token_ids), s.sampled) for s in made.segments[1:]] == runs
     at = 0

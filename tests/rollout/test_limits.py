@@ -29,7 +29,11 @@ PATIENCE_S = 60
 def play(*turns: str | Turn, env: StubEnv | None = None, **config: Any) -> Rollout:
     script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
     engine = StubEngine(TOKENIZER, lambda number, _: script[number])
-    settings = {"max_turns": 9, "max_turn_tokens": 99, "max_observation_tokens": 200}
+    settings: dict[str, Any] = {
+        "max_turns": 9,
+        "max_turn_tokens": 99,
+        "max_observation_tokens": 200,
+    }
     settings |= {"max_retries": 0, **config}
     sampler = Sampler(
         cast(Any, engine),
