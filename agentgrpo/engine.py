@@ -267,6 +267,10 @@ class Engine:
         self._engine.abort_request(ids)
         self._in_flight.difference_update(ids)
 
+    def abort_all(self) -> None:
+        """Drop every request in flight."""
+        self.abort(list(self._in_flight))
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
@@ -291,7 +295,7 @@ class Engine:
                 f"engine asked to sleep with {len(self._in_flight)} requests in flight"
             )
         if requests == "abort":  # vLLM's own abort-on-sleep would have us wait for them for ever
-            self.abort(list(self._in_flight))
+            self.abort_all()
         before = memory(self.device)
         self._engine.sleep(self._sleep_level, mode="keep")
         if self.device == "cuda":
@@ -357,7 +361,7 @@ class Engine:
             while self._in_flight:
                 done += self.step()
         finally:
-            self.abort(list(self._in_flight))
+            self.abort_all()
         return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
 
     def shutdown(self) -> None:

@@ -116,7 +116,11 @@ class CustomSampler:
             filters=filters,
         )
         started = time.perf_counter()
-        played = self._user.rollout(self._engine, tasks, group_size, params)
+        try:
+            played = self._user.rollout(self._engine, tasks, group_size, params)
+        except BaseException:  # so that the engine can go to sleep and the error be seen
+            self._engine.abort_all()
+            raise
         if self._engine.num_in_flight:
             raise ValueError(
                 f"rollout.sampler returned with {self._engine.num_in_flight} requests in flight"

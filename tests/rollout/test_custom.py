@@ -42,6 +42,9 @@ class Engine(StubEngine):
     def num_in_flight(self) -> int:
         return len(self.running)
 
+    def abort_all(self) -> None:
+        self.abort(list(self.running))
+
     def add_request(self, request_id: str, prompt_ids: Any, **options: Any) -> None:
         super().add_request(request_id, prompt_ids, **{"top_logprobs": 0, **options})
 
@@ -180,6 +183,18 @@ def test_requests_left_behind_are_refused() -> None:
 
     with pytest.raises(ValueError, match="returned with 1 requests in flight"):
         sampler(Leaves()).play(tasks(1), 1, seed=0)
+
+
+def test_a_bug_in_it_leaves_nothing_in_flight() -> None:
+    class Buggy(Mine):
+        def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
+            engine.add_request("a", np.array([1], np.int32), max_tokens=9, temperature=1.0)
+            raise ZeroDivisionError
+
+    served = engine()
+    with pytest.raises(ZeroDivisionError):
+        sampler(Buggy(), served).play(tasks(1), 1, seed=0)
+    assert served.num_in_flight == 0
 
 
 @pytest.mark.parametrize(
