@@ -26,6 +26,11 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def _is_set(section: Section, key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
 class Message(Section):
     """One message of a worked example."""
 
@@ -67,7 +72,7 @@ class EngineConfig(Section):
 
 
 class AgentConfig(Section):
-    """How the policy acts (agents/, docs/agents.md). A key that the kind does not read is refused."""
+    """How the policy acts (agents/, docs/agents.md). Keys that a kind does not read are refused."""
 
     kind: str = "code"
     """code, repl, inline, tools, or your own `module:Class` (agents/base.py has the protocol)."""
@@ -82,8 +87,8 @@ class AgentConfig(Section):
     close_tag: Annotated[str, Field(min_length=1)] | None = None
     """Ends an action, and the turn. None: </code> (code), </fn> (inline)."""
     observation: Annotated[str, Field(pattern=r"\{output\}")] | None = None
-    """How the world's answer is shown; {output} is replaced by it. None: {output} alone (code),
-    <fn_results> or <fn_error> tags around it (inline: {tag} is replaced by the one or the other)."""
+    """How the world's answer is shown; {output} is replaced by it. None: {output} alone (code), in
+    <fn_results> or <fn_error> tags (inline, where {tag} is replaced by the one or the other)."""
     observation_role: Literal["user", "tool", "assistant"] | None = None
     """Role of the message that carries an answer. assistant: no message, the text goes into the
     policy's own one, and its turn goes on (code only). None: user (code), tool (tools)."""
@@ -103,8 +108,8 @@ class AgentConfig(Section):
     """How a call between the tags is written: python, `f("x", n=1)`; json, `{"name": "f",
     "arguments": {...}}`; or your own `module:function` (inline; agents/inline.py)."""
     parser: str = "hermes"
-    """Which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder, llama3_json,
-    mistral, pythonic ... (tools)."""
+    """Which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
+    llama3_json, mistral, pythonic ... (tools)."""
     parallel_calls: bool = False
     """Carry out all calls of a turn. False: the first; the others are answered with an error."""
 
@@ -116,7 +121,8 @@ class AgentConfig(Section):
                 f"agent.kind: expected {', '.join(_KEYS_OF_KIND)} or 'module:Class', "
                 f"got {self.kind!r}"
             )
-        wrong = sorted(self.model_fields_set - {"kind", *(known or ("options",))})
+        unread = type(self).model_fields.keys() - {"kind", *(known or ("options",))}
+        wrong = [key for key in sorted(unread) if _is_set(self, key)]
         if wrong:
             raise ValueError(f"agent.{wrong[0]}: an agent of kind {self.kind!r} does not read it")
         return self
@@ -183,7 +189,7 @@ class SandboxConfig(Section):
     max_live: Positive = 128
     """Sessions alive at once."""
     template: str | None = None
-    """Name of a built template (`python -m agentgrpo.sandbox template build`); None: plain Python."""
+    """A template built by `python -m agentgrpo.sandbox template build`; None: plain Python."""
     site_dirs: tuple[str, ...] = ()
     """Directories of packages that sessions may import from, besides the template's."""
     env: dict[str, str] = {}
@@ -200,8 +206,8 @@ class DataConfig(Section):
     """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
     directory that Hugging Face's `save_to_disk` wrote."""
     heldout: str = "word_problems"
-    """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed, which are
-    then not trained on."""
+    """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed, which
+    are then not trained on."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
     split_seed: NotNegative = 0
@@ -216,7 +222,7 @@ class DataConfig(Section):
     """Leave longer prompts out, and say how many there were. None: a prompt that leaves no room in
     engine.max_model_len is an error."""
     levels: Annotated[tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)] = (1, 2)
-    """Difficulty of the generated training tasks; easier levels come first. For word_problems only."""
+    """Difficulty of the training tasks, easier ones first; for word_problems only."""
     promote_at: float = 0.7
     """Mean reward of the newest level's last 32 groups at which the next level joins."""
     heldout_levels: Annotated[
@@ -227,7 +233,7 @@ class DataConfig(Section):
     def _reads_its_keys(self) -> DataConfig:
         for source, keys in (("train", ("levels", "promote_at")), ("heldout", ("heldout_levels",))):
             for key in keys:
-                if getattr(self, source) != "word_problems" and key in self.model_fields_set:
+                if getattr(self, source) != "word_problems" and _is_set(self, key):
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
                         f"and it is {getattr(self, source)!r}"
@@ -238,7 +244,7 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """What a rollout is worth besides what its environment gives it: a sum of parts (rewards.py)."""
+    """What a rollout is worth besides what its environment gives it, in parts (rewards.py)."""
 
     kind: str = "auto"
     """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact

@@ -315,7 +315,7 @@ def _weights_stay_awake() -> Any:
 
 
 def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
-    """vLLM's own tool parser of a model family, for agents/tools.py.
+    """VLLM's own tool parser of a model family, for agents/tools.py.
 
     Args:
         parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
@@ -339,10 +339,10 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         ) from None
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
-        request = ChatCompletionRequest(
-            model="", messages=[], tools=[dict(tool) for tool in tools] or None
-        )
-        reader = make(tokenizer, request.tools)  # a parser may keep state of the text it has read
+        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
+        request = ChatCompletionRequest(**given)
+        shown: list[Any] | None = request.tools
+        reader = make(tokenizer, shown)  # a parser may keep state of the text it has read
         found = reader.extract_tool_calls(text, request)
         calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
         content = (found.content or "") if calls else text
@@ -355,7 +355,13 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
     return read
 
 
-_CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<｜tool▁call")
+_CALL_MARKS = (
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<\uff5ctool\u2581call",
+)
 """Marks that begin a call in some family, whichever parser is chosen."""
 
 

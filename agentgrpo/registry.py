@@ -155,9 +155,7 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
 
 def needs_answers(reward: RewardConfig, env: Environment) -> bool:
     """Whether tasks must have a number as answer, so that it can be checked before the run."""
-    return reward.kind == "numeric" or (
-        reward.kind == "auto" and not getattr(env, "judges", False)
-    )
+    return reward.kind == "numeric" or (reward.kind == "auto" and not getattr(env, "judges", False))
 
 
 def script_of(path: Path | None) -> str:

@@ -113,7 +113,7 @@ class NumericReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReward:
-    """Nothing for the answer, which the environment judges; `format` for acting well (see below)."""
+    """Nothing for the answer, which the environment judges; `format` for acting well."""
 
     answer: float = 1.0
     """Not read: the environment's own rewards count as they are."""

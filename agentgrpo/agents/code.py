@@ -98,12 +98,12 @@ class CodeAgent:
 
 
 def signatures(source: str) -> str:
-    '''The public functions of a script as def lines with their docstrings.
+    r'''The public functions of a script as def lines with their docstrings.
 
     >>> signatures("""def f(a: int, b=2) -> str:
     ...     'Says it.'
     ...     return str(a * b)""")
-    'def f(a: int, b=2) -> str:\\n    """Says it."""'
+    'def f(a: int, b=2) -> str:\n    """Says it."""'
     '''
     shown = []
     for node in ast.parse(source).body:

@@ -64,7 +64,7 @@ class InlineAgent:
         self.stop = (self._close,)
 
     def messages(self, task: Task) -> list[Message]:
-        """The system prompt with the functions of the task, worked examples, the task's messages."""
+        """The system prompt with the task's functions, worked examples, the task's messages."""
         tools = self._tools_of(task)
         self._known.update({tool["function"]["name"]: tool for tool in tools})
         c = self._config

@@ -100,7 +100,7 @@ class ToolAgent:
         return tools
 
     def parse(self, text: str) -> Action:
-        """Calls, or an error for the policy if one cannot be read; else the answer or what is said."""
+        """Calls, or an error if one cannot be read; else the answer or what is said."""
         reading = self._read_calls(text, list(self._known.values()))
         if not reading.calls:
             if reading.attempted:

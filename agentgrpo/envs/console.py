@@ -35,7 +35,11 @@ class ConsoleEnv:
     """
 
     def __init__(
-        self, pool: SandboxPool, timeout_s: float, *, line_rewards: Mapping[str, float] | None = None
+        self,
+        pool: SandboxPool,
+        timeout_s: float,
+        *,
+        line_rewards: Mapping[str, float] | None = None,
     ) -> None:
         for outcome, value in (line_rewards or {}).items():
             if outcome not in OUTCOMES:

@@ -1,4 +1,4 @@
-"""Environments as classes whose public methods are the tools, the form of TRL's environment_factory.
+"""Environments as classes whose public methods are tools, as in TRL's environment_factory.
 
     class Counter:
         def reset(self, **row) -> str | None: ...   # a text is added to the last user message
@@ -42,8 +42,7 @@ class FactoryEnv:
             factory = load_callable(factory, key="env.options.factory")
         self._factory = factory
         self.judges = hasattr(factory, "get_reward")
-        self.toolset_of = lambda world: Toolset(_tools(world))
-        self._schemas = self.toolset_of(factory()).schemas
+        self._schemas = Toolset(_tools(factory())).schemas
         if not self._schemas:
             raise ValueError(f"factory: {factory} has no public methods, so no tools")
 
@@ -59,7 +58,7 @@ class FactoryEnv:
         return [self.task(f"{split}/{i}", row) for i, row in enumerate(give(split))]
 
     def task(self, id: str, row: Mapping[str, Any]) -> Task:
-        """A task from a row: `question` is shown, with what reset says; the whole row is the spec."""
+        """A task from a row: its `question`, with what reset says; the whole row is the spec."""
         world = self._factory()
         opening = _reset(world, row)
         texts = [str(row.get("question", "")), opening or ""]
@@ -69,14 +68,16 @@ class FactoryEnv:
     def reset(self, task: Task) -> FactoryEpisode | AsyncFactoryEpisode:
         """A new instance; its reset runs before its first step."""
         world = self._factory()
-        toolset = self.toolset_of(world)
+        toolset = Toolset(_tools(world))
         kind = AsyncFactoryEpisode if toolset.any_async else FactoryEpisode
         return kind(world, toolset, task)
 
 
 def _tools(world: Any) -> list[Tool]:
     methods = inspect.getmembers(world, inspect.isroutine)
-    return [Tool(m, name) for name, m in methods if not name.startswith("_") and name not in NOT_TOOLS]
+    return [
+        Tool(m, name) for name, m in methods if not name.startswith("_") and name not in NOT_TOOLS
+    ]
 
 
 def _reset(world: Any, row: Mapping[str, Any]) -> str | None:

@@ -28,8 +28,8 @@ class PythonEnv:
     Args:
         pool: where sessions come from; the caller closes it.
         timeout_s: wall-clock seconds of one step.
-        state: "session": variables and files live as long as the rollout. "stateless": every step
-            has a fresh session.
+        stateless: every step has a fresh session. Otherwise variables and files live as long as
+            the rollout.
         style: "terminal": what a person at a terminal would have seen. "labelled": one line
             `stdout:`, `stderr:`, `value:`, `error:` or `timeout:` before each part.
         max_chars: of each part; a longer one keeps its head and its tail.
@@ -43,18 +43,16 @@ class PythonEnv:
         pool: SandboxPool,
         timeout_s: float,
         *,
-        state: Literal["session", "stateless"] = "session",
+        stateless: bool = False,
         style: Style = "terminal",
         max_chars: int = 20_000,
     ) -> None:
-        if state not in ("session", "stateless"):
-            raise ValueError(f"state: expected 'session' or 'stateless', got {state!r}")
         if style not in ("terminal", "labelled"):
             raise ValueError(f"style: expected 'terminal' or 'labelled', got {style!r}")
         if not isinstance(max_chars, int) or max_chars < 2:
             raise ValueError(f"max_chars: expected a number of at least 2, got {max_chars!r}")
         self.pool, self.timeout_s = pool, timeout_s
-        self.stateless, self.style, self.max_chars = state == "stateless", style, max_chars
+        self.stateless, self.style, self.max_chars = stateless, style, max_chars
 
     def reset(self, task: Task) -> PythonEpisode:
         """An episode without a session yet: most rollouts that never run code need none."""
@@ -179,10 +177,10 @@ def render(result: StepResult, *, style: Style = "terminal", max_chars: int = 20
 
 
 def head_and_tail(text: str, max_chars: int) -> str:
-    """Text cut to max_chars, head and tail kept, the cut marked.
+    r"""Text cut to max_chars, head and tail kept, the cut marked.
 
     >>> head_and_tail("abcdefgh", 4)
-    'ab\\n... 4 characters left out ...\\ngh'
+    'ab\n... 4 characters left out ...\ngh'
     """
     if len(text) <= max_chars:
         return text

@@ -81,7 +81,8 @@ class Tool:
             checked = self._model.model_validate(dict(values))
         except pydantic.ValidationError as error:
             problems = (
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+                for e in error.errors(include_url=False)
             )
             raise ValueError("; ".join(problems)) from None
         return {name: getattr(checked, name) for name in self._model.model_fields}
@@ -177,7 +178,9 @@ class ToolEnv:
             raise ValueError(f"tools: expected a list of functions, got {tools!r}")
         self.toolset = Toolset(
             [
-                Tool(load_callable(tool, key="env.options.tools") if isinstance(tool, str) else tool)
+                Tool(
+                    load_callable(tool, key="env.options.tools") if isinstance(tool, str) else tool
+                )
                 for tool in tools
             ]
         )
