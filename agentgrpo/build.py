@@ -425,6 +425,12 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
         found = find_template(config.template)
     except SandboxException as error:
         raise ValueError(f"sandbox.template: {error}") from None
+    for path in config.site_dirs:
+        if Path(path).is_relative_to("/tmp") or Path(path).is_relative_to("/home/user"):
+            raise ValueError(
+                f"sandbox.site_dirs: {path} cannot be shown, sessions have a /tmp and a /home/user "
+                "of their own; move it elsewhere"
+            )
     try:
         template = dataclasses.replace(
             found,

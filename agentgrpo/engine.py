@@ -368,7 +368,7 @@ _CALL_MARKS = (
 def _is_marked(reader: Any, text: str) -> bool:
     own = [
         value
-        for name, value in vars(reader).items() | vars(type(reader)).items()
+        for name, value in {**vars(type(reader)), **vars(reader)}.items()
         if isinstance(value, str) and value and name.endswith(("start_token", "bot_token"))
     ]
     return any(mark in text for mark in (*_CALL_MARKS, *own))
