@@ -145,8 +145,8 @@ class EnvConfig(Section):
     """What answers the policy (envs/, docs/agents.md)."""
 
     kind: str = "auto"
-    """python, console, tools, factory, mcp, math, unit_tests, search, gymnasium, reasoning_gym,
-    verifiers, tau2, or your own `module:Class`. auto: console for the repl agent, python else."""
+    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2, or
+    your own `module:Class`. auto: console for the repl agent, python for others."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's class; an unknown one is refused by name."""
 
@@ -254,6 +254,9 @@ class RewardConfig(Section):
     """Weight of a right final answer."""
     format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of having acted without an error and then answered in the asked form."""
+    strict: bool = False
+    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
+    and ending with the right one does not pay."""
     tool_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Taken off for every call of a tool and every run of code."""
 

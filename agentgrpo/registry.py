@@ -35,12 +35,10 @@ ENVIRONMENTS = {
     "tools": "agentgrpo.envs.tools:ToolEnv",
     "factory": "agentgrpo.envs.factory:FactoryEnv",
     "mcp": "agentgrpo.envs.mcp:McpEnv",
-    "math": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "gymnasium": "agentgrpo.envs.gymnasium:GymnasiumEnv",
     "reasoning_gym": "agentgrpo.envs.reasoning_gym:ReasoningGymEnv",
-    "verifiers": "agentgrpo.envs.verifiers:VerifiersEnv",
     "tau2": "agentgrpo.envs.tau2:Tau2Env",
 }
 REWARDS: dict[str, Callable[..., Reward]] = {
@@ -143,9 +141,14 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     if kind == "auto":
         kind = "none" if getattr(env, "judges", False) else "numeric"
     if ":" in kind:
+        if config.strict:
+            raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
         reward = load_reward(kind)
     elif kind in REWARDS:
-        reward = REWARDS[kind](answer=config.answer, format=config.format)
+        strict = {"strict": True} if config.strict else {}
+        if strict and kind != "numeric":
+            raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
+        reward = REWARDS[kind](answer=config.answer, format=config.format, **strict)
     else:
         raise ValueError(
             f"reward.kind: expected auto, {', '.join(REWARDS)} or 'module:function', got {kind!r}"

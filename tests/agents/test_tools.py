@@ -221,8 +221,8 @@ def test_arguments_arrive_as_the_functions_types() -> None:
     assert values["unit"] is Unit.C
     answer = ToolEnv([rich]).toolset.call(ToolCall("rich", arguments))
     assert json.loads(answer.text) == {
-        **{"place": {"city": "Oslo", "country": "NO"}, "unit": "celsius", "sum": 3},
-        **{"kind": "x", "note": None},
+        "place": {"city": "Oslo", "country": "NO"}, "unit": "celsius", "sum": 3,
+        "kind": "x", "note": None,
     }
 
 
