@@ -22,6 +22,7 @@ from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
+from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
@@ -99,11 +100,14 @@ def build(config: TrainConfig) -> Parts:
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
+    objective_of(config.loss)
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(_locked(config.out_dir))
         _require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
-        stage = set_stage(config, model=None if resumed is None else str(resumed))
+        # an adapter's checkpoint holds no model: its base is config.model
+        adapted = resumed is None or config.learner.lora.rank
+        stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.pool.close)
         tasks = stage.training_tasks(config)
         player = start_engine(config, stage)
@@ -297,6 +301,8 @@ def _with_learner(
         temperature=config.rollout.temperature,
         weights=config.engine.weights,
         dlogp_limit=agreement_threshold,
+        reference=resolve_model(config.model) if config.loss.beta else None,
+        adapter=resumed if config.learner.lora.rank else None,
     )
     log = RunLog(config.out_dir)
     if resumed is None:
@@ -440,7 +446,12 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
         )
     except ValueError as error:
         raise ValueError(str(error).replace("template.", "sandbox.")) from None
-    return SandboxPool(limits=limits, template=template, max_live=config.max_live)
+    return SandboxPool(
+        limits=limits,
+        template=template,
+        max_live=config.max_live,
+        allow_degraded=config.allow_degraded,
+    )
 
 
 def _chat(model: str) -> ChatTemplate:

@@ -2,8 +2,8 @@
 
 A shipped kind is a line in a table here; a user's is `module:Class`. An environment is called with
 `env.options` and with whatever it asks for by name of what the run has: `pool` (the sandbox),
-`timeout_s` (of one step), `seed`. An agent of the user's own is called with `agent.options`, and
-with `env` if it asks for it.
+`timeout_s` (of one step), `stateless`, `seed`. An agent of the user's own is called with
+`agent.options`, and with `env` if it asks for it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
             f"env.kind: expected auto, {', '.join(ENVIRONMENTS)} or 'module:Class', "
             f"got {kind!r}{hint}"
         )
-    given = {"pool": pool, "timeout_s": config.sandbox.timeout_s, "seed": config.seed}
+    given = {
+        "pool": pool,
+        "timeout_s": config.sandbox.timeout_s,
+        "stateless": config.sandbox.stateless,
+        "seed": config.seed,
+    }
     made = _construct(
         load_callable(ENVIRONMENTS.get(kind, kind), key="env.kind"),
         config.env.options,

@@ -129,7 +129,7 @@ def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(pool: Sandb
         SpanReward(*span["\n"], "line", -0.5),
         SpanReward(*span["y y\n"], "line", -0.3),
     ]
-    assert typed.rewards == {"line": pytest.approx(sum(r.value for r in typed.span_rewards))}
+    assert typed.reward == pytest.approx(sum(r.value for r in typed.span_rewards))
     assert (typed.stats["lines_syntax"], typed.stats["lines_timeout"]) == (2, 1)
 
 

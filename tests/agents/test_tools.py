@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Literal
 
@@ -42,7 +41,7 @@ def boom() -> str:
     raise KeyError("k")
 
 
-def rich(
+def rich(  # noqa: D417 - some have no description
     place: Place,
     unit: Unit,
     many: list[int],
@@ -65,10 +64,10 @@ ENV = ToolEnv([add, boom])
 
 
 @pytest.fixture(scope="module")
-def hermes() -> Iterator[ReadCalls]:
+def hermes() -> ReadCalls:
     from agentgrpo.engine import tool_call_reader
 
-    yield tool_call_reader("hermes", TOKENIZER)
+    return tool_call_reader("hermes", TOKENIZER)
 
 
 def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
@@ -221,8 +220,11 @@ def test_arguments_arrive_as_the_functions_types() -> None:
     assert values["unit"] is Unit.C
     answer = ToolEnv([rich]).toolset.call(ToolCall("rich", arguments))
     assert json.loads(answer.text) == {
-        "place": {"city": "Oslo", "country": "NO"}, "unit": "celsius", "sum": 3,
-        "kind": "x", "note": None,
+        "place": {"city": "Oslo", "country": "NO"},
+        "unit": "celsius",
+        "sum": 3,
+        "kind": "x",
+        "note": None,
     }
 
 

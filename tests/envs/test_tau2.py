@@ -1,4 +1,4 @@
-"""tau2-bench against the real package: ground truths, doing nothing, speed's precondition, users."""
+"""tau2-bench against the real package: ground truths, doing nothing, shared tables, users."""
 
 from __future__ import annotations
 

@@ -246,9 +246,10 @@ def test_the_policy_is_told_that_a_turn_was_malformed_and_may_repair_it() -> Non
 
 def test_a_long_observation_is_clipped() -> None:
     engine = scripted(f"<code>{'x' * 99}</code>", f"Answer: 1{EOT}")
-    one(engine, max_observation_tokens=6)
-    assert "user\nout ... [100 tokens cut] ... xxx<|im_end|>" in TOKENIZER.decode(
-        engine.requests[1].prompt
+    one(engine, max_observation_tokens=60)
+    assert (
+        f"user\nout of {'x' * 11} ... [71 tokens cut] ... {'x' * 17}<|im_end|>"
+        in TOKENIZER.decode(engine.requests[1].prompt)
     )
 
 
