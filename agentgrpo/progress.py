@@ -27,6 +27,7 @@ class Progress:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._step_started: list[float] = []
         self._started = time.monotonic()
+        self._solved: dict[int, float] = {}
 
     def say(self, line: str) -> None:
         """Print a line, with the seconds since the start before it."""
@@ -51,6 +52,7 @@ class Progress:
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """The line of an evaluation."""
+        self._solved[step] = metrics["solved"]
         self.say(
             f"held-out after {step} steps: solved {metrics['solved']:.3f} of "
             f"{metrics['rollouts']:.0f} tasks, greedy  (answered {metrics['answered']:.0%}, "
@@ -58,7 +60,10 @@ class Progress:
         )
 
     def finished(self, out_dir: Path) -> None:
-        """Where everything is."""
+        """What the run was for, and where everything is."""
+        if len(self._solved) > 1:
+            (first, before), *_, (last, after) = self._solved.items()
+            self.say(f"held-out solved: {before:.3f} after {first} steps, {after:.3f} after {last}")
         self.say(f"done. Everything is in {out_dir.resolve()}:")
         for name, what in {
             "run.json": "resolved config, what was chosen, versions",

@@ -38,10 +38,11 @@ Reward = Callable[[Rollout], Mapping[str, float]]
 
 
 def score(group: Group, reward: Reward) -> None:
-    """Set the rewards of every rollout that the machine did not break.
+    """Add the rewards of every rollout that the machine did not break to what the world gave it.
 
     Raises:
-        ValueError: the reward returned no mapping of names to finite numbers; names the task.
+        ValueError: the reward returned no mapping of names to finite numbers, or a name that the
+            environment has used; names the task.
     """
     for rollout in group.rollouts:
         if rollout.status is Status.INFRA_ERROR:
@@ -51,7 +52,12 @@ def score(group: Group, reward: Reward) -> None:
             raise ValueError(
                 f"task {group.task.id}: the reward must be {{name: finite number}}, got {parts!r}"
             )
-        rollout.rewards = {name: float(value) for name, value in parts.items()}
+        if parts.keys() & rollout.rewards.keys():
+            raise ValueError(
+                f"task {group.task.id}: both the environment and the reward give "
+                f"{sorted(parts.keys() & rollout.rewards.keys())}"
+            )
+        rollout.rewards |= {name: float(value) for name, value in parts.items()}
 
 
 def last_number(text: str) -> Decimal | None:

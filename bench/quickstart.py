@@ -1,6 +1,6 @@
 """Does the quickstart learn? Several seeds, and a checkpoint scored by plain transformers.
 
-    python -m bench.quickstart [--seeds 0 1 2] [section.key=value ...]
+    python -m bench.quickstart [section.key=value ...] [--seeds 0 1 2] [--no-rows]
 
 Each seed is its own process and an empty run directory. Rows: held-out greedy solved share before
 and after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint played on
@@ -131,6 +131,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the seeds, print and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--no-rows", action="store_true", help="print only")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
     prepare_environment()
@@ -138,6 +139,9 @@ def main(arguments: Sequence[str]) -> None:
         runs = [run_seed(seed, Path(folder) / str(seed), args.overrides) for seed in args.seeds]
         newest = max((Path(folder) / str(args.seeds[-1]) / "checkpoints").iterdir())
         plain = plain_transformers_score(newest, args.overrides)
+    if args.no_rows:
+        print(json.dumps({"runs": runs, "plain_transformers": plain}, indent=1))
+        return
     shape = {"seeds": len(runs)}
     note = " ".join(args.overrides)
     for name in runs[0]:

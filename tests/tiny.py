@@ -93,7 +93,7 @@ def make_agent_dir(folder: Path, *, steps: int = 150, tied: bool = True) -> Path
             logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0
         )
         adamw.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         adamw.step()
     torch.set_rng_state(state)
     model.save_pretrained(folder)

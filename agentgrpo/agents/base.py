@@ -1,12 +1,21 @@
-"""What a turn of the policy means, whatever the agent: one of three actions, answered or final."""
+"""What a turn of the policy means, whatever the agent, and how the world's answer is said to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentgrpo.types import Task
+
+if TYPE_CHECKING:
+    from agentgrpo.envs.base import Observation
+
+Message = Mapping[str, Any]
+"""A chat message, `{"role": ..., "content": ...}`, and what else the model's template reads."""
+
+Schema = Mapping[str, Any]
+"""A tool as templates and engines know it: `{"type": "function", "function": {"name": ...}}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +23,31 @@ class RunCode:
     """The policy wants this code run."""
 
     code: str
+    language: str = "python"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool by its name."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    """What the answer refers to, for templates that show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTools:
+    """The policy wants these tools called, in this order."""
+
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """The policy says this to whom it talks with in the environment (a simulated user)."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +65,7 @@ class Malformed:
     message: str
 
 
-Action = RunCode | Finish | Malformed
+Action = RunCode | CallTools | Say | Finish | Malformed
 
 
 class Agent(Protocol):
@@ -41,11 +75,26 @@ class Agent(Protocol):
     def stop(self) -> Sequence[str]:
         """Strings that end a turn."""
 
-    def messages(self, task: Task) -> list[Mapping[str, str]]:
+    def messages(self, task: Task) -> Sequence[Message]:
         """The conversation up to the policy's first turn."""
+
+    def prefill(self, task: Task) -> str:
+        """Text that the policy's first turn begins with, given and not sampled; mostly ""."""
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """Tools that the chat template shows the policy; mostly none."""
 
     def parse(self, text: str) -> Action:
         """The action of one sampled turn (its own text only, so a prompt can never act)."""
 
-    def observe(self, output: str) -> Mapping[str, str]:
-        """The message that tells the policy what its action did."""
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        """How the policy is told what its action did.
+
+        Args:
+            action: what was done; a Malformed one was not, and the observation holds its message.
+            observation: what came of it, its texts clipped to the run's budget.
+
+        Returns:
+            Messages close the policy's turn and are rendered by the chat template before the next.
+            A str is appended as it is to the same assistant message, and the turn goes on.
+        """

@@ -5,10 +5,11 @@ The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from agentgrpo.agents.base import Action, Finish, Malformed, RunCode
+from agentgrpo.agents.base import Action, Finish, Malformed, Message, RunCode, Schema
 from agentgrpo.config import AgentConfig
+from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 
@@ -23,9 +24,17 @@ class CodeAgent:
             *(message.model_dump() for shot in config.shots for message in shot),
         ]
 
-    def messages(self, task: Task) -> list[Mapping[str, str]]:
+    def messages(self, task: Task) -> list[Message]:
         """System prompt, worked examples, then the task's own messages."""
         return [*self._head, *task.messages]
+
+    def prefill(self, task: Task) -> str:
+        """None: the policy begins its turn itself."""
+        return ""
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """None: code is the only tool."""
+        return ()
 
     def parse(self, text: str) -> Action:
         """Code between the tags wins; else the text after the answer prefix; else no answer.
@@ -50,7 +59,7 @@ class CodeAgent:
         _, prefixed, answer = text.partition(c.answer_prefix)
         return Finish(answer.strip() if prefixed else None)
 
-    def observe(self, output: str) -> Mapping[str, str]:
-        """The observation as a chat message."""
-        content = self._config.observation.replace("{output}", output)
-        return {"role": self._config.observation_role, "content": content}
+    def observe(self, action: Action, observation: Observation) -> list[Message]:
+        """The observation as one chat message."""
+        content = self._config.observation.replace("{output}", observation.text)
+        return [{"role": self._config.observation_role, "content": content}]

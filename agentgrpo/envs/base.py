@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from agentgrpo.agents.base import RunCode
+from agentgrpo.agents.base import Action
 from agentgrpo.types import Task
 
 
@@ -21,13 +22,35 @@ class Observation:
     """What the policy is shown."""
     failed: bool = False
     """The action did not work (an exception, a timeout, ...), by status and never by its text."""
+    done: bool = False
+    """The episode is over: nothing more is shown or sampled."""
+    answer: str | None = None
+    """With done: what the policy handed in as its answer by this action."""
+    outputs: tuple[str, ...] = ()
+    """One text per call of a CallTools, in its order; `text` is then not shown."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What this step was worth, by name: credited to the turn that caused it."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Added to the counts of the rollout (Rollout.stats)."""
 
 
 class Episode(Protocol):
     """The world of one rollout."""
 
-    def step(self, action: RunCode) -> Observation:
+    def step(self, action: Action) -> Observation:
         """Carry the action out. May block; never raises for what the policy caused.
+
+        Raises:
+            InfrastructureError: see there.
+        """
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """Rewards that the world itself gives, by name; may block.
+
+        Called once, when the rollout has ended in whatever way but a failure of the machine.
+
+        Args:
+            answer: what the policy answered in the end, if it did.
 
         Raises:
             InfrastructureError: see there.
@@ -37,8 +60,22 @@ class Episode(Protocol):
         """Give everything back. Called once, also after an error."""
 
 
+class AsyncEpisode(Protocol):
+    """An Episode whose methods are coroutines: all of a run wait on one thread's event loop."""
+
+    async def step(self, action: Action) -> Observation: ...
+    async def finish(self, answer: str | None) -> Mapping[str, float]: ...
+    async def close(self) -> None: ...
+
+
+AnyEpisode = Episode | AsyncEpisode
+
+
 class Environment(Protocol):
     """Makes episodes."""
 
-    def reset(self, task: Task) -> Episode:
-        """A fresh episode of a task. Cheap: what is dear waits for the first step()."""
+    def reset(self, task: Task) -> Any:
+        """A fresh Episode or AsyncEpisode of a task.
+
+        Cheap: what is dear waits for the first step().
+        """

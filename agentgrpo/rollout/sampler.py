@@ -1,7 +1,7 @@
 """Plays groups of rollouts without a barrier: each goes to its tool when its own turn ends.
 
-The engine decodes whatever is in flight, one token at a time. A finished turn is parsed; code goes
-to a thread that waits for the sandbox; the observation comes back as appended tokens and a new
+The engine decodes whatever is in flight, one token at a time. A finished turn is parsed; what it
+wants done goes to the environment; the observation comes back as appended tokens and a new
 request, while the others decode on. With `deterministic` the tools of one engine step are awaited
 before the next, so that the batches (and with them every sampled bit) repeat from run to run.
 """
@@ -10,19 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, Agent, Finish, Malformed, RunCode
+from agentgrpo.agents.base import Action, Agent, CallTools, Finish, Malformed
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Environment, Episode, InfrastructureError, Observation
+from agentgrpo.envs.base import AnyEpisode, Environment, InfrastructureError, Observation
+from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout, Segment, Status, Task
+from agentgrpo.types import (
+    Float32,
+    Group,
+    Int32,
+    Metrics,
+    Rollout,
+    Segment,
+    SpanReward,
+    Status,
+    Task,
+)
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Completion
@@ -47,10 +58,12 @@ class _Live:
     """A rollout being played."""
 
     rollout: Rollout
-    episode: Episode
+    episode: AnyEpisode
     ids: list[Int32]
     length: int
     turns: int = 0
+    turn_start: int = 0
+    """Where the tokens of the last turn begin."""
 
 
 @dataclass(slots=True)
@@ -121,9 +134,9 @@ class Sampler:
         self._engine.seed(seed)
         heat = self._config.temperature if temperature is None else temperature
         play = _Play(self._engine, self._agent, self._env, self._chat, self._config, heat)
-        with ThreadPoolExecutor(self._max_tool_threads, "tool") as threads:
+        with EpisodeRunner(self._max_tool_threads) as worlds:
             queue = [task for task in tasks for _ in range(group_size)]
-            rollouts = play.run(queue, threads, max_live=self._max_live)
+            rollouts = play.run(queue, worlds, max_live=self._max_live)
         groups = [
             Group(task=task, rollouts=rollouts[i * group_size : (i + 1) * group_size])
             for i, task in enumerate(tasks)
@@ -142,13 +155,12 @@ class _Play:
         self._config, self._temperature = config, temperature
         self._live: dict[int, _Live] = {}
         self._decoding: dict[str, int] = {}
-        self._tools: dict[int, Future[Observation]] = {}
+        self._waiting: dict[int, tuple[Future[Any], Callable[[int, Any], None]]] = {}
         self._answered: SimpleQueue[int] = SimpleQueue()
         self.stats = SamplerStats()
 
-    def run(
-        self, tasks: Sequence[Task], threads: ThreadPoolExecutor, *, max_live: int
-    ) -> list[Rollout]:
+    def run(self, tasks: Sequence[Task], worlds: EpisodeRunner, *, max_live: int) -> list[Rollout]:
+        self._worlds = worlds
         rollouts: list[Rollout] = []
         try:
             while self._live or len(rollouts) < len(tasks):
@@ -156,17 +168,21 @@ class _Play:
                     rollouts.append(self._start(len(rollouts), tasks[len(rollouts)]))
                 self._take_answers(block=not self._decoding)
                 if self._decoding:
-                    self._decode(threads)
+                    self._decode()
         finally:
-            running = [tool for tool in self._tools.values() if not tool.cancel()]
+            running = {i: future for i, (future, _) in self._waiting.items() if not future.cancel()}
             self._engine.abort(list(self._decoding))
-            wait(running)
-            for live in self._live.values():
-                live.episode.close()
+            wait(running.values())
+            ending = {i for i in running if self._waiting[i][1] == self._finished}
+            for index in self._live.keys() - ending:  # those that end close themselves
+                worlds.close(self._live[index].episode).result()
         return rollouts
 
     def _start(self, index: int, task: Task) -> Rollout:
-        prompt = self._chat.prompt_ids(self._agent.messages(task))
+        prompt = self._chat.prompt_ids(self._agent.messages(task), self._agent.tools(task))
+        prefill = self._agent.prefill(task)
+        if prefill:
+            prompt = np.concatenate([prompt, self._chat.text_ids(prefill)])
         if len(prompt) >= self._engine.max_model_len:
             raise ValueError(
                 f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len is "
@@ -201,16 +217,17 @@ class _Play:
         )
         self._decoding[request_id] = index
 
-    def _decode(self, threads: ThreadPoolExecutor) -> None:
+    def _decode(self) -> None:
         started = time.perf_counter()
         done = self._engine.step()
         self.stats.decode_s += time.perf_counter() - started
         self.stats.engine_steps += 1
         for completion in sorted(done, key=lambda c: self._decoding[c.request_id]):
-            self._turn_ended(self._decoding.pop(completion.request_id), completion, threads)
+            self._turn_ended(self._decoding.pop(completion.request_id), completion)
 
-    def _turn_ended(self, index: int, turn: Completion, threads: ThreadPoolExecutor) -> None:
+    def _turn_ended(self, index: int, turn: Completion) -> None:
         live = self._live[index]
+        live.turn_start = live.length
         self._append(live, turn.token_ids, turn.logprobs)
         live.turns += 1
         stats = live.rollout.stats
@@ -227,23 +244,26 @@ class _Play:
             self._end(index, Status.COMPLETED)
         elif isinstance(action, Malformed):
             stats["malformed"] += 1
-            self._observe(index, action.message)
+            self._observe(index, action, Observation(action.message, failed=True))
         else:
-            stats["tool_calls"] += 1
-            self._call(index, action, threads)
+            stats["tool_calls"] += len(action.calls) if isinstance(action, CallTools) else 1
+            self._wait_for(
+                index,
+                self._worlds.step(live.episode, action),
+                lambda index, observation: self._answered_to(index, action, observation),
+            )
 
-    def _call(self, index: int, action: RunCode, threads: ThreadPoolExecutor) -> None:
-        future = threads.submit(self._live[index].episode.step, action)
-        self._tools[index] = future
+    def _wait_for(self, index: int, future: Future[Any], then: Callable[[int, Any], None]) -> None:
+        self._waiting[index] = (future, then)
         future.add_done_callback(lambda _: self._answered.put(index))
 
     def _take_answers(self, *, block: bool) -> None:
         """Continue the rollouts whose tools answered; wait for one if nothing decodes."""
-        if not self._tools:
+        if not self._waiting:
             return
         started = time.perf_counter()
         if self._config.deterministic:
-            ready = sorted(self._answered.get() for _ in range(len(self._tools)))
+            ready = sorted(self._answered.get() for _ in range(len(self._waiting)))
         else:
             ready = [self._answered.get()] if block else []
             while not self._answered.empty():
@@ -251,24 +271,47 @@ class _Play:
         if block or self._config.deterministic:
             self.stats.idle_s += time.perf_counter() - started
         for index in ready:
-            self._tool_answered(index, self._tools.pop(index))
+            future, then = self._waiting.pop(index)
+            try:
+                answer = future.result()
+            except InfrastructureError as error:
+                self._broken(index, error, closed=then == self._finished)
+            else:
+                then(index, answer)
 
-    def _tool_answered(self, index: int, future: Future[Observation]) -> None:
-        try:
-            observation = future.result()
-        except InfrastructureError as error:
-            self.stats.infra_failures += 1
-            self._live[index].rollout.error = str(error)
-            self._end(index, Status.INFRA_ERROR)
-            return
-        self._live[index].rollout.stats["tool_errors"] += observation.failed
-        self._observe(index, observation.text)
+    def _answered_to(self, index: int, action: Action, observation: Observation) -> None:
+        rollout = self._live[index].rollout
+        rollout.stats["tool_errors"] += observation.failed
+        for name, count in observation.counts.items():
+            rollout.stats[name] = rollout.stats.get(name, 0.0) + count
+        for name, value in observation.rewards.items():
+            live = self._live[index]
+            end = live.turn_start + len(live.ids[-1])
+            rollout.span_rewards.append(SpanReward(live.turn_start, end, name, value))
+        if observation.done:
+            rollout.answer = observation.answer
+            self._end(index, Status.COMPLETED)
+        else:
+            self._observe(index, action, observation)
 
-    def _observe(self, index: int, text: str) -> None:
+    def _observe(self, index: int, action: Action, observation: Observation) -> None:
         live = self._live[index]
-        message = self._agent.observe(self._chat.clip(text, self._config.max_observation_tokens))
+        limit = self._config.max_observation_tokens
+        shown = replace(
+            observation,
+            text=self._chat.clip(observation.text, limit),
+            outputs=tuple(self._chat.clip(output, limit) for output in observation.outputs),
+        )
+        said = self._agent.observe(action, shown)
         closed = int(live.ids[-1][-1]) in self._chat.stop_token_ids
-        self._append(live, self._chat.observation_ids([message], turn_closed=closed), None)
+        if not isinstance(said, str):
+            ids = self._chat.observation_ids(said, turn_closed=closed)
+        elif closed:  # the policy closed the message that the text would have gone into
+            self._end(index, Status.COMPLETED)
+            return
+        else:
+            ids = self._chat.text_ids(said)
+        self._append(live, ids, None)
         self._ask(index)
 
     def _append(self, live: _Live, ids: Int32, logprobs: Float32 | None) -> None:
@@ -277,6 +320,21 @@ class _Play:
         live.length += len(ids)
 
     def _end(self, index: int, status: Status) -> None:
-        live = self._live.pop(index)
+        live = self._live[index]
         live.rollout.status = status
-        live.episode.close()
+        future = self._worlds.finish(live.episode, live.rollout.answer)
+        self._wait_for(index, future, self._finished)
+
+    def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
+        rollout = self._live.pop(index).rollout
+        for name, value in rewards.items():
+            rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
+
+    def _broken(self, index: int, error: InfrastructureError, *, closed: bool) -> None:
+        live = self._live.pop(index)
+        self.stats.infra_failures += 1
+        live.rollout.error = str(error)
+        live.rollout.status = Status.INFRA_ERROR
+        live.rollout.rewards, live.rollout.span_rewards = {}, []
+        if not closed:
+            self._worlds.close(live.episode).result()

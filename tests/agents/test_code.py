@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from agentgrpo.agents.base import Action, Finish, Malformed, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, Message
+from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 AGENT = CodeAgent(AgentConfig())
@@ -90,4 +91,5 @@ def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:
 @pytest.mark.parametrize("output", ["42", "", "{output}", "{x} %s \\1"])
 def test_an_observation_is_shown_literally(output: str) -> None:
     agent = CodeAgent(AgentConfig(observation="Output:\n{output}\nGo on.", observation_role="tool"))
-    assert agent.observe(output) == {"role": "tool", "content": f"Output:\n{output}\nGo on."}
+    told = agent.observe(RunCode(""), Observation(output))
+    assert told == [{"role": "tool", "content": f"Output:\n{output}\nGo on."}]

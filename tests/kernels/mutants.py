@@ -228,7 +228,7 @@ def main(words: list[str]) -> int:
     alive = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.so", "build")
+        ignore = shutil.ignore_patterns(".*", "__pycache__", "*.so", "build", "models", "runs")
         shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore)
         for number, mutant in enumerate(chosen, 1):
             lives = survives(mutant, tree)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from agentgrpo.agents.base import RunCode
+from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.types import Float32, Int32, Task
 
@@ -125,7 +125,8 @@ class StubEpisode:
     busy: threading.Lock = field(default_factory=threading.Lock)
     closed: int = 0
 
-    def step(self, action: RunCode) -> Observation:
+    def step(self, action: Action) -> Observation:
+        assert isinstance(action, RunCode)
         assert not self.closed, "a step after the episode's end"
         assert self.busy.acquire(blocking=False), "two threads in one episode"
         self.env.enter()
@@ -139,6 +140,10 @@ class StubEpisode:
         finally:
             self.env.leave()
             self.busy.release()
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        assert not self.closed, "finished after the episode's end"
+        return {}
 
     def close(self) -> None:
         assert self.busy.acquire(blocking=False), "closed during a step"

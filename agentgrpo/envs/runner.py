@@ -1,0 +1,100 @@
+"""Where episodes run: blocking ones on threads, asynchronous ones on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from agentgrpo.agents.base import Action
+from agentgrpo.envs.base import AnyEpisode, Observation
+
+
+class EpisodeRunner:
+    """Starts what episodes do and hands out its future; a context manager.
+
+    Args:
+        max_threads: blocking steps that may run at once; others wait their turn. Coroutines have
+            no such limit.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(max_threads, "episode")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+
+    def step(self, episode: AnyEpisode, action: Action) -> Future[Observation]:
+        """Begin a step."""
+        return self._start(episode.step, action)
+
+    def finish(self, episode: AnyEpisode, answer: str | None) -> Future[Mapping[str, float]]:
+        """Begin the end of an episode: its rewards, then, whatever came of that, its closing."""
+        run = _finish_async if _is_async(episode.finish) else _finish
+        return self._start(run, episode, answer)
+
+    def close(self, episode: AnyEpisode) -> Future[None]:
+        """Begin to close an episode that did not come to its end."""
+        return self._start(episode.close)
+
+    def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        if not _is_async(function):
+            return self._threads.submit(function, *args)
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a coroutine has begun: it cannot be taken back
+        asyncio.run_coroutine_threadsafe(_settle(future, function(*args)), self._event_loop())
+        return future
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop_thread = threading.Thread(
+                target=self._loop.run_forever, name="episodes", daemon=True
+            )
+            self._loop_thread.start()
+        return self._loop
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what has begun, then stop the threads."""
+        self._threads.shutdown()
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join()
+            self._loop.close()
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function)
+
+
+def _finish(episode: Any, answer: str | None) -> Any:
+    try:
+        return episode.finish(answer)
+    finally:
+        episode.close()
+
+
+async def _finish_async(episode: Any, answer: str | None) -> Any:
+    try:
+        return await episode.finish(answer)
+    finally:
+        await episode.close()
+
+
+async def _settle(future: Future[Any], work: Awaitable[Any]) -> None:
+    try:
+        future.set_result(await work)
+    except BaseException as error:
+        future.set_exception(error)

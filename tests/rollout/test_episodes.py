@@ -1,0 +1,237 @@
+"""What an episode may do to its rollout: end it, reward it, answer within a turn, wait, fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from agentgrpo.agents.base import Action, CallTools, Finish, Message, RunCode, Schema, ToolCall
+from agentgrpo.config import RolloutConfig
+from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.types import Rollout, SpanReward, Status, Task
+from tests.rollout.stubs import StubEngine, Turn
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+CHAT = ChatTemplate(TOKENIZER)
+EOT = "<|im_end|>"
+T = TypeVar("T")
+TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
+PROMPT = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n"
+
+
+@dataclass
+class EchoAgent:
+    """Every turn runs as code but one that starts with "!"; answers as `reply` says."""
+
+    reply: Callable[[Observation], Sequence[Message] | str] = lambda o: o.text
+    stop: tuple[str, ...] = ("\n",)
+    begins: str = ""
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        return task.messages
+
+    def prefill(self, task: Task) -> str:
+        return self.begins
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        return ()
+
+    def parse(self, text: str) -> Action:
+        if text.startswith("call"):
+            return CallTools((ToolCall("a", {}), ToolCall("b", {})))
+        return Finish(text[1:]) if text.startswith("!") else RunCode(text)
+
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        return self.reply(observation)
+
+
+@dataclass
+class World:
+    """Answers with the prepared observations; gives `worth` in the end."""
+
+    observations: list[Observation | Exception] = field(default_factory=list)
+    worth: Mapping[str, float] | Exception = field(default_factory=dict)
+    answers: list[str | None] = field(default_factory=list)
+    closed: int = 0
+
+    def reset(self, task: Task) -> World:
+        return self
+
+    def step(self, action: Action) -> Observation:
+        return raised(self.observations.pop(0))
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        self.answers.append(answer)
+        return raised(self.worth)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def raised(value: T | Exception) -> T:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def play(world: Any, *turns: str, agent: EchoAgent | None = None, **config: Any) -> Rollout:
+    engine = StubEngine(TOKENIZER, lambda number, _: Turn(turns[number]))
+    sampler = Sampler(
+        cast(Any, engine),
+        agent or EchoAgent(),
+        world,
+        CHAT,
+        RolloutConfig(**{"max_turns": 9, "max_observation_tokens": 9, **config}),
+    )
+    groups, _ = sampler.play([TASK], 1, seed=0)
+    return groups[0].rollouts[0]
+
+
+def text(rollout: Rollout) -> str:
+    return str(TOKENIZER.decode(rollout.token_ids))
+
+
+def test_a_prefill_is_given_and_a_text_continues_the_same_message() -> None:
+    world = World([Observation("2\n>>> ")])
+    played = play(world, "1+1\n", f"!2{EOT}", agent=EchoAgent(begins=">>> "))
+    assert text(played) == f"{PROMPT}>>> 1+1\n2\n>>> !2{EOT}"
+    assert [s.sampled for s in played.segments] == [False, True, False, True]
+    assert TOKENIZER.decode(played.segments[0].token_ids) == f"{PROMPT}>>> "
+
+
+def test_a_text_has_nowhere_to_go_once_the_policy_closed_its_message() -> None:
+    world = World([Observation("2")])
+    played = play(world, f"1+1{EOT}")
+    assert text(played) == f"{PROMPT}1+1{EOT}"
+    assert played.status is Status.COMPLETED
+    assert world.closed == 1
+
+
+def test_messages_may_be_many() -> None:
+    def told(observation: Observation) -> list[Message]:
+        return [{"role": "tool", "content": output} for output in observation.outputs]
+
+    world = World([Observation("", outputs=("one", "x" * 12))])
+    played = play(world, f"call{EOT}", f"!{EOT}", agent=EchoAgent(told))
+    cut = "x" * 9  # no room for a note
+    assert f"<|im_start|>tool\none{EOT}\n<|im_start|>tool\n{cut}{EOT}\n" in text(played)
+    assert played.stats["tool_calls"] == 2
+
+
+def test_an_episode_may_end_the_rollout_and_give_its_answer() -> None:
+    world = World([Observation("never shown", done=True, answer="7")], worth={"world": 2.0})
+    played = play(world, "submit(7)\n")
+    assert (played.status, played.answer) == (Status.COMPLETED, "7")
+    assert text(played) == f"{PROMPT}submit(7)\n"
+    assert world.answers == ["7"]
+    assert played.rewards == {"world": 2.0}
+
+
+def test_rewards_of_steps_belong_to_the_turns_that_earned_them() -> None:
+    steps = [
+        Observation("a", rewards={"syntax": -0.3}),
+        Observation("b", counts={"late": 2}),
+        Observation("c", rewards={"syntax": -0.3, "luck": 1.0}, failed=True),
+    ]
+    played = play(World([*steps], worth={"luck": 0.5}), "one\n", "two\n", "three\n", "!x")
+    starts = {text: start for start, text in zip(*spans(played), strict=True)}
+    assert played.span_rewards == [
+        SpanReward(starts["one\n"], starts["one\n"] + 4, "syntax", -0.3),
+        SpanReward(starts["three\n"], starts["three\n"] + 6, "syntax", -0.3),
+        SpanReward(starts["three\n"], starts["three\n"] + 6, "luck", 1.0),
+    ]
+    assert played.rewards == {"luck": 0.5}
+    assert played.reward == pytest.approx(-0.3 - 0.3 + 1.0 + 0.5)
+    assert (played.stats["late"], played.stats["tool_errors"]) == (2, 1)
+
+
+def spans(rollout: Rollout) -> tuple[list[int], list[str]]:
+    starts, at = [], 0
+    for segment in rollout.segments:
+        starts.append(at)
+        at += len(segment.token_ids)
+    return starts, [TOKENIZER.decode(s.token_ids) for s in rollout.segments]
+
+
+@pytest.mark.parametrize("where", ["step", "finish"])
+def test_a_broken_machine_leaves_no_reward(where: str) -> None:
+    error = InfrastructureError("gone")
+    world = (
+        World([Observation("a", rewards={"x": 1.0}), error])
+        if where == "step"
+        else World([Observation("a", rewards={"x": 1.0})], worth=error)
+    )
+    played = play(world, "one\n", "two\n" if where == "step" else "!2")
+    assert (played.status, played.error) == (Status.INFRA_ERROR, "gone")
+    assert (played.rewards, played.span_rewards) == ({}, [])
+    assert world.closed == 1
+
+
+@dataclass
+class Slow:
+    """64 episodes that meet: none is answered before all have asked."""
+
+    expected: int
+    arrived: int = 0
+    closed: int = 0
+    everyone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def reset(self, task: Task) -> SlowEpisode:
+        return SlowEpisode(self)
+
+
+@dataclass
+class SlowEpisode:
+    world: Slow
+
+    async def step(self, action: Action) -> Observation:
+        self.world.arrived += 1
+        if self.world.arrived == self.world.expected:
+            self.world.everyone.set()
+        await asyncio.wait_for(self.world.everyone.wait(), timeout=60)
+        return Observation("met")
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        return {"met": float(self.world.everyone.is_set())}
+
+    async def close(self) -> None:
+        self.world.closed += 1
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_S2_12_sixty_four_asynchronous_episodes_wait_together(deterministic: bool) -> None:
+    world = Slow(expected=64)
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn("wait\n" if n < 64 else "!done"))
+    sampler = Sampler(
+        cast(Any, engine),
+        EchoAgent(),
+        world,
+        CHAT,
+        RolloutConfig(deterministic=deterministic),
+        max_tool_threads=1,
+    )
+    groups, _ = sampler.play([TASK] * 8, 8, seed=0)
+    rollouts = [r for group in groups for r in group.rollouts]
+    assert [r.rewards for r in rollouts] == [{"met": 1.0}] * 64
+    assert world.closed == 64
+
+
+def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
+    @dataclass
+    class Buggy(SlowEpisode):
+        async def step(self, action: Action) -> Observation:
+            await asyncio.sleep(0.01)
+            raise ZeroDivisionError
+
+    world = Slow(expected=9)
+    world.reset = lambda task: Buggy(world)  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        play(world, "x\n")
+    assert world.closed == 1
