@@ -32,7 +32,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from agentgrpo.config import EngineConfig
-from agentgrpo.types import Float32, Int32
+from agentgrpo.packing import ids_from_list
+from agentgrpo.types import Float32, Int32, Turn
 
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
@@ -51,6 +52,8 @@ class Completion:
     """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
     num_cached_tokens: int
     """How many prompt tokens the prefix cache served."""
+    account: Turn
+    """Hashes of the prompt that the engine reports having used and of what it sampled."""
 
 
 class Engine:
@@ -263,13 +266,17 @@ class Engine:
 def _completion(output: Any) -> Completion:
     sampled = output.outputs[0]
     flat = sampled.logprobs
+    token_ids = ids_from_list(list(sampled.token_ids))
     return Completion(
         request_id=output.request_id,
-        token_ids=np.array(sampled.token_ids, dtype=np.int32),
+        token_ids=token_ids,
         logprobs=np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32),
         finish_reason=sampled.finish_reason,
         stop_reason=sampled.stop_reason,
         num_cached_tokens=output.num_cached_tokens or 0,
+        account=Turn.of(
+            ids_from_list(list(output.prompt_token_ids)), token_ids, sampled.finish_reason
+        ),
     )
 
 

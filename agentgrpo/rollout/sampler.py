@@ -229,6 +229,7 @@ class _Play:
         live = self._live[index]
         live.turn_start = live.length
         self._append(live, turn.token_ids, turn.logprobs)
+        live.rollout.turns.append(turn.account)
         live.turns += 1
         stats = live.rollout.stats
         stats["turns"] += 1

@@ -14,6 +14,7 @@ import numpy as np
 from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.types import Float32, Int32, Task
+from agentgrpo.types import Turn as Account
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,7 @@ class Completion:
     finish_reason: str
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    account: Account | None = None
 
 
 @dataclass
@@ -86,6 +88,9 @@ class StubEngine:
             np.array(ids[:max_tokens], np.int32),
             -np.arange(1, min(len(ids), max_tokens) + 1, dtype=np.float32) - number,
             "length" if cut else "stop",
+            account=Account.of(
+                prompt_ids.copy(), np.array(ids[:max_tokens], np.int32), "length" if cut else "stop"
+            ),
         )
         request = Request(
             request_id, prompt_ids, max_tokens, options, turn.steps, completion, self.steps
