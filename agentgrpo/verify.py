@@ -193,6 +193,13 @@ def _batch_faults(
     batch: PackedBatch, rollouts: Sequence[Rollout], weights: NDArray[np.float64]
 ) -> Iterator[str]:
     """Read a batch back: each term's history is the ids that see it, by types.PackedBatch."""
+    size = len(batch.input_ids_T)
+    if (np.arange(size) >= batch.tout_T).any() or (batch.tout_T > size).any():
+        yield "a subtree ends before it begins, or behind the batch"
+        return
+    opened = np.ones(size, np.int64) - np.bincount(batch.tout_T, minlength=size + 1)[:size]
+    if not np.array_equal(np.cumsum(opened), batch.positions_T + 1):
+        yield "a token does not see as many tokens as its position says"
     for sample in np.unique(batch.sample_N).tolist():
         mine = np.flatnonzero(batch.sample_N == sample)
         rows = [_flat(row) for row in rollouts[sample].rows]
@@ -228,14 +235,12 @@ def _row_faults(
         yield "targets are not the sampled ids"
     if not np.array_equal(batch.old_logp_N[terms], logprobs[positions]):
         yield "log-probabilities are not the sampled ones"
-    last = batch.row_N[terms[-1]]  # what earlier terms see is a beginning of what the last sees
+    last = batch.row_N[terms[-1]]  # earlier terms see its beginning: all see as many as they should
     seen = np.flatnonzero((np.arange(last + 1) <= last) & (batch.tout_T[: last + 1] > last))
     if not np.array_equal(batch.input_ids_T[seen], ids[: positions[-1]]):
         yield "the last term sees another history than its row"
     elif not np.array_equal(seen[positions - 1], batch.row_N[terms]):
         yield "a term is predicted at another token than the one before it"
-    if not np.array_equal(batch.positions_T[seen], np.arange(len(seen))):
-        yield "positions are not depths"
 
 
 def _weights(rollouts: Sequence[Rollout], config: TrainConfig) -> NDArray[np.float64]:

@@ -120,7 +120,8 @@ def test_buffers_grow_without_losing_a_token() -> None:
         expected += [turn] * 97
     assert transcript.ids.tolist() == expected
     assert transcript.ids.flags.c_contiguous
-    assert (transcript.ids.dtype, transcript.mask.dtype) == (np.int32, np.uint8)
+    assert transcript.ids.dtype == np.int32
+    assert transcript.mask.dtype == np.uint8
     assert len(transcript) == len(expected)
 
 
