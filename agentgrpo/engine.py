@@ -38,8 +38,9 @@ from agentgrpo.agents.base import Schema
 from agentgrpo.agents.tools import ReadCalls, Reading
 from agentgrpo.config import EngineConfig
 from agentgrpo.memory import memory
+from agentgrpo.packing import ids_from_list
 from agentgrpo.rollout.branch import token_entropies
-from agentgrpo.types import Float32, Int32, Metrics
+from agentgrpo.types import Float32, Int32, Metrics, Turn
 
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
@@ -60,6 +61,8 @@ class Completion:
     """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
     num_cached_tokens: int
     """How many prompt tokens the prefix cache served."""
+    account: Turn
+    """Hashes of the prompt that the engine reports having used and of what it sampled."""
     entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     """Entropy in nats of the distribution each of the first tokens was drawn from; see
     rollout/branch.py. Empty unless top_logprobs were asked for."""
@@ -388,13 +391,16 @@ def _completion(output: Any) -> Completion:
             f"request {output.request_id!r}: the sampler gave its token {at} the log-probability "
             f"{logprobs[at]}; the weights or an activation are no longer finite"
         )
+    token_ids = ids_from_list(list(sampled.token_ids))
+    prompt_ids = ids_from_list(list(output.prompt_token_ids))
     return Completion(
         request_id=output.request_id,
-        token_ids=np.array(sampled.token_ids, dtype=np.int32),
+        token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=str(sampled.finish_reason),
         stop_reason=sampled.stop_reason,
         num_cached_tokens=output.num_cached_tokens or 0,
+        account=Turn.of(prompt_ids, token_ids, str(sampled.finish_reason)),
         entropies=token_entropies(
             flat.logprobs, flat.token_ids, flat.start_indices, flat.end_indices
         ),

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from agentgrpo.types import Group, Metrics, Rollout, Segment, Status, Task
+from agentgrpo.records import rollout_record
+from agentgrpo.types import Group, Metrics
 
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 
@@ -83,54 +82,3 @@ class RunLog:
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         with (self._out_dir / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON values; read_rollout() gives it back exactly.
-
-    float32 log-probabilities are written as the shortest decimals that read back as the same bits.
-    """
-    return {
-        "task": {
-            "id": rollout.task.id,
-            "messages": [dict(message) for message in rollout.task.messages],
-            "spec": dict(rollout.task.spec),
-        },
-        "status": str(rollout.status),
-        "answer": rollout.answer,
-        "rewards": rollout.rewards,
-        "advantage": rollout.advantage,
-        "stats": rollout.stats,
-        "segments": [
-            {
-                "token_ids": segment.token_ids.tolist(),
-                "logprobs": None
-                if segment.logprobs is None
-                else [float(str(value)) for value in segment.logprobs],
-            }
-            for segment in rollout.segments
-        ],
-    }
-
-
-def read_rollout(record: dict[str, Any]) -> Rollout:
-    """The rollout that rollout_record() wrote."""
-    return Rollout(
-        task=Task(
-            id=record["task"]["id"],
-            messages=tuple(record["task"]["messages"]),
-            spec=record["task"]["spec"],
-        ),
-        status=Status(record["status"]),
-        answer=record["answer"],
-        rewards=record["rewards"],
-        advantage=record["advantage"],
-        stats=record["stats"],
-        segments=[
-            Segment(
-                np.array(segment["token_ids"], np.int32),
-                None if segment["logprobs"] is None else np.array(segment["logprobs"], np.float32),
-            )
-            for segment in record["segments"]
-        ],
-    )
