@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from agentgrpo import checkpoint
+from agentgrpo import checkpoint, parallel
 from agentgrpo.agents.base import Agent, CallTools, RunCode, ToolCall
-from agentgrpo.config import SandboxConfig, TrainConfig
+from agentgrpo.config import RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
@@ -26,11 +26,12 @@ from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
-from agentgrpo.rewards import Reward, expected_answer
+from agentgrpo.rewards import expected_answer
 from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
+from agentgrpo.scoring import Scoring
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Player:
     sampler: AnySampler
     pool: SandboxPool
     env: Environment
-    reward: Reward
+    reward: Scoring
     heldout: list[Task]
     tokenizer: Any
     progress: Progress
@@ -83,7 +84,8 @@ class Parts(Player):
 
         def write(folder: Path) -> None:
             self.learner.save_model(folder)
-            self.tokenizer.save_pretrained(folder)
+            if parallel.rank() == 0:
+                self.tokenizer.save_pretrained(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),
@@ -91,7 +93,10 @@ class Parts(Player):
             )
 
         step = self.learner.step_count
-        return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+        if parallel.rank() == 0:
+            return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+        write(config.out_dir)  # its part in gathering what rank 0 writes; nothing is written here
+        return checkpoint.folder_of(config.out_dir, step)
 
 
 def build(config: TrainConfig) -> Parts:
@@ -129,7 +134,7 @@ class Stage:
     env: Environment
     agent: Agent
     chat: ChatTemplate
-    reward: Reward
+    reward: Scoring
     heldout: list[Task]
     progress: Progress
     user_sampler: RolloutSampler | None
@@ -219,7 +224,7 @@ def set_stage(
             env=env,
             agent=make_agent(config, env, read_calls),
             chat=chat,
-            reward=make_reward(config.reward, env),
+            reward=make_scoring(config.reward, env, chat.tokenizer),
             heldout=heldout,
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
@@ -361,7 +366,11 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
 
 @contextlib.contextmanager
 def _locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this process's; the lock goes with the file object."""
+    """Make out_dir this run's; the lock goes with rank 0's file object."""
+    if parallel.rank() > 0:
+        with Path(os.devnull).open("w") as file:
+            yield file
+        return
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
     try:
@@ -462,6 +471,15 @@ def resolve_model(model: str) -> str:
     if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: no such directory")
     return model
+
+
+def make_scoring(config: RewardConfig, env: Environment, tokenizer: Any) -> Scoring:
+    """What a rollout is worth besides what the environment gives it."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return Scoring(make_reward(config, env), config, decode)
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:

@@ -396,10 +396,16 @@ class RewardConfig(Section):
     decay_sigmas: pydantic.StrictBool = True
     """Both sigmas fall linearly to 0 at the run's last step."""
 
+    functions: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
+
     @property
     def weights(self) -> dict[str, float]:
         """Of the parts, by name."""
-        return {"answer": self.answer, "format": self.format}
+        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
+        return {"answer": self.answer, "format": self.format, **named}
 
 
 class LoraConfig(Section):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo import parallel
 from agentgrpo.records import rollout_record
 from agentgrpo.types import Group, Metrics
 
@@ -19,7 +20,7 @@ FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
 class RunLog:
-    """Appends to a run's records.
+    """Appends to a run's records; on ranks other than the first, writes nothing.
 
     Args:
         out_dir: created if missing.
@@ -49,6 +50,8 @@ class RunLog:
 
     def describe(self, **record: Any) -> None:
         """Write run.json: the resolved config, what was chosen, and the versions."""
+        if parallel.rank() > 0:
+            return
         text = json.dumps(record, indent=1, default=str)
         partial = self._out_dir / ".run.json.partial"
         partial.write_text(text + "\n")
@@ -71,6 +74,8 @@ class RunLog:
         Raises:
             ValueError: a record is shorter than it was then, so the run's history is incomplete.
         """
+        if parallel.rank() > 0:
+            return
         for name in FILES:
             path, kept = self._out_dir / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
@@ -80,5 +85,7 @@ class RunLog:
                 os.truncate(path, kept)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if parallel.rank() > 0:
+            return
         with (self._out_dir / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -12,14 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from agentgrpo import parallel
 from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
-from agentgrpo.rewards import score
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.scoring import RewardError, score_all
 from agentgrpo.types import Group, Metrics
 from agentgrpo.updates import plan_updates
 
@@ -69,15 +70,15 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     metrics: Metrics = {}
     for refill in range(1 + c.max_refills):
         with parts.progress.phase(f"playing {c.tasks_per_step} tasks x {c.group_size}"):
-            played, stats = parts.sampler.play(
-                parts.tasks.next(c.tasks_per_step), c.group_size, seed=config.seed_of(step, refill)
-            )
-        for group in played:
-            score(group, parts.reward)
-        groups += played
+            tasks = parallel.mine(parts.tasks.next(c.tasks_per_step))
+            seed = config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
+            played, stats = parts.sampler.play(tasks, c.group_size, seed=seed)
+        score_all(played, parts.reward)
+        groups += parallel.interleave(parallel.gather(played))
         assign_advantages(groups, config.loss, config.reward.weights)
-        for name, value in stats.metrics().items():
-            metrics[name] = metrics.get(name, 0.0) + value
+        for counts in parallel.gather(stats.metrics()):
+            for name, value in counts.items():
+                metrics[name] = metrics.get(name, 0.0) + value
         live = sum(map(has_gradient, groups))
         if live >= c.refill_below:
             break
@@ -117,13 +118,14 @@ def main(arguments: list[str]) -> int:
 
     try:
         config = load_config(args.config, args.overrides)
+        parallel.start()
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     try:
         train(config, parts)
-    except (Disagreement, InfrastructureError) as error:
+    except (Disagreement, InfrastructureError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
     except (FloatingPointError, OSError, ValueError) as error:
@@ -134,6 +136,7 @@ def main(arguments: list[str]) -> int:
         return 130
     finally:
         parts.close()
+        parallel.stop()
     return 0
 
 

@@ -123,7 +123,9 @@ def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> floa
     with open_sandbox(config.sandbox) as pool:
         env = PythonEnv(pool, config.sandbox.timeout_s)
         sampler = Sampler(decoder, CodeAgent(config.agent), env, chat, config.rollout)
-        _, metrics = evaluate(sampler, heldout_tasks(config.data), make_reward(config.reward))
+        _, metrics = evaluate(
+            sampler, heldout_tasks(config.data), make_reward(config.reward, chat.tokenizer)
+        )
     return metrics["solved"]
 
 
