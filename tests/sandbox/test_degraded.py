@@ -166,6 +166,7 @@ def test_close_leaves_nothing(bare_pool: SandboxPool) -> None:
     home = session.step("import os; os.getcwd()").value
     code = "import os\nfor _ in range(4):\n if os.fork() == 0:\n  if os.fork() == 0: os.fork()\n"
     session.step(code + "  while 1: pass")
+    time.sleep(0.3)
     tree = process_tree(session.init_pid)
     assert len(tree) > 8
     session.close()
