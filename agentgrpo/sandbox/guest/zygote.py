@@ -74,7 +74,8 @@ def private_files(settings: dict[str, Any], uid: int, number: int) -> tuple[str,
 
 def limits_now(settings: dict[str, Any]) -> tuple[int, ...]:
     """The limits of the next session. The kernel counts processes per user: where the session has
-    no user of its own, those that the user has already come on top."""
+    no user of its own, those that the user has already come on top.
+    """
     memory, processes, *others = settings["limits"]
     if settings["mode"] == MODE_BARE and os.geteuid() != 0:
         processes += sum(map(tasks_of_user, filter(str.isdigit, os.listdir("/proc"))))
