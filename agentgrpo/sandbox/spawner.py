@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
-from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import masked_proc, remedy
@@ -165,6 +165,8 @@ class Spawner:
             bound_address_space=self.cgroups is None,
             own_proc=self.own_proc,
         )
+        if self.cgroups is not None:
+            self.cgroups.adopt(process_tree(zygote.pid))
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 

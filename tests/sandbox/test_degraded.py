@@ -17,9 +17,9 @@ from agentgrpo.sandbox import (
     Status,
     Template,
 )
+from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.grade import check_output
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
-from agentgrpo.sandbox.watchdog import process_tree
 from agentgrpo.sandbox.zygote import Rung
 
 SYSTEM_PYTHON = "/usr/bin/python3"

@@ -162,6 +162,9 @@ def kernel_attack_surface(s: Session) -> None:
         "landlock": "444, 0, 0, 1",
         "seccomp": "317, 1, 0, 0",
         "lookup_dcookie": "212, 0, 0, 0",
+        "inotify_init": "253",
+        "inotify_init1": "294, 0",
+        "inotify_add_watch": "254, 0, b'/tmp', 2",
         "a call of the future": "5000",
     })  # fmt: skip
 
