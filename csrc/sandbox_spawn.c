@@ -140,7 +140,7 @@ set_limits(const struct session_spec *spec)
     limit(spec, RLIMIT_NPROC, spec->processes);
     limit(spec, RLIMIT_FSIZE, spec->file_size);
     limit(spec, RLIMIT_CPU, spec->cpu_s);
-    limit(spec, RLIMIT_CORE, 0);
+    limit(spec, RLIMIT_CORE, 1); /* 0 would still start a core dump handler, 1 does not: core(5) */
     limit(spec, RLIMIT_MEMLOCK, 65536);
     limit(spec, RLIMIT_MSGQUEUE, 0);
     limit(spec, RLIMIT_SIGPENDING, MAX_QUEUED_SIGNALS);

@@ -83,6 +83,9 @@ NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16
 
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FILE_TYPE, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
+RLIMIT_CORE = 4
+SOL_SOCKET, SOL_TCP, TCP_ULP = 1, 6, 31
+SOCKET_FILTERS = [26, 50, 51, 52]  # SO_ATTACH_{FILTER,BPF,REUSEPORT_CBPF,REUSEPORT_EBPF}
 MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB = 0x40000, 0x4, 0x800  # a pool that no limit divides
 MADV_MERGEABLE, PR_SET_MEMORY_MERGE = 12, 67  # whether a page has a twin elsewhere can be timed
 PR_SCHED_CORE = 62  # keeps others from the core's second thread
@@ -105,6 +108,10 @@ def _argument(index: int) -> Instruction:
     return (LOAD, 0, 0, ARGUMENT + 8 * index)
 
 
+def _upper_half(index: int) -> Instruction:
+    return (LOAD, 0, 0, ARGUMENT + 8 * index + 4)
+
+
 def _one_of(values: list[int], then: list[Instruction]) -> list[Instruction]:
     """Run ``then`` (which returns) if the accumulator is one of values; else fall through."""
     last = len(values) - 1
@@ -121,7 +128,32 @@ def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
     def no_huge_pages(flag: int) -> list[Instruction]:
         return [(ANY_BIT, 0, 1, flag), _deny(errno.ENOMEM), _ALLOW]
 
-    own_limits = [_argument(0), (EQUAL, 0, 1, 0), _ALLOW, _deny(errno.EPERM)]
+    # Changing RLIMIT_CORE seems to work and does nothing: at 1, where it stands, the kernel does
+    # not even start the machine's core dump handler, which at 0 it does (core(5)), as its root.
+    other_limits = [
+        *([] if alone else [_argument(0), (EQUAL, 1, 0, 0), _deny(errno.EPERM)]),
+        _argument(1),
+        (EQUAL, 1, 0, RLIMIT_CORE),
+        _ALLOW,
+        _argument(2),
+        (EQUAL, 0, 2, 0),
+        _upper_half(2),
+        (EQUAL, 1, 0, 0),  # a null pointer: it only asks
+        _deny(0),
+        _ALLOW,
+    ]
+    filters = _one_of(SOCKET_FILTERS, [_deny(errno.ENOPROTOOPT)])
+    socket_options = [
+        _argument(1),
+        (EQUAL, 0, 3, SOL_TCP),
+        _argument(2),
+        (EQUAL, 0, 3 + len(filters), TCP_ULP),  # loads kernel modules
+        _deny(errno.ENOPROTOOPT),
+        (EQUAL, 0, 1 + len(filters), SOL_SOCKET),
+        _argument(2),
+        *filters,
+        _ALLOW,
+    ]
     no_device = [(AND, 0, 0, FILE_TYPE)]
     no_device += _one_of([CHARACTER_DEVICE, BLOCK_DEVICE], [_deny(errno.EPERM)])
     internet = [
@@ -167,7 +199,9 @@ def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
         "sync": [_deny(0)],  # says it did: flushing the machine's disks is not for sessions
         "mknod": [_argument(1), *no_device, _ALLOW],
         "mknodat": [_argument(2), *no_device, _ALLOW],
-        **({} if alone else {"prlimit64": own_limits}),
+        "setrlimit": [_argument(0), *_one_of([RLIMIT_CORE], [_deny(0)]), _ALLOW],
+        "prlimit64": other_limits,
+        "setsockopt": socket_options,
     }
 
 

@@ -189,6 +189,21 @@ def strange_sockets(s: Session) -> None:
 
 
 @on_session
+def socket_options(s: Session) -> None:
+    """Options of sockets load no kernel modules and attach no programs."""
+    code = (
+        "import socket\na = socket.create_server(('127.0.0.1', 0))\n"
+        "s = socket.create_connection(a.getsockname())\ngot = []\n"
+        "for level, name, value in ((6, 31, b'tls'), (1, 26, b'\\0' * 16), (1, 50, b'\\0' * 4),\n"
+        "                           (1, 51, b'\\0' * 16), (1, 52, b'\\0' * 4)):\n"
+        " try: s.setsockopt(level, name, value); got.append(name)\n"
+        " except OSError as e: got += [name] * (e.errno != 92)\n"
+        "s.setsockopt(6, 1, 1); s.setsockopt(1, 7, 65536); s.setsockopt(0, 2, 64); got"
+    )
+    assert value_of(s, code) == "[]"
+
+
+@on_session
 def foreign_system_calls(s: Session) -> None:
     """32-bit and x32 system calls do not get around the filter."""
     if os.uname().machine != "x86_64":

@@ -485,6 +485,21 @@ def buffers_of_sockets(s: Session) -> None:
 
 
 @on_session
+def core_dumps(s: Session) -> None:
+    """A crash cannot be made to start the machine's core dump handler."""
+    code = (
+        "import resource as r, ctypes, mmap\nlibc = ctypes.CDLL(None)\n"
+        "r.setrlimit(r.RLIMIT_CORE, (0, 0)); libc.setrlimit(4, (ctypes.c_uint64 * 2)(0, 0))\n"
+        "libc.syscall(ctypes.c_long(160), 4, (ctypes.c_uint64 * 2)(0, 0))\n"
+        "libc.mmap.restype = ctypes.c_void_p\n"
+        "low = libc.mmap(ctypes.c_void_p(1 << 32), 4096, 3, 0x32, -1, 0)  # its lower half is 0\n"
+        "libc.prlimit64(0, 4, ctypes.c_void_p(low), None)\n"
+        "low == 1 << 32, r.getrlimit(r.RLIMIT_CORE)"
+    )
+    assert value_of(s, code) == "(True, (1, 1))"
+
+
+@on_session
 def huge_pages(s: Session) -> None:
     """The machine's pool of huge pages cannot be used."""
     code = (
