@@ -359,7 +359,7 @@ def main() -> None:
         "cold": lambda: bench_cold(n),
         "steps": lambda: bench_steps(5 * n),
         "acquire": lambda: bench_acquire(n),
-        "throughput": lambda: each(lambda t: bench_throughput(5.0, t), (1, 2, 4)),
+        "throughput": lambda: each(lambda t: bench_throughput(3.0, t), (1, 2, 4)),
         "peers": lambda: bench_throughput_of_peers(3.0, 4),
         "churn": lambda: bench_churn(given.cycles),
         "live": lambda: each(bench_live, given.live),
