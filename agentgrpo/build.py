@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -88,18 +88,22 @@ class Parts(Player):
         return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
 
 
-def build(config: TrainConfig) -> Parts:
+def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
+
+    Args:
+        config: of the run.
+        draw: what becomes of the stream of training tasks before it is drawn from.
 
     Raises:
         ValueError: the config does not fit the data, the model or the machine.
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
-    tasks = _training_tasks(config.data, config.seed)
+    tasks = training_tasks(config.data, config.seed)
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(_locked(config.out_dir))
-        _require_same_run(config)
+        lock = undo.enter_context(locked(config.out_dir))
+        require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
         player = build_player(
             config,
@@ -107,7 +111,7 @@ def build(config: TrainConfig) -> Parts:
             train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
         )
         undo.callback(player.close)
-        parts = _with_learner(config, player, tasks, resumed, lock)
+        parts = _with_learner(config, player, draw(tasks), resumed, lock)
         undo.pop_all()
     return parts
 
@@ -139,7 +143,7 @@ def build_player(
         progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        chat = _chat(model)
+        chat = chat_of(model)
         _check_tasks(config, agent, chat, [*heldout, *train])
         progress.say(f"engine: starting vLLM on {model}")
         # here and not above: seconds of imports, after all that can fail quickly
@@ -213,7 +217,7 @@ def _with_learner(
 
 
 @contextlib.contextmanager
-def _locked(out_dir: Path) -> Iterator[IO[str]]:
+def locked(out_dir: Path) -> Iterator[IO[str]]:
     """Make out_dir this process's; the lock goes with the file object."""
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
@@ -230,7 +234,7 @@ MAY_CHANGE = {"out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"
 """Settings that a resumed run may have otherwise than it was started with."""
 
 
-def _require_same_run(config: TrainConfig) -> None:
+def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
     records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
@@ -308,7 +312,8 @@ def resolve_model(model: str) -> str:
     return model
 
 
-def _training_tasks(config: DataConfig, seed: int) -> Tasks:
+def training_tasks(config: DataConfig, seed: int) -> Tasks:
+    """The stream of training tasks, from its start."""
     if config.train == "word_problems":
         return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
     return JsonlTasks(config.train, seed=seed)
@@ -334,7 +339,12 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     return SandboxPool(limits=limits, max_live=config.max_live)
 
 
-def _chat(model: str) -> ChatTemplate:
+def chat_of(model: str) -> ChatTemplate:
+    """The chat template of a model's tokenizer.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has no usable template.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

@@ -104,6 +104,8 @@ class SftConfig(Section):
 class CurriculumConfig(Section):
     """Stages of rollout -> selection -> training from the last checkpoint (data/curriculum.py)."""
 
+    start: Literal["model", "sft"] = "model"
+    """What the first stage starts from: config.model, or the last checkpoint in out_dir/sft."""
     stages: Positive = 3
     candidates: Positive = 256
     """Training tasks that a stage's first policy plays, other ones in each stage."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from agentgrpo.advantages import assign_advantages, has_gradient
@@ -18,7 +18,8 @@ from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
-from agentgrpo.rewards import score
+from agentgrpo.rewards import Reward, score
+from agentgrpo.rewards_efficiency import decay, efficiency_reward
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.types import Group, Metrics
@@ -74,7 +75,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
                 parts.tasks.next(c.tasks_per_step), c.group_size, seed=config.seed_of(step, refill)
             )
         for group in played:
-            score(group, parts.reward)
+            score(group, group_reward(config, parts.reward, group, step))
             assign_advantages(group, estimator=config.loss.estimator)
         groups += played
         for name, value in stats.metrics().items():
@@ -83,6 +84,17 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
         if live >= c.refill_below:
             break
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
+
+
+def group_reward(config: TrainConfig, reward: Reward, group: Group, step: int) -> Reward:
+    """The reward of one group's rollouts, which may depend on how its other rollouts did."""
+    c = config.reward
+    if not (c.sigma_tool or c.sigma_length):
+        return reward
+    left = decay(step, config.steps) if c.decay_sigmas else 1.0
+    return efficiency_reward(
+        group, reward, sigma_tool=c.sigma_tool * left, sigma_length=c.sigma_length * left
+    )
 
 
 def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
@@ -114,6 +126,15 @@ def main(arguments: list[str]) -> int:
 
     try:
         config = load_config(args.config, args.overrides)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return run(config, build)
+
+
+def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train; says what went wrong. Returns the exit status."""
+    try:
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
