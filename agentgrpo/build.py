@@ -24,6 +24,7 @@ from agentgrpo.data import word_problems
 from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
+from agentgrpo.losses import objective_of
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.rewards import NumericReward, Reward, expected_answer
@@ -100,6 +101,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
+    objective_of(config.loss)
     tasks = training_tasks(config.data, config.seed)
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(locked(config.out_dir))
@@ -107,7 +109,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         resumed = checkpoint.newest(config.out_dir)
         player = build_player(
             config,
-            model=None if resumed is None else str(resumed),
+            # an adapter's checkpoint holds no model: its base is config.model
+            model=None if resumed is None or config.learner.lora.rank else str(resumed),
             train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
         )
         undo.callback(player.close)
@@ -158,7 +161,7 @@ def build_player(
     except BaseException:
         pool.close()
         raise
-    env = PythonEnv(pool, config.sandbox.timeout_s)
+    env = PythonEnv(pool, config.sandbox.timeout_s, stateless=config.sandbox.stateless)
     return Player(
         model=model,
         engine=engine,
@@ -188,6 +191,8 @@ def _with_learner(
         temperature=config.rollout.temperature,
         weights=config.engine.weights,
         dlogp_limit=agreement_threshold,
+        reference=resolve_model(config.model) if config.loss.beta else None,
+        adapter=resumed if config.learner.lora.rank else None,
     )
     log = RunLog(config.out_dir)
     if resumed is None:
@@ -336,7 +341,9 @@ def make_reward(config: RewardConfig) -> Reward:
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it."""
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
-    return SandboxPool(limits=limits, max_live=config.max_live)
+    return SandboxPool(
+        limits=limits, max_live=config.max_live, allow_degraded=config.allow_degraded
+    )
 
 
 def chat_of(model: str) -> ChatTemplate:

@@ -7,6 +7,7 @@ A config file holds only what differs from the defaults below. Values on the com
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
@@ -122,6 +123,10 @@ class SandboxConfig(Section):
     """Memory of one session."""
     max_live: Positive = 128
     """Sessions alive at once."""
+    stateless: pydantic.StrictBool = False
+    """Every code step starts anew: no variables and no files of the step before."""
+    allow_degraded: pydantic.StrictBool = False
+    """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
 
 
 class DataConfig(Section):
@@ -156,41 +161,150 @@ class RewardConfig(Section):
     decay_sigmas: pydantic.StrictBool = True
     """Both sigmas fall linearly to 0 at the run's last step."""
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the parts, by name."""
+        return {"answer": self.answer, "format": self.format}
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
+
+    rank: NotNegative = 0
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+    """The update is alpha / rank * B A."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one; empty: all but the head."""
+
 
 class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
-    decay: Literal["constant", "linear"] = "constant"
-    """linear: from learning_rate at the first step to final_learning_rate at the last."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From learning_rate after the warm-up to final_learning_rate after the last step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NotNegative = 0
+    """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
+    lora: LoraConfig = LoraConfig()
     max_tokens: Positive = 2048
     """Packed tokens of one forward and backward pass."""
+    gradient_checkpointing: pydantic.StrictBool = False
+    """Keep the layers' inputs only and compute the rest again in the backward pass."""
+    offload_optimizer: pydantic.StrictBool = False
+    """CUDA: the optimizer's state waits in host memory while rollouts are generated."""
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of a step, counted from 0, of total_steps."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.learning_rate
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        left = max(0.0, 1 - done)
+        if self.decay == "cosine":
+            left = 0.5 * (1 - math.cos(math.pi * left))
+        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
 
 
 class LossConfig(Section):
-    """The GRPO objective (kernels/grpo_loss.py has the formula).
+    """The objective, under TRL's names (kernels/objective.py has papers and formulas)."""
 
-    Each batch of rollouts gets one optimizer step, so the ratio is 1 and nothing is clipped.
-    """
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"
+    ] = "dapo"
+    """Also chooses the normaliser, always of the whole update: mean over rollouts of their token
+    means (grpo, sapo, gmpo), over tokens (dapo, bnpo, cispo, vespo), a constant per rollout
+    (dr_grpo), per rollout (luspo)."""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """sequence: GSPO."""
+    epsilon: float | None = None
+    """Lower clip range. None: 0.2 (0.4 in log space for gmpo)."""
+    epsilon_high: float | None = None
+    """Upper clip range; None: epsilon. For cispo the bound itself, and required."""
+    delta: float | None = None
+    """Bound of the unclipped ratio (two-sided clipping)."""
+    clip_ratio_c: float | None = None
+    """Dual clip (verl's name)."""
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
+    lora the policy without its adapter. 0: none, and no copy."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    use_bias_correction_kl: pydantic.StrictBool = True
+    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Weight of the entropy bonus."""
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Train on this share of the step's tokens only, those of highest entropy."""
+    off_policy_mask_threshold: float | None = None
+    num_iterations: Positive = 1
+    """Passes over the rollouts of a step."""
+    num_mini_batches: Positive = 1
+    """Optimizer updates per pass, each on its share of the groups. With more than one update in all
+    the ratio leaves 1 and clipping begins."""
+    old_logps: Literal["recomputed", "sampler"] = "recomputed"
+    """What the ratio is taken to. recomputed: the policy before the step, on the learner's own path
+    (of the first forward pass if there is one update, else of an extra one); the difference to the
+    sampler is corrected for below. sampler: as recorded, and never an extra pass; the difference is
+    then a part of the ratio and clipped with it."""
+    vllm_importance_sampling_correction: pydantic.StrictBool = True
+    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+        "geometric_truncate", "geometric_mask",
+    ] = "token_truncate"  # fmt: skip
+    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
+    vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
-    """The normaliser: per rollout and then over rollouts (grpo), a constant per rollout (dr_grpo),
-    all trained tokens of the step (dapo)."""
-    scale_rewards: bool = True
-    """Divide a group's centred rewards by their standard deviation (DeepSeekMath); Dr. GRPO does
-    not."""
-    mismatch_cap: Annotated[float, Field(gt=0)] | None = 2.0
-    """Truncate the sampler/learner importance weight of a token here (TIS); None: no correction."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide centred rewards by the standard deviation of the group, of the whole step, or not
+    (Dr. GRPO). true and false are group and none, as in TRL."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group, or of the others in it (RLOO)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself."""
+    span_credit: Literal["rollout", "return_to_go"] = "rollout"
+    """Rewards of single turns or lines (Rollout.span_rewards) count for the whole rollout, or only
+    for what was sampled before they were given (advantages.py has the estimator)."""
+    branch_credit: Literal["soft", "hard"] = "soft"
+    """Tokens that branches share get each branch's advantage, or the mean of them (ARPO)."""
+
+    @pydantic.field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _scale(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+    @pydantic.model_validator(mode="after")
+    def _credits(self) -> LossConfig:
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            for key, value, needed in (
+                ("span_credit", self.span_credit, "rollout"),
+                ("scale_rewards", self.scale_rewards, "group"),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f"{key} must be {needed!r} with multi_objective_aggregation = "
+                        f"'normalize_then_sum', got {value!r}"
+                    )
+        return self
 
     @property
-    def estimator(self) -> Literal["grpo", "dr_grpo"]:
-        """The name advantages.py knows scale_rewards by."""
-        return "grpo" if self.scale_rewards else "dr_grpo"
+    def num_updates(self) -> int:
+        """Optimizer updates on the rollouts of one step."""
+        return self.num_iterations * self.num_mini_batches
 
 
 class TrainConfig(Section):
@@ -229,6 +343,13 @@ class TrainConfig(Section):
                 f"rollout.max_turn_tokens must be below engine.max_model_len "
                 f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
             )
+        if self.loss.num_mini_batches > self.rollout.tasks_per_step:
+            raise ValueError(
+                f"loss.num_mini_batches must be at most rollout.tasks_per_step "
+                f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
+            )
+        if self.learner.lora.rank and self.learner.trained_layers is not None:
+            raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
         if self.learner.max_tokens < self.engine.max_model_len:
             raise ValueError(
                 f"learner.max_tokens must hold the longest rollout, engine.max_model_len "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentgrpo import _C
-from agentgrpo.types import Float32, Group, Int32, PackedBatch
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout
 
 
 def ids_from_list(ids: list[int]) -> Int32:
@@ -52,13 +52,14 @@ def pack_tree(
     that token itself) are not laid out.
 
     Args:
-        groups: all groups of the step; advantages are read from the rollouts.
+        groups: all groups of the step; advantages are read from the rollouts, per segment where
+            they are given so.
         max_tokens: budget of one batch in tokens, at least the longest rollout's.
         weights: one finite number per rollout, in group and rollout order, copied to its terms;
             1.0 if None. The caller thereby chooses the loss normaliser, over all rollouts of the
             step, dropped ones included.
-        drop_zero_advantage: leave out rollouts whose advantage is exactly 0 and whatever tokens
-            only they need. Exact for losses without a KL or entropy term.
+        drop_zero_advantage: leave out rollouts whose advantages are all exactly 0 and whatever
+            tokens only they need. Exact for losses without a KL or entropy term.
         share_prefixes: False lays every rollout out alone, one behind the other, for models whose
             layers take no attention mask.
 
@@ -78,7 +79,7 @@ def pack_tree(
         [segment.token_ids for segment in segments],
         [segment.logprobs for segment in segments],
         np.array([len(rollout.segments) for rollout in rollouts], np.int32),
-        np.array([rollout.advantage for rollout in rollouts], np.float32),
+        np.array([_largest_advantage(rollout) for rollout in rollouts], np.float32),
         np.array(weights, np.float32),
         max_tokens,
         drop_zero_advantage,
@@ -86,8 +87,9 @@ def pack_tree(
         lambda size: np.empty(size, np.int32),
     )
     bounds = np.cumsum([0] + [3 * tokens + 6 * terms for tokens, terms in sizes])
+    labels = _TokenLabels(rollouts)
     return [
-        _packed_batch(numbers[start:end], tokens)
+        _packed_batch(numbers[start:end], tokens, labels)
         for start, end, (tokens, _) in zip(bounds, bounds[1:], sizes, strict=False)
     ]
 
@@ -128,11 +130,54 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     return FlexBlocks(*fields)
 
 
-def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
-    """The fields of one tree, as views of the memory that _C.pack_tree filled."""
+def _largest_advantage(rollout: Rollout) -> float:
+    """What tells the packer whether to lay the rollout out; nan and infinity win, to be refused.
+
+    Raises:
+        ValueError: segment_advantages has another length than segments.
+    """
+    if rollout.segment_advantages is None:
+        return rollout.advantage
+    if len(rollout.segment_advantages) != len(rollout.segments):
+        raise ValueError(
+            f"task {rollout.task.id}: {len(rollout.segments)} segments need as many "
+            f"segment_advantages, got {len(rollout.segment_advantages)}"
+        )
+    pairs = zip(rollout.segments, rollout.segment_advantages, strict=True)
+    sampled = [advantage for segment, advantage in pairs if segment.sampled]
+    if not np.isfinite(sampled).all():
+        return float("nan")
+    return max(sampled, key=abs, default=0.0)
+
+
+class _TokenLabels:
+    """Turn and advantage of every token of the step, found by rollout and position."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        segments = [segment for rollout in rollouts for segment in rollout.segments]
+        turn, advantage = [], []
+        for rollout in rollouts:
+            sampled = [segment.sampled for segment in rollout.segments]
+            turn += (np.cumsum(sampled) - 1).tolist()
+            advantage += rollout.segment_advantages or [rollout.advantage] * len(sampled)
+        lengths = np.array([len(segment.token_ids) for segment in segments], np.int64)
+        ends = np.cumsum([0, *(len(rollout.segments) for rollout in rollouts)])
+        self._first = np.concatenate([[0], np.cumsum(lengths)])[ends]
+        self._turn = np.repeat(np.array(turn, np.int32), lengths)
+        self._advantage = np.repeat(np.array(advantage, np.float32), lengths)
+
+    def of(self, sample_N: Int32, position_N: Int32) -> tuple[Int32, Float32]:
+        """(turn, advantage) of the tokens at these positions of these rollouts."""
+        at = self._first[sample_N] + position_N
+        return self._turn[at], self._advantage[at]
+
+
+def _packed_batch(numbers: Int32, num_tokens: int, labels: _TokenLabels) -> PackedBatch:
+    """The fields of one tree, views of the memory that _C.pack_tree filled but for the labels."""
     per_token = numbers[: 3 * num_tokens].reshape(3, -1)
     per_term = numbers[3 * num_tokens :].reshape(6, -1)
     floats = per_term[3:].view(np.float32)
+    turn_N, advantage_N = labels.of(per_term[2], per_token[1][per_term[0]] + 1)
     return PackedBatch(
         input_ids_T=per_token[0],
         positions_T=per_token[1],
@@ -141,6 +186,7 @@ def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
         target_N=per_term[1],
         sample_N=per_term[2],
         old_logp_N=floats[0],
-        advantage_N=floats[1],
+        turn_N=turn_N,
+        advantage_N=advantage_N,
         weight_N=floats[2],
     )

@@ -8,21 +8,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from agentgrpo.advantages import assign_advantages, has_gradient
+from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
-from agentgrpo.losses import token_weights
-from agentgrpo.packing import pack_tree
 from agentgrpo.rewards import Reward, score
 from agentgrpo.rewards_efficiency import decay, efficiency_reward
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.types import Group, Metrics
+from agentgrpo.updates import plan_updates
 
 if TYPE_CHECKING:
     from agentgrpo.build import Parts
@@ -37,11 +37,10 @@ def train(config: TrainConfig, parts: Parts) -> None:
         with generating(parts) as engine_metrics:
             groups, sampled = collect(config, parts, step)
         parts.tasks.feedback(groups)
-        weights = token_weights(groups, config.loss.loss_type, config.rollout.max_sampled_tokens)
-        batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights)
+        updates = plan_updates(groups, config, step=step, share_prefixes=learner.shares_prefixes)
         log.rollouts(step, groups)
         with progress.phase("learning"):
-            learned = learner.step(batches)
+            learned = learner.step(updates)
         log.write(step, rollout=sampled, learner=learned, engine=engine_metrics)
         progress.step_done(step, sampled, learned, engine_metrics)
         if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
@@ -76,13 +75,14 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
             )
         for group in played:
             score(group, group_reward(config, parts.reward, group, step))
-            assign_advantages(group, estimator=config.loss.estimator)
         groups += played
+        assign_advantages(groups, config.loss, config.reward.weights)
         for name, value in stats.metrics().items():
             metrics[name] = metrics.get(name, 0.0) + value
         live = sum(map(has_gradient, groups))
         if live >= c.refill_below:
             break
+    metrics |= Counter(f"dead_{reason}" for group in groups if (reason := why_dead(group)))
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
 
 

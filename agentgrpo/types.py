@@ -78,10 +78,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SpanReward:
-    """What a part of a rollout was worth: its tokens [start, end), the prompt's first being 0."""
+    """What a stretch of a rollout was worth, by itself."""
 
     start: int
     end: int
+    """Tokens [start, end) of the rollout, the prompt's counted."""
     name: str
     value: float
 
@@ -99,15 +100,18 @@ class Rollout:
     """What the machine said; only with Status.INFRA_ERROR."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
-    span_rewards: list[SpanReward] = field(default_factory=list)
-    """Which tokens earned what by a step; a name's sum over its spans is part of `rewards`."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the episode (turns, tool_calls, tool_errors, ...), for the metrics."""
+    span_rewards: list[SpanReward] = field(default_factory=list)
+    """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
     advantage: float = 0.0
+    segment_advantages: list[float] | None = None
+    """One per segment in place of `advantage`, where rewards of spans are credited to what was
+    sampled before them, or branches share segments; the policy's own segments alone are read."""
 
     @property
     def reward(self) -> float:
-        return sum(self.rewards.values())
+        return sum(self.rewards.values()) + sum(span.value for span in self.span_rewards)
 
     @property
     def token_ids(self) -> Int32:
@@ -150,6 +154,8 @@ class PackedBatch:
     """The sampled token."""
     sample_N: Int32
     """Which rollout of the step it belongs to, counted in group and rollout order."""
+    turn_N: Int32
+    """Which of the rollout's sampled segments it lies in, from 0."""
     old_logp_N: Float32
     """Log-probability in nats when it was sampled."""
     advantage_N: Float32

@@ -27,9 +27,9 @@ def toml(tmp_path: Path) -> Path:
 
 
 def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nmismatch_cap = 0.1\n")
+    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
     config = load_config(toml)
-    assert config.loss.mismatch_cap == 0.1
+    assert config.loss.beta == 0.1
     assert config.model_dump(exclude={"loss"}) == TrainConfig(
         model="m", out_dir=Path("o")
     ).model_dump(exclude={"loss"})
@@ -56,11 +56,8 @@ def test_an_override_is_read_as_toml_or_else_as_text(
 
 
 def test_the_last_override_wins_over_the_file(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nmismatch_cap = 0.1\n")
-    assert (
-        load_config(toml, ["loss.mismatch_cap=0.3", "loss.mismatch_cap=0.4"]).loss.mismatch_cap
-        == 0.4
-    )
+    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
+    assert load_config(toml, ["loss.beta=0.3", "loss.beta=0.4"]).loss.beta == 0.4
 
 
 @pytest.mark.parametrize(
@@ -68,10 +65,10 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     [
         ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
         ("learner.lr_rate=1", "unknown config key learner.lr_rate"),
-        ("loss.mismatch_cpa=1", "unknown key.*did you mean loss.mismatch_cap?"),
+        ("loss.batea=1", "unknown key.*did you mean loss.beta?"),
         ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
-        ("loss.mismatch_cap=0", "config key loss.mismatch_cap: .*greater than 0, got 0"),
+        ("loss.vllm_importance_sampling_clip_max=0", "clip_max: .*greater than 0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
         ("steps=x", "config key steps: .*integer.*got 'x'"),
         ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),

@@ -18,7 +18,8 @@ from agentgrpo.agreement import Disagreement
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.train import main, train
-from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
+from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.updates import Update
 
 LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
 """Rewards of a group that teaches something, and of one that does not."""
@@ -38,7 +39,8 @@ class FakeRun:
         """Per call of play(): the rewards of each group; LIVE groups once these are used up."""
         self.step_count = resumed_at
         self.seeds: list[int] = []
-        self.batches: list[list[PackedBatch]] = []
+        self.updates: list[list[Update]] = []
+        self.shares_prefixes = True
         self.rows: list[tuple[int, dict[str, Any]]] = []
         self.recorded: list[tuple[int, str, int]] = []
         self.gap = 0.0
@@ -66,9 +68,9 @@ class FakeRun:
     def score(self, token_ids: Int32) -> Float32:
         return np.zeros(len(token_ids) - 1, np.float32)
 
-    def step(self, batches: list[PackedBatch]) -> dict[str, float]:
+    def step(self, updates: list[Update]) -> dict[str, float]:
         self.calls.append("learn")
-        self.batches.append(batches)
+        self.updates.append(updates)
         self.step_count += 1
         return {"loss": 0.0, "seconds": 1.0, "packed_tokens": 1.0}
 
@@ -226,7 +228,7 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step(
 ) -> None:
     fake = FakeRun([[LIVE, DEAD]])
     train(config("steps=1"), fake.parts())
-    (batch,) = fake.batches[0]
+    (batch,) = fake.updates[0][0].batches
     assert sorted(batch.target_N.tolist()) == [3, 4, 9, 9]
     assert batch.weight_N.tolist() == [1 / 8] * 4  # the dead group's 4 tokens count too
     assert sorted(set(np.sign(batch.advantage_N).tolist())) == [-1, 1]
@@ -235,7 +237,7 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step(
 def test_steps_without_a_gradient_still_count(config: Callable[..., TrainConfig]) -> None:
     fake = FakeRun([[DEAD, DEAD]])
     train(config("steps=1"), fake.parts())
-    assert fake.batches == [[]]
+    assert [update.batches for update in fake.updates[0]] == [[]]
     assert fake.step_count == 1
 
 
@@ -318,7 +320,7 @@ def test_the_parts_are_closed_after_a_bug_too(
     class Bug(Exception):
         pass
 
-    def broken(batches: list[PackedBatch]) -> dict[str, float]:
+    def broken(updates: list[Update]) -> dict[str, float]:
         raise Bug
 
     fake = FakeRun()

@@ -16,23 +16,22 @@ class PythonEnv:
     Args:
         pool: where sessions come from; the caller closes it.
         timeout_s: wall-clock seconds of one step.
+        stateless: a session for each step instead of one for each rollout.
     """
 
-    def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
-        self._pool = pool
-        self._timeout_s = timeout_s
+    def __init__(self, pool: SandboxPool, timeout_s: float, *, stateless: bool = False) -> None:
+        self._pool, self._timeout_s, self._stateless = pool, timeout_s, stateless
 
     def reset(self, task: Task) -> PythonEpisode:
         """An episode without a session yet: most rollouts that never run code need none."""
-        return PythonEpisode(self._pool, self._timeout_s)
+        return PythonEpisode(self._pool, self._timeout_s, stateless=self._stateless)
 
 
 class PythonEpisode:
     """One rollout's interpreter."""
 
-    def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
-        self._pool = pool
-        self._timeout_s = timeout_s
+    def __init__(self, pool: SandboxPool, timeout_s: float, *, stateless: bool = False) -> None:
+        self._pool, self._timeout_s, self._stateless = pool, timeout_s, stateless
         self._session: Session | None = None
 
     def step(self, action: Action) -> Observation:
@@ -46,7 +45,7 @@ class PythonEpisode:
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
         text = render(result)
-        if result.state_lost:
+        if result.state_lost and not self._stateless:
             self.close()
             text += "\n(the interpreter was restarted: its variables are gone)"
         return Observation(text, failed=result.status != "ok")
@@ -57,11 +56,24 @@ class PythonEpisode:
 
     def _run(self, code: str) -> StepResult:
         try:
+            if self._stateless:
+                return self._pool.run(code, timeout_s=self._timeout_s)
             if self._session is None:
                 self._session = self._pool.acquire()
             return self._session.step(code, timeout_s=self._timeout_s)
         except SandboxException as error:
             raise InfrastructureError(str(error)) from error
+
+    def fork(self) -> PythonEpisode:
+        """Another episode whose interpreter is in the state of this one's.
+
+        Raises:
+            ReplayDiverged: the steps so far cannot be repeated (sandbox/history.py).
+        """
+        other = PythonEpisode(self._pool, self._timeout_s, stateless=self._stateless)
+        if self._session is not None:
+            other._session = self._pool.fork(self._session)
+        return other
 
     def close(self) -> None:
         """End the session, if there is one."""

@@ -288,7 +288,6 @@ class _Play:
             live = self._live[index]
             end = live.turn_start + len(live.ids[-1])
             rollout.span_rewards.append(SpanReward(live.turn_start, end, name, value))
-            rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         if observation.done:
             rollout.answer = observation.answer
             self._end(index, Status.COMPLETED)

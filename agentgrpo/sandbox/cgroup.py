@@ -2,12 +2,15 @@
 for all processes of a session together.
 
 Both layouts are spoken: v1 (a memory and a pids hierarchy) and v2 (one tree, which must be
-delegated to us: systemd's ``Delegate=yes``). A session's init attaches itself through descriptors
-that the host opened, so no process of a session ever runs outside its group. Groups are reused, as
-making one takes 0.3 ms; a directory ``OWNER.pid.starttime`` whose owner is dead is cleared away.
+delegated to us: systemd's ``Delegate=yes``; as v2 allows limits only beneath groups without
+processes, this process moves into a leaf of its own). A session's init attaches itself through
+descriptors that the host opened, so no process of a session ever runs outside its group. Groups are
+reused, as making one takes 0.3 ms; a directory ``OWNER.pid.starttime`` whose owner is dead is
+cleared away.
 """
 
 import contextlib
+import errno
 import os
 import re
 import threading
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OWNER = "agentgrpo-sandbox"
+HOST_LEAF = "agentgrpo-host"
+V2_CONTROLLERS = ("memory", "pids")
 MIB = 1 << 20
 
 
@@ -156,6 +161,8 @@ class Cgroups:
         missing = [name for name in wanted if name not in mounted]
         if missing:
             raise CgroupsUnavailable("no cgroup file system with memory and pids is mounted")
+        if self.version == 2:
+            mounted[""] = _without_leaf(mounted[""])
         name = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}.{id(self):x}"
         self._parents = {key: mounted[key] / name for key in wanted}
         try:
@@ -163,17 +170,16 @@ class Cgroups:
                 remove_stale(path.parent)
                 path.mkdir()
             if self.version == 2:
-                self._delegate(mounted[""])
+                _delegate(mounted[""])
+                _delegate(self._parents[""])
             self._all = [self._make()]
         except OSError as error:
             self.close()
             raise CgroupsUnavailable(f"{error.filename}: {error.strerror}") from error
+        except CgroupsUnavailable:
+            self.close()
+            raise
         self._used.append(self._all[0])
-
-    def _delegate(self, own: Path) -> None:
-        """Enable the controllers on the way down (v2: only where no process sits)."""
-        for path in (own, self._parents[""]):
-            (path / "cgroup.subtree_control").write_text("+memory +pids")
 
     def _make(self) -> Group:
         self._count += 1
@@ -207,6 +213,44 @@ class Cgroups:
         with self._lock:
             for path in getattr(self, "_parents", {}).values():
                 _remove_tree(path)
+
+
+def _without_leaf(own: Path) -> Path:
+    """The group that was delegated: ours, or the one above if an earlier pool moved us down."""
+    return own.parent if own.name == HOST_LEAF else own
+
+
+def _delegate(group: Path) -> None:
+    """Let the groups beneath have limits (v2).
+
+    Raises:
+        CgroupsUnavailable: the controllers were not delegated to us.
+        OSError: we may not.
+    """
+    there = (group / "cgroup.controllers").read_text().split()
+    if missing := [name for name in V2_CONTROLLERS if name not in there]:
+        raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")
+    enable = " ".join(f"+{name}" for name in V2_CONTROLLERS)
+    for _ in range(10):  # processes may fork while they are moved
+        try:
+            (group / "cgroup.subtree_control").write_text(enable)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        _move_down(group)
+    raise CgroupsUnavailable(f"{group} does not become empty of processes")
+
+
+def _move_down(group: Path) -> None:
+    """Move a group's own processes into a leaf beneath it."""
+    leaf = group / HOST_LEAF
+    leaf.mkdir(exist_ok=True)
+    for pid in (group / "cgroup.procs").read_text().split():
+        try:
+            (leaf / "cgroup.procs").write_text(pid)
+        except ProcessLookupError:  # it has ended
+            continue
 
 
 def _remove_tree(path: Path) -> None:

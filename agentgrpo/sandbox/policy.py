@@ -64,6 +64,12 @@ mseal:462:462
 """
 
 UNMAPPED_MEMORY = {"memfd_create", "shmget"}
+OTHER_PROCESSES = """
+kill tkill tgkill rt_sigqueueinfo pidfd_send_signal pidfd_open setsid setpgid setpriority
+sched_setparam sched_setscheduler sched_setattr sched_setaffinity ioprio_set get_robust_list socket
+shmget shmat shmctl semget semop semtimedop semctl msgget msgsnd msgrcv msgctl
+"""
+"""Calls that reach beyond the caller's process where no namespace bounds them."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 
@@ -77,6 +83,7 @@ NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FILE_TYPE, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into the terminal of somebody else
 F_SETLEASE, F_NOTIFY = 1024, 1026
+F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # signals to whomever one names
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -102,8 +109,10 @@ def _one_of(values: list[int], then: list[Instruction]) -> list[Instruction]:
     return [*tests, *then]
 
 
-def _filters() -> dict[str, list[Instruction]]:
+def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
     """For the calls that depend on their arguments: a program that always returns."""
+    commands = [F_SETLEASE, F_NOTIFY] + ([] if alone else [F_SETOWN, F_SETSIG, F_SETOWN_EX])
+    own_limits = [_argument(0), (EQUAL, 0, 1, 0), _ALLOW, _deny(errno.EPERM)]
     no_device = [(AND, 0, 0, FILE_TYPE)]
     no_device += _one_of([CHARACTER_DEVICE, BLOCK_DEVICE], [_deny(errno.EPERM)])
     internet = [
@@ -130,7 +139,7 @@ def _filters() -> dict[str, list[Instruction]]:
             _deny(errno.EAFNOSUPPORT),
         ],
         # a lease or a watch on a shared read-only file would hold up its owner outside
-        "fcntl": [_argument(1), *_one_of([F_SETLEASE, F_NOTIFY], [_deny(errno.EPERM)]), _ALLOW],
+        "fcntl": [_argument(1), *_one_of(commands, [_deny(errno.EPERM)]), _ALLOW],
         "ioctl": [_argument(1), *_one_of([TIOCSTI, TIOCLINUX], [_deny(errno.EPERM)]), _ALLOW],
         "personality": [
             _argument(0),
@@ -139,6 +148,7 @@ def _filters() -> dict[str, list[Instruction]]:
         ],
         "mknod": [_argument(1), *no_device, _ALLOW],
         "mknodat": [_argument(2), *no_device, _ALLOW],
+        **({} if alone else {"prlimit64": own_limits}),
     }
 
 
@@ -159,13 +169,17 @@ def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
     return merged
 
 
-def build(machine: str | None = None, *, memory_by_address_space: bool = False) -> bytes:
+def build(
+    machine: str | None = None, *, memory_by_address_space: bool = False, alone: bool = True
+) -> bytes:
     """The seccomp program for this machine: 8 bytes per instruction.
 
     Args:
         machine: as ``platform.machine()``; None is this one.
         memory_by_address_space: there is no control group, so that memory is bounded only where it
             is mapped: then the calls that hold memory without mapping it are left out.
+        alone: namespaces hide every process outside; without them the calls that reach other
+            processes are left out.
 
     Raises:
         SandboxUnavailable: there is no table for this architecture.
@@ -178,6 +192,8 @@ def build(machine: str | None = None, *, memory_by_address_space: bool = False) 
     numbers = system_calls(machine)
     if memory_by_address_space:
         numbers = {name: n for name, n in numbers.items() if name not in UNMAPPED_MEMORY}
+    if not alone:
+        numbers = {name: n for name, n in numbers.items() if name not in OTHER_PROCESSES.split()}
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, AUDIT_ARCH[machine]),
@@ -186,7 +202,7 @@ def build(machine: str | None = None, *, memory_by_address_space: bool = False) 
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
-    for name, body in _filters().items():
+    for name, body in _filters(alone=alone).items():
         number = numbers.pop(name, None)
         if number is not None:
             program += [(EQUAL, 0, len(body), number), *body]

@@ -160,7 +160,7 @@ class TestWholeRun:
         ]
         record = json.loads((run / "run.json").read_text())
         assert record["config"]["rollout"]["tasks_per_step"] == 3
-        assert record["config"]["loss"]["mismatch_cap"] == 2.0, "defaults belong to the record"
+        assert record["config"]["loss"]["loss_type"] == "dapo", "defaults belong to the record"
         assert record["learner"]["weights"] == "shared"
         assert "python" in record["sandbox"]
         for step in range(1, STEPS + 1):

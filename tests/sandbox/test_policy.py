@@ -49,7 +49,7 @@ def denied(error: int) -> int:
 def test_exactly_the_named_calls_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known = policy.system_calls(machine)
-    filtered = {known[name] for name in policy._filters() if name in known}
+    filtered = {known[name] for name in policy._filters(alone=True) if name in known}
     for number in range(600):
         answer = decide(program, arch, number)
         if number in filtered:

@@ -4,6 +4,7 @@ from agentgrpo.sandbox.hostile.case import (
     LIMITS,
     Skip,
     expect,
+    needs_proc,
     on_pool,
     on_session,
     still_works,
@@ -225,6 +226,7 @@ def closed_stdout(s: Session) -> None:
 @on_session
 def device_files_of_streams(s: Session) -> None:
     """/dev/stdout and /dev/stderr can be opened."""
+    needs_proc(s)
     result = s.step("import os; os.system('echo a > /dev/stdout; echo b | tee /dev/stderr')")
     assert (result.stdout, result.stderr) == ("a\nb\n", "b\n"), result
 
