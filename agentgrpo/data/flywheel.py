@@ -21,9 +21,11 @@ left out and begins again next time. Sampling depends on what else is in flight:
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter
@@ -33,17 +35,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentgrpo.config import load_config_of
 from agentgrpo.data.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
-from agentgrpo.data.trajectories import Trajectory
+from agentgrpo.data.trajectories import Limits, Player, Trajectory
+from agentgrpo.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
-from agentgrpo.measures import SOLVED_AT, Quality
+from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.measures import SOLVED_AT, Quality, quality_by
 from agentgrpo.progress import Progress
 from agentgrpo.recipe_config import FlywheelConfig, RecipeConfig
 from agentgrpo.rewards_efficiency import well_formed
+from agentgrpo.runtime import prepare_environment
+from agentgrpo.sft import cli_errors
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
-    pass
+    from agentgrpo.build import Stage
+    from agentgrpo.engine import Engine
+    from agentgrpo.rollout.delta import ChatTemplate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,3 +323,144 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+# -- engines and endpoints -------------------------------------------------------------------------
+
+
+class Models:
+    """The engines of a flywheel and the endpoints by name; `policy` is the run's own model.
+
+    Args:
+        recipe: says which there are.
+        policy: the run's engine.
+        chat: of the run's model.
+    """
+
+    def __init__(self, recipe: RecipeConfig, policy: Engine, chat: ChatTemplate) -> None:
+        self._recipe = recipe
+        self.policy = EngineLoop(policy)
+        self._chat = chat
+        self._others: dict[str, tuple[EngineLoop, ChatTemplate]] = {}
+        self._engines: list[Engine] = []
+
+    def endpoint(self, name: str) -> Endpoint:
+        """What a config calls by this name; starts an engine for another local model.
+
+        Raises:
+            ValueError: the model or the function is not there.
+        """
+        config = self._recipe.endpoints.get(name)
+        if config is None:  # "policy": other names are checked by the config
+            return EngineEndpoint(self.policy, self._chat)
+        if config.kind != "engine":
+            return make_endpoint(config, name)
+        return EngineEndpoint(*self._other(config.model or self._recipe.model))
+
+    def _other(self, model: str) -> tuple[EngineLoop, ChatTemplate]:
+        if model == self._recipe.model:
+            return self.policy, self._chat
+        if model not in self._others:
+            from agentgrpo.build import chat_of, resolve_model
+            from agentgrpo.engine import Engine
+
+            found = resolve_model(model)
+            engine = Engine(found, self._recipe.engine, seed=self._recipe.seed)
+            self._engines.append(engine)
+            self._others[model] = (EngineLoop(engine), chat_of(found))
+        return self._others[model]
+
+    def serve(self, work: Future[Any]) -> None:
+        """Decode, the policy in this thread, until the work is done."""
+        loops = [self.policy, *(loop for loop, _ in self._others.values())]
+        work.add_done_callback(lambda _: [loop.stop() for loop in loops])
+        with ThreadPoolExecutor(max(1, len(loops) - 1), "engine") as threads:
+            others = [threads.submit(loop.serve) for loop in loops[1:]]
+            self.policy.serve()
+            for other in others:
+                other.result()
+
+    def close(self) -> None:
+        """Stop the engines that were started here."""
+        for engine in self._engines:
+            engine.shutdown()
+
+
+def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
+    """Run the flywheel on an engine; returns the summary.
+
+    Args:
+        recipe: the settings.
+        stage: agent, environment, chat template and reward.
+        engine: the policy's, awake.
+        tasks: the questions.
+
+    Raises:
+        ValueError: see turn() and Models.endpoint().
+    """
+    config, c = recipe.flywheel, recipe.rollout
+    models = Models(recipe, engine, stage.chat)
+    judge = models.endpoint(recipe.measures.judge) if recipe.measures.judge else None
+    quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
+    with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
+        shop = Workshop(
+            player=Player(models.policy, stage.agent, stage.env, stage.chat, stage.reward, worlds),
+            reflector=models.endpoint(config.reflector),
+            critic=models.endpoint(config.critic),
+            limits=Limits(
+                max_turns=c.max_turns + config.extra_turns,
+                max_turn_tokens=c.max_turn_tokens,
+                max_observation_tokens=c.max_observation_tokens,
+                temperature=config.temperature,
+            ),
+            marks=config.marks,
+            step_hints=config.step_hints,
+            trajectory_hints=config.trajectory_hints,
+            critic_temperature=config.critic_temperature,
+            max_reply_tokens=config.max_reply_tokens,
+        )
+        work = side.submit(turn, tasks, shop, quality, recipe, stage.progress)
+        try:
+            models.serve(work)
+            return work.result()
+        finally:
+            models.close()
+
+
+def run(recipe: RecipeConfig) -> dict[str, Any]:
+    """Make all parts, run the flywheel; returns the summary.
+
+    Raises:
+        ValueError, OSError, SandboxUnavailable: as build.build().
+    """
+    from agentgrpo.build import set_stage, start_engine
+
+    config = recipe.of_run()
+    stage = set_stage(config)
+    try:
+        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
+        player = start_engine(config, stage)
+        try:
+            summary = spin(recipe, stage, player.engine, tasks)
+        finally:
+            player.engine.shutdown()
+    finally:
+        stage.pool.close()
+    stage.progress.say(f"kept {summary['kept']} of {summary['trajectories']} trajectories")
+    return dict(summary)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, run the flywheel. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m agentgrpo.data.flywheel", description=__doc__)
+    parser.add_argument("config", help="a TOML file or the name of a shipped config")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(arguments)
+    prepare_environment()
+    with cli_errors("The same command continues where it stopped.") as outcome:
+        run(load_config_of(RecipeConfig, args.config, args.overrides))
+    return outcome.status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
