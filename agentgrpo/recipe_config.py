@@ -118,8 +118,9 @@ class CurriculumConfig(Section):
     """Candidates played between two records on disk: what a kill costs at most."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
     """Optimizer steps of each stage; the last number stands for all further ones."""
-    by_kind: bool = True
-    """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose."""
+    by_kind: pydantic.StrictBool = False
+    """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
+    that are right or wrong, whose correctness varies more."""
     sampling: Literal["shuffle", "difficulty"] = "shuffle"
     """How a stage draws from what was selected: each task once a round, or by pools of difficulty
     that follow the policy (data/difficulty.py)."""

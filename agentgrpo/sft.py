@@ -32,14 +32,13 @@ import numpy as np
 from agentgrpo import checkpoint
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import TrainConfig, load_config_of
-from agentgrpo.losses import token_weights
 from agentgrpo.metrics import RunLog, read_rollout
-from agentgrpo.packing import pack_tree
 from agentgrpo.progress import Progress
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
+from agentgrpo.updates import plan_updates
 
 if TYPE_CHECKING:
     from agentgrpo.learner import Learner
@@ -211,8 +210,9 @@ def learn(learner: Learner, examples: Sequence[Rollout], config: TrainConfig) ->
         The learner's metrics; `nll` is the mean negative log-likelihood in nats per trained token.
     """
     groups = [Group(task=example.task, rollouts=[example]) for example in examples]
-    weights = token_weights(groups, "dapo", config.rollout.max_sampled_tokens)
-    metrics = learner.step(pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights))
+    metrics = learner.step(
+        plan_updates(groups, config, step=0, share_prefixes=learner.shares_prefixes)
+    )
     return {
         "nll": metrics["sampler_gap_mean"],
         **{
@@ -244,7 +244,8 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
 def settings_of(recipe: RecipeConfig) -> TrainConfig:
     """The run that fine-tuning is: the recipe's, in out_dir/sft, with a loss that is likelihood."""
     return recipe.of_run(
-        out_dir=str(recipe.out_dir / "sft"), loss={"loss_type": "dapo", "mismatch_cap": None}
+        out_dir=str(recipe.out_dir / "sft"),
+        loss={"loss_type": "dapo", "vllm_importance_sampling_correction": False},
     )
 
 
