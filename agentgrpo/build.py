@@ -11,14 +11,14 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint, parallel
 from agentgrpo.agents.base import Agent, CallTools, RunCode, ToolCall
-from agentgrpo.config import RewardConfig, SandboxConfig, TrainConfig
+from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
@@ -99,8 +99,12 @@ class Parts(Player):
         return checkpoint.folder_of(config.out_dir, step)
 
 
-def build(config: TrainConfig) -> Parts:
+def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
+
+    Args:
+        config: of the run.
+        draw: what becomes of the stream of training tasks before it is drawn from.
 
     Raises:
         ValueError: the config does not fit the data, the model or the machine.
@@ -109,14 +113,14 @@ def build(config: TrainConfig) -> Parts:
     """
     objective_of(config.loss)
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(_locked(config.out_dir))
-        _require_same_run(config)
+        lock = undo.enter_context(locked(config.out_dir))
+        require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
         # an adapter's checkpoint holds no model: its base is config.model
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.pool.close)
-        tasks = stage.training_tasks(config)
+        tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage)
         undo.callback(player.close)
@@ -211,7 +215,7 @@ def set_stage(
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        chat = _chat(model)
+        chat = chat_of(model)
         _check_model(config, model)
         read_calls = None
         if config.agent.kind == "tools":
@@ -224,7 +228,7 @@ def set_stage(
             env=env,
             agent=make_agent(config, env, read_calls),
             chat=chat,
-            reward=make_scoring(config.reward, env, chat.tokenizer),
+            reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
@@ -365,7 +369,7 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
 
 
 @contextlib.contextmanager
-def _locked(out_dir: Path) -> Iterator[IO[str]]:
+def locked(out_dir: Path) -> Iterator[IO[str]]:
     """Make out_dir this run's; the lock goes with rank 0's file object."""
     if parallel.rank() > 0:
         with Path(os.devnull).open("w") as file:
@@ -386,7 +390,7 @@ MAY_CHANGE = {"out_dir", "preflight", "steps", "save_every", "eval_every", "keep
 """Settings that a resumed run may have otherwise than it was started with."""
 
 
-def _require_same_run(config: TrainConfig) -> None:
+def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
     records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
@@ -473,13 +477,14 @@ def resolve_model(model: str) -> str:
     return model
 
 
-def make_scoring(config: RewardConfig, env: Environment, tokenizer: Any) -> Scoring:
+def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
     """What a rollout is worth besides what the environment gives it."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-    return Scoring(make_reward(config, env), config, decode)
+    base = make_reward(config.reward, env)
+    return Scoring(base, config.reward, decode, total_steps=config.steps)
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
@@ -516,7 +521,12 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     )
 
 
-def _chat(model: str) -> ChatTemplate:
+def chat_of(model: str) -> ChatTemplate:
+    """The chat template of a model's tokenizer.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has no usable template.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

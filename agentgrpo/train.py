@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from agentgrpo import parallel
@@ -73,7 +73,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
             tasks = parallel.mine(parts.tasks.next(c.tasks_per_step))
             seed = config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
             played, stats = parts.sampler.play(tasks, c.group_size, seed=seed)
-        score_all(played, parts.reward)
+        score_all(played, parts.reward, step=step)
         groups += parallel.interleave(parallel.gather(played))
         assign_advantages(groups, config.loss, config.reward.weights)
         for counts in parallel.gather(stats.metrics()):
@@ -118,6 +118,15 @@ def main(arguments: list[str]) -> int:
 
     try:
         config = load_config(args.config, args.overrides)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return run(config, build)
+
+
+def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train; says what went wrong. Returns the exit status."""
+    try:
         parallel.start()
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
