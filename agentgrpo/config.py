@@ -93,7 +93,9 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling in training; evaluations are greedy."""
     max_turns: Positive = 3
+    """Turns of the policy in one rollout."""
     max_turn_tokens: Positive = 64
     """Tokens the policy may sample in one turn."""
     max_observation_tokens: Positive = 64
@@ -154,11 +156,15 @@ class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
+    """At the first step."""
     decay: Literal["constant", "linear"] = "constant"
     """linear: from learning_rate at the first step to final_learning_rate at the last."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """At the last step, if it decays."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, as AdamW has it."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
     max_tokens: Positive = 2048
@@ -196,11 +202,15 @@ class TrainConfig(Section):
     steps: Positive = 200
     """Optimizer steps."""
     seed: NotNegative = 0
+    """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Positive = 2
+    """Older ones are removed."""
     eval_every: NotNegative = 25
     """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
 
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()

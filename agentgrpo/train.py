@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from agentgrpo.advantages import assign_advantages, has_gradient
@@ -16,6 +16,7 @@ from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
+from agentgrpo.interrupt import stop_after_step
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
 from agentgrpo.rewards import score
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from agentgrpo.build import Parts
 
 
-def train(config: TrainConfig, parts: Parts) -> None:
-    """Run up to optimizer step config.steps, from the one the learner was resumed at."""
+def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lambda: False) -> None:
+    """Run up to optimizer step config.steps, from the one the learner was resumed at.
+
+    Ends earlier, with a checkpoint, after the step in which stopping() has become true.
+    """
     learner, log, progress = parts.learner, parts.log, parts.progress
     evaluate_if_due(config, parts, learner.step_count)
     for step in range(learner.step_count, config.steps):
@@ -36,15 +40,24 @@ def train(config: TrainConfig, parts: Parts) -> None:
         with generating(parts) as engine_metrics:
             groups, sampled = collect(config, parts, step)
         parts.tasks.feedback(groups)
-        weights = token_weights(groups, config.loss.loss_type, config.rollout.max_sampled_tokens)
-        batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights)
-        log.rollouts(step, groups)
+        with progress.phase("packing"):
+            weights = token_weights(
+                groups, config.loss.loss_type, config.rollout.max_sampled_tokens
+            )
+            batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights)
+        with progress.phase("recording"):
+            log.rollouts(step, groups)
         with progress.phase("learning"):
             learned = learner.step(batches)
-        log.write(step, rollout=sampled, learner=learned, engine=engine_metrics)
+        time = progress.lap()
+        log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
         progress.step_done(step, sampled, learned, engine_metrics)
-        if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
-            progress.say(f"saved {parts.save(config)}")
+        last, stop = learner.step_count == config.steps, stopping()
+        if learner.step_count % config.save_every == 0 or last or stop:
+            with progress.phase("saving"):
+                progress.say(f"saved {parts.save(config)}")
+        if stop and not last:
+            return
         evaluate_if_due(config, parts, learner.step_count)
     progress.finished(config.out_dir)
 
@@ -52,12 +65,14 @@ def train(config: TrainConfig, parts: Parts) -> None:
 @contextlib.contextmanager
 def generating(parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    parts.engine.wake()
+    with parts.progress.phase("waking the engine"):
+        parts.engine.wake()
     try:
-        metrics = parts.learner.publish()
-        metrics |= check_agreement(
-            parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
-        )
+        with parts.progress.phase("syncing the weights"):
+            metrics = parts.learner.publish()
+            metrics |= check_agreement(
+                parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
+            )
         yield metrics
     finally:
         parts.engine.sleep()
@@ -96,7 +111,7 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
     parts.log.rollouts(step, groups, split="heldout")
-    parts.log.write(step, eval=metrics)
+    parts.log.write(step, eval=metrics, time=parts.progress.lap())
     parts.progress.evaluated(step, metrics)
 
 
@@ -118,8 +133,12 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        print("interrupted before the first step", file=sys.stderr)  # noqa: T201
+        return 130
     try:
-        train(config, parts)
+        with stop_after_step(parts.progress.say) as stopping:
+            train(config, parts, stopping)
     except (Disagreement, InfrastructureError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
@@ -131,6 +150,9 @@ def main(arguments: list[str]) -> int:
         return 130
     finally:
         parts.close()
+    if parts.learner.step_count < config.steps:
+        parts.progress.say(f"stopped. {CONTINUE}")
+        return 130
     return 0
 
 
