@@ -7,29 +7,28 @@ sandbox and the data before the model, the model before the engine.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
-from agentgrpo.agents.base import RunCode
-from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
-from agentgrpo.data import word_problems
-from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
-from agentgrpo.envs.base import Observation
-from agentgrpo.envs.python import PythonEnv
+from agentgrpo.agents.base import Agent, CallTools, RunCode, ToolCall
+from agentgrpo.config import SandboxConfig, TrainConfig
+from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.data.tasks import RowTasks, Tasks
+from agentgrpo.envs.base import Environment, Observation
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
-from agentgrpo.rewards import NumericReward, Reward, expected_answer
+from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
+from agentgrpo.rewards import Reward, expected_answer
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.types import Int32, Task
 
 if TYPE_CHECKING:
@@ -49,13 +48,17 @@ class Player:
     engine: Engine
     sampler: Sampler
     pool: SandboxPool
+    env: Environment
     reward: Reward
     heldout: list[Task]
     tokenizer: Any
     progress: Progress
 
     def close(self) -> None:
-        """Stop the sandbox and the engine."""
+        """Stop the sandbox, what else the environment holds, and the engine."""
+        close_env = getattr(self.env, "close", None)
+        if close_env is not None:
+            close_env()
         self.pool.close()
         self.engine.shutdown()
 
@@ -96,75 +99,185 @@ def build(config: TrainConfig) -> Parts:
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
-    tasks = _training_tasks(config.data, config.seed)
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(_locked(config.out_dir))
         _require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
-        player = build_player(
-            config,
-            model=None if resumed is None else str(resumed),
-            train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
-        )
+        stage = set_stage(config, model=None if resumed is None else str(resumed))
+        undo.callback(stage.pool.close)
+        tasks = stage.training_tasks(config)
+        player = start_engine(config, stage)
         undo.callback(player.close)
         parts = _with_learner(config, player, tasks, resumed, lock)
         undo.pop_all()
     return parts
 
 
-def build_player(
-    config: TrainConfig,
-    *,
-    model: str | None = None,
-    train: Sequence[Task] = (),
-    progress: Progress | None = None,
-) -> Player:
-    """Make what it takes to play tasks with `model`, or with config.model.
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """All of a Player but its engine: what can be checked before the model is loaded."""
+
+    model: str
+    pool: SandboxPool
+    env: Environment
+    agent: Agent
+    chat: ChatTemplate
+    reward: Reward
+    heldout: list[Task]
+    progress: Progress
+
+    def training_tasks(self, config: TrainConfig) -> Tasks:
+        """The stream to train on, checked as far as it is a list."""
+        answers = _with_answers(config, self.env)
+        tasks = training_tasks(config.data, config.seed, self.env, answers=answers)
+        if not isinstance(tasks, RowTasks):
+            return tasks
+        kept = RowTasks(
+            self.checked(config, tasks.rows, "data.train"), source=tasks.source, seed=config.seed
+        )
+        self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
+        return kept
+
+    def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
+        """The tasks whose prompts fit; that each can be shown and scored.
+
+        Raises:
+            ValueError: one has no answer, or a prompt leaves no room and data.max_prompt_tokens
+                does not say to leave it out.
+        """
+        limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
+        kept = []
+        for task in tasks:
+            if needs_answers(config.reward, self.env):
+                expected_answer(task)
+            length = prompt_length(self.agent, self.chat, task)
+            if limit is not None and length > limit:
+                continue
+            if length > longest:
+                raise ValueError(
+                    f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
+                    f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
+                )
+            kept.append(task)
+        if len(kept) < len(tasks):
+            self.progress.say(
+                f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out, their prompts "
+                f"are longer than data.max_prompt_tokens = {limit}"
+            )
+        if not kept:
+            raise ValueError(f"{key}: no prompt has at most {limit} tokens")
+        return kept
+
+
+def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
+    """Tokens of a task before the policy's first."""
+    prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
+    return len(prompt) + len(chat.text_ids(agent.prefill(task)))
+
+
+def set_stage(
+    config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
+) -> Stage:
+    """Make and check what it takes to play tasks, but the engine.
 
     Args:
         config: of the run.
         model: in place of config.model.
-        train: tasks to check along with the held-out ones.
         progress: where to say what is done; None: standard output.
 
     Raises:
         As build().
     """
-    heldout = heldout_tasks(config.data)
     progress = progress or Progress(config.steps)
-    agent = CodeAgent(config.agent)
     progress.say("sandbox: checking that this machine can isolate code")
     pool = open_sandbox(config.sandbox)
     try:
         progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
+        env = make_env(config, pool)
+        heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
         chat = _chat(model)
-        _check_tasks(config, agent, chat, [*heldout, *train])
-        progress.say(f"engine: starting vLLM on {model}")
-        # here and not above: seconds of imports, after all that can fail quickly
-        from agentgrpo.engine import Engine
+        read_calls = None
+        if config.agent.kind == "tools":
+            from agentgrpo.engine import tool_call_reader
 
-        engine = Engine(model, config.engine, seed=config.seed)
-    except ImportError as error:
-        pool.close()
-        raise ValueError(
-            f"a package is missing or broken: {error}; see requirements-cpu.txt"
-        ) from error
+            read_calls = tool_call_reader(config.agent.parser, chat.tokenizer)
+        stage = Stage(
+            model=model,
+            pool=pool,
+            env=env,
+            agent=make_agent(config, env, read_calls),
+            chat=chat,
+            reward=make_reward(config.reward, env),
+            heldout=heldout,
+            progress=progress,
+        )
+        _check_shown(config, stage.agent, chat)
+        stage.heldout = stage.checked(config, heldout, "data.heldout")
     except BaseException:
         pool.close()
         raise
-    env = PythonEnv(pool, config.sandbox.timeout_s)
-    return Player(
-        model=model,
-        engine=engine,
-        sampler=Sampler(engine, agent, env, chat, config.rollout, max_live=config.sandbox.max_live),
-        pool=pool,
-        reward=make_reward(config.reward),
-        heldout=heldout,
-        tokenizer=chat.tokenizer,
-        progress=progress,
+    return stage
+
+
+def start_engine(config: TrainConfig, stage: Stage) -> Player:
+    """Start vLLM for a stage.
+
+    Raises:
+        As build().
+    """
+    stage.progress.say(f"engine: starting vLLM on {stage.model}")
+    try:
+        # here and not above: seconds of imports, after all that can fail quickly
+        from agentgrpo.engine import Engine
+
+        engine = Engine(stage.model, config.engine, seed=config.seed)
+    except ImportError as error:
+        raise ValueError(
+            f"a package is missing or broken: {error}; see requirements-cpu.txt"
+        ) from error
+    sampler = Sampler(
+        engine,
+        stage.agent,
+        stage.env,
+        stage.chat,
+        config.rollout,
+        max_live=config.sandbox.max_live,
     )
+    return Player(
+        model=stage.model,
+        engine=engine,
+        sampler=sampler,
+        pool=stage.pool,
+        env=stage.env,
+        reward=stage.reward,
+        heldout=stage.heldout,
+        tokenizer=stage.chat.tokenizer,
+        progress=stage.progress,
+    )
+
+
+def build_player(
+    config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
+) -> Player:
+    """Make what it takes to play tasks with `model`, or with config.model.
+
+    Args and Raises:
+        As set_stage().
+    """
+    stage = set_stage(config, model=model, progress=progress)
+    try:
+        return start_engine(config, stage)
+    except BaseException:
+        stage.pool.close()
+        raise
+
+
+def _with_answers(config: TrainConfig, env: Environment) -> bool:
+    """Whether rows must have an expected answer."""
+    judged = bool(getattr(env, "judges", False))
+    return config.reward.kind != "none" and not (judged and config.reward.kind == "auto")
 
 
 def _with_learner(
@@ -257,26 +370,19 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_tasks(
-    config: TrainConfig, agent: CodeAgent, chat: ChatTemplate, tasks: Sequence[Task]
-) -> None:
-    """Every task can be shown and scored, and observations reach the policy."""
+def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
+    """Observations reach the policy."""
     mark = "observation-7f3a"
-    told = agent.observe(RunCode(""), Observation(mark))
+    action = CallTools((ToolCall("x", {}),)) if config.agent.kind == "tools" else RunCode("")
+    told = agent.observe(action, Observation(mark))
+    if isinstance(told, str):
+        return
     shown = chat.observation_ids(told, turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             f"agent.observation_role: the model's chat template does not show messages of role "
-            f"{config.agent.observation_role!r}; choose another role"
+            f"{told[0]['role']!r}; choose another role"
         )
-    for task in tasks:
-        expected_answer(task)
-        length = len(chat.prompt_ids(agent.messages(task)))
-        if length >= config.engine.max_model_len:
-            raise ValueError(
-                f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
-                f"{config.engine.max_model_len}"
-            )
 
 
 def cache_dir() -> Path:
@@ -308,30 +414,27 @@ def resolve_model(model: str) -> str:
     return model
 
 
-def _training_tasks(config: DataConfig, seed: int) -> Tasks:
-    if config.train == "word_problems":
-        return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
-    return JsonlTasks(config.train, seed=seed)
-
-
-def heldout_tasks(config: DataConfig) -> list[Task]:
-    """The tasks of every evaluation, in order."""
-    if config.heldout == "word_problems":
-        source = word_problems.generate("heldout", config.heldout_levels)
-        return list(islice(source, config.num_heldout))
-    rows = JsonlTasks(config.heldout, shuffle=False)
-    return rows.next(min(config.num_heldout, len(rows)))
-
-
-def make_reward(config: RewardConfig) -> Reward:
-    """What a rollout is worth."""
-    return NumericReward(answer=config.answer, format=config.format)
-
-
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
-    """The pool that code runs in; the caller closes it."""
+    """The pool that code runs in; the caller closes it.
+
+    Raises:
+        ValueError: there is no such template, directory or tool script; names the key.
+    """
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
-    return SandboxPool(limits=limits, max_live=config.max_live)
+    try:
+        found = find_template(config.template)
+    except SandboxException as error:
+        raise ValueError(f"sandbox.template: {error}") from None
+    try:
+        template = dataclasses.replace(
+            found,
+            site_dirs=(*found.site_dirs, *config.site_dirs),
+            env={**found.env, **config.env},
+            setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("template.", "sandbox.")) from None
+    return SandboxPool(limits=limits, template=template, max_live=config.max_live)
 
 
 def _chat(model: str) -> ChatTemplate:

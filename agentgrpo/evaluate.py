@@ -18,7 +18,7 @@ from agentgrpo.rewards import Reward, score
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.types import Group, Metrics, Status, Task
+from agentgrpo.types import Group, Metrics, Rollout, Status, Task
 
 
 def evaluate(
@@ -57,14 +57,19 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     if not valid:
         return metrics
     metrics["reward"] = fmean(rollout.reward for rollout in valid)
-    metrics["solved"] = fmean(rollout.rewards.get("answer", 0.0) > 0 for rollout in valid)
+    metrics["solved"] = fmean(map(solved, valid))
     metrics["answered"] = fmean(rollout.answer is not None for rollout in valid)
     metrics["sampled_tokens"] = fmean(rollout.num_sampled for rollout in valid)
-    for name in valid[0].stats:
-        metrics[name] = fmean(rollout.stats[name] for rollout in valid)
+    for name in dict.fromkeys(name for rollout in valid for name in rollout.stats):
+        metrics[name] = fmean(rollout.stats.get(name, 0.0) for rollout in valid)
     for status in Status:
         metrics[f"status_{status}"] = fmean(rollout.status is status for rollout in valid)
     return metrics
+
+
+def solved(rollout: Rollout) -> bool:
+    """Whether the answer was right: the environment's word ("solved"), else the reward's."""
+    return rollout.rewards.get("solved", rollout.rewards.get("answer", 0.0)) > 0
 
 
 def main(arguments: list[str]) -> int:

@@ -110,10 +110,12 @@ def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> floa
     from transformers import AutoTokenizer
 
     from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import heldout_tasks, make_reward, open_sandbox
+    from agentgrpo.build import open_sandbox
     from agentgrpo.config import load_config
+    from agentgrpo.data.sources import heldout_tasks
     from agentgrpo.envs.python import PythonEnv
     from agentgrpo.evaluate import evaluate
+    from agentgrpo.registry import make_reward
     from agentgrpo.rollout.delta import ChatTemplate
     from agentgrpo.rollout.sampler import Sampler
 
