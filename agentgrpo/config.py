@@ -230,6 +230,7 @@ class DataConfig(Section):
     heldout_levels: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)
     ] = (1, 2)
+    """Difficulty of the generated held-out tasks."""
 
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> DataConfig:

@@ -91,8 +91,6 @@ def as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-
-
 def as_toml(values: Mapping[str, Any]) -> str:
     """A config that sets `values` ("section.key") and shows all other keys, commented out.
 

@@ -120,15 +120,25 @@ CONTINUE = "The same command continues from the last checkpoint."
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="agentgrpo train", description="Train a policy; docs/config.md has every setting."
+    )
     parser.add_argument("config", help=f"a TOML file, or one of: {', '.join(shipped_configs())}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(arguments)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check config, data, template, sandbox, device and memory; print the plan; stop",
+    )
+    args = parser.parse_intermixed_args(arguments)
     prepare_environment()
-    from agentgrpo.build import build
+    from agentgrpo.build import build, planned
 
     try:
         config = load_config(args.config, args.overrides)
+        if args.dry_run:
+            print(planned(config))  # noqa: T201
+            return 0
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
