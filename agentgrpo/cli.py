@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 
 COMMANDS = {
@@ -66,5 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: no command {word!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
         return 2
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
     module = importlib.import_module(commands[word][0])
     return int(module.main(rest))

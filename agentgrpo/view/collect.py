@@ -116,6 +116,7 @@ class _Columns:
     def __init__(self) -> None:
         self.chunks: dict[tuple[int, str], Chunk] = {}
         self.used: set[int] = set()
+        self._recorded: set[str] = set()
         self._tasks: dict[str, int] = {}
         self._task_rows: list[Any] = []
         self._rollouts: list[dict[str, Any]] = []
@@ -162,6 +163,7 @@ class _Columns:
         return {
             "tasks": self._task_rows,
             "rollouts": self._rollouts,
+            "recorded": sorted(self._recorded),
             "chunks": [[chunk.num_ids, chunk.num_sampled] for chunk in self.chunks.values()],
         }
 
@@ -187,6 +189,7 @@ class _Columns:
         for name in STREAMS[1:]:
             of_all = getattr(rollout, name, None)
             streams[name] = None if of_all is None else of_all[number]
+        self._recorded.update(name for name, values in streams.items() if values is not None)
         start = chunk.add_streams(streams, len(ids))
         return [SAMPLED, chunk.place(ids), len(ids), start, advantage]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.view.collect import read_run
+from agentgrpo.view.collect import STREAMS, read_run
 from agentgrpo.view.page import make_page
 from tests.view.browser import Browser, find_browser
 from tests.view.runs import write_run
@@ -214,6 +214,7 @@ def test_ratios_entropies_and_branches_where_they_are_recorded(
     streams = streams.reshape(3, num_sampled).copy()
     streams[1], streams[2] = streams[0] + np.float32(0.1), 1.5
     data.chunks[1] = data.chunks[1][: 4 * num_ids] + streams.tobytes()
+    data.index["recorded"] = list(STREAMS)
     child = data.index["rollouts"][4]
     prompt, turn = (segment[2] for segment in child["segments"][:2])
     ids = np.frombuffer(data.chunks[1], "<i4", num_ids)

@@ -188,6 +188,7 @@ def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     stored = data.index["rollouts"][0]
     assert [s[0] for s in stored["segments"]] == [0, 1, 0, 1]
     assert [s[4] for s in stored["segments"]] == [0.0, 1.0, 0.0, -2.0]
+    assert data.index["recorded"] == ["entropies", "learner_logprobs", "logprobs"]
     assert (stored["parent"], stored["forked_at"]) == (0, 2)
     assert stored["spans"] == [[1, 3, "check", 0.5]]
     assert stored["timings"] == {"decode_s": 1.0}
