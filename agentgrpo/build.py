@@ -23,7 +23,9 @@ from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
 from agentgrpo.losses import objective_of
+from agentgrpo.machine import require_packages
 from agentgrpo.metrics import RunLog
+from agentgrpo.plan import plan
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
 from agentgrpo.rewards import expected_answer
@@ -32,6 +34,8 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.scoring import Scoring
+from agentgrpo.trackers import open_trackers
+from agentgrpo.trackers import require as require_trackers
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from agentgrpo.learner import Learner
 
 
+NUM_LOOKED_AT = 256
+"""Training tasks whose prompts a dry run measures."""
 WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
@@ -78,6 +84,11 @@ class Parts(Player):
     log: RunLog
     lock: IO[str]
     """Held on out_dir, so that no second run writes there."""
+
+    def close(self) -> None:
+        """As a Player's, and let the trackers finish."""
+        self.log.close()
+        Player.close(self)
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""
@@ -127,6 +138,20 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
     return parts
+
+
+def planned(config: TrainConfig) -> str:
+    """What a run would do, after all checks that it would make; writes nothing.
+
+    Raises:
+        As build().
+    """
+    require_same_run(config)
+    stage = set_stage(config)
+    with contextlib.closing(stage.pool):
+        train = stage.training_tasks(config).next(NUM_LOOKED_AT)
+        prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
+        return "the plan, nothing was trained:\n" + plan(config, stage, prompts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,10 +232,13 @@ def set_stage(
         As build().
     """
     progress = progress or Progress(config.steps)
+    require_packages()
+    require_trackers(config.trackers)
     progress.say("sandbox: checking that this machine can isolate code")
     pool = open_sandbox(config.sandbox)
     try:
         progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
+        progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
         env = make_env(config, pool)
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
@@ -355,7 +383,11 @@ def _with_learner(
 
 def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
     """The run's records and the position in its data, as the checkpoint remembers them."""
-    log = RunLog(config.out_dir)
+    settings = _flat(config.model_dump(mode="json"))
+    step = 0 if resumed is None else checkpoint.step_of(resumed)
+    log = RunLog(
+        config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step=step)
+    )
     if resumed is None:
         log.cut_back({})
         return log

@@ -207,6 +207,7 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling in training; evaluations have their own (EvaluationConfig)."""
     top_p: float = 1.0
     """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
     top_k: int = 0
@@ -215,6 +216,7 @@ class RolloutConfig(Section):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_turns: Positive = 3
+    """Turns of the policy in one rollout."""
     max_turn_tokens: Positive = 64
     """Tokens the policy may sample in one turn."""
     max_response_tokens: Positive | None = None
@@ -357,6 +359,7 @@ class DataConfig(Section):
     heldout_levels: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)
     ] = (1, 2)
+    """Difficulty of the generated held-out tasks."""
 
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> DataConfig:
@@ -422,15 +425,19 @@ class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
+    """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From learning_rate after the warm-up to final_learning_rate after the last step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """After the last step, if it decays."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, as AdamW has it."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
     lora: LoraConfig = LoraConfig()
@@ -558,11 +565,15 @@ class TrainConfig(Section):
     steps: Positive = 200
     """Optimizer steps."""
     seed: NotNegative = 0
+    """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Positive = 2
+    """Older ones are removed."""
     eval_every: NotNegative = 25
     """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
 
     preflight: Literal["auto", "always", "never"] = "auto"
     """Before the first step, play through the largest forward and backward pass and one sleep, to

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentgrpo import parallel
 from agentgrpo.records import rollout_record
+from agentgrpo.trackers import Tracker
 from agentgrpo.types import Group, Metrics
 
 FILES = ("metrics.jsonl", "rollouts.jsonl")
@@ -24,10 +25,12 @@ class RunLog:
 
     Args:
         out_dir: created if missing.
+        trackers: told every line of metrics.jsonl too.
     """
 
-    def __init__(self, out_dir: Path) -> None:
+    def __init__(self, out_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._out_dir = out_dir
+        self._trackers = trackers
         out_dir.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, **areas: Metrics) -> None:
@@ -36,6 +39,14 @@ class RunLog:
         for area, metrics in areas.items():
             line.update({f"{area}/{name}": value for name, value in metrics.items()})
         self._append("metrics.jsonl", [line])
+        numbers = {name: value for name, value in line.items() if name != "step"}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+
+    def close(self) -> None:
+        """Let the trackers finish."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """One line of rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
