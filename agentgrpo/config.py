@@ -29,6 +29,11 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def _is_set(section: Section, key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
 class Message(Section):
     """One message of a worked example."""
 
@@ -82,22 +87,83 @@ class EngineConfig(Section):
 
 
 class AgentConfig(Section):
-    """How the policy acts (agents/code.py)."""
+    """How the policy acts (agents/, docs/agents.md). Keys that a kind does not read are refused."""
 
-    system_prompt: str = (
-        "Solve the problem with Python. Write code between <code> and </code>; you will see what "
-        "it prints. Then reply with: Answer: NUMBER"
-    )
-    open_tag: Annotated[str, Field(min_length=1)] = "<code>"
-    close_tag: Annotated[str, Field(min_length=1)] = "</code>"
-    observation: Annotated[str, Field(pattern=r"\{output\}")] = "{output}"
-    """How the sandbox's answer is shown; {output} is replaced by stdout, value or error."""
-    observation_role: Literal["user", "tool"] = "user"
-    """Role of the message that carries an observation."""
-    answer_prefix: str = "Answer:"
-    """A reply that has this text and no code ends the rollout; what follows is the answer."""
+    kind: str = "code"
+    """code, repl, inline, tools, or your own `module:Class` (agents/base.py has the protocol)."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of your own class."""
+    system_prompt: str | None = None
+    """None: what the kind says of itself; "" says nothing."""
     shots: tuple[tuple[Message, ...], ...] = ()
     """Worked examples, each a list of messages, shown before the task."""
+    open_tag: Annotated[str, Field(min_length=1)] | None = None
+    """Begins an action. None: <code> (code), <fn> (inline)."""
+    close_tag: Annotated[str, Field(min_length=1)] | None = None
+    """Ends an action, and the turn. None: </code> (code), </fn> (inline)."""
+    observation: Annotated[str, Field(pattern=r"\{output\}")] | None = None
+    """How the world's answer is shown; {output} is replaced by it. None: {output} alone (code), in
+    <fn_results> or <fn_error> tags (inline, where {tag} is replaced by the one or the other)."""
+    observation_role: Literal["user", "tool", "assistant"] | None = None
+    """Role of the message that carries an answer. assistant: no message, the text goes into the
+    policy's own one, and its turn goes on (code only). None: user (code), tool (tools)."""
+    answer_prefix: str | None = None
+    """A reply that has this text and no action ends the rollout; what follows is the answer. "":
+    the whole reply is. None: "Answer:" (code, inline), "" (tools)."""
+    after_malformed: Literal["tell", "end"] = "tell"
+    """What becomes of a turn that tried to act and got the form wrong: the policy is told and goes
+    on, or the rollout ends there without an answer."""
+    language: Literal["python", "bash", "node"] = "python"
+    """What the policy writes between the tags (code)."""
+    show_tools: Literal["source", "signatures", "no"] = "source"
+    """What of sandbox.tools the system prompt shows: all, or def lines and docstrings (code)."""
+    banner: str | None = None
+    """What the terminal shows before its first prompt (repl). None: Python's own three lines."""
+    call_form: str = "python"
+    """How a call between the tags is written: python, `f("x", n=1)`; json, `{"name": "f",
+    "arguments": {...}}`; or your own `module:function` (inline; agents/inline.py)."""
+    parser: str = "hermes"
+    """Which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
+    llama3_json, mistral, pythonic ... (tools)."""
+    parallel_calls: bool = False
+    """Carry out all calls of a turn. False: the first; the others are answered with an error."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> AgentConfig:
+        known = _KEYS_OF_KIND.get(self.kind)
+        if known is None and ":" not in self.kind:
+            raise ValueError(
+                f"agent.kind: expected {', '.join(_KEYS_OF_KIND)} or 'module:Class', "
+                f"got {self.kind!r}"
+            )
+        unread = type(self).model_fields.keys() - {"kind", *(known or ("options",))}
+        wrong = [key for key in sorted(unread) if _is_set(self, key)]
+        if wrong:
+            raise ValueError(f"agent.{wrong[0]}: an agent of kind {self.kind!r} does not read it")
+        return self
+
+
+_PROMPTS = ("system_prompt", "shots")
+_TAGS = ("open_tag", "close_tag", "observation", "answer_prefix", "after_malformed")
+_KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
+    "code": (*_PROMPTS, *_TAGS, "observation_role", "language", "show_tools"),
+    "repl": (*_PROMPTS, "banner"),
+    "inline": (*_PROMPTS, *_TAGS, "call_form"),
+    "tools": (
+        *_PROMPTS,
+        *("observation_role", "answer_prefix", "after_malformed", "parser", "parallel_calls"),
+    ),
+}
+
+
+class EnvConfig(Section):
+    """What answers the policy (envs/, docs/agents.md)."""
+
+    kind: str = "auto"
+    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2, or
+    your own `module:Class`. auto: console for the repl agent, python for others."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment's class; an unknown one is refused by name."""
 
 
 FILTERS: dict[str, float] = {
@@ -141,6 +207,7 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling in training; evaluations have their own (EvaluationConfig)."""
     top_p: float = 1.0
     """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
     top_k: int = 0
@@ -149,6 +216,7 @@ class RolloutConfig(Section):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_turns: Positive = 3
+    """Turns of the policy in one rollout."""
     max_turn_tokens: Positive = 64
     """Tokens the policy may sample in one turn."""
     max_response_tokens: Positive | None = None
@@ -247,6 +315,15 @@ class SandboxConfig(Section):
     """Memory of one session."""
     max_live: Positive = 128
     """Sessions alive at once."""
+    template: str | None = None
+    """A template built by `python -m agentgrpo.sandbox template build`; None: plain Python."""
+    site_dirs: tuple[str, ...] = ()
+    """Directories of packages that sessions may import from, besides the template's."""
+    env: dict[str, str] = {}
+    """Environment variables of all code."""
+    tools: Path | None = None
+    """A Python script that every session runs first: its functions need no import. The code agent
+    shows it in its prompt (agent.show_tools)."""
     stateless: pydantic.StrictBool = False
     """Every code step starts anew: no variables and no files of the step before."""
     allow_degraded: pydantic.StrictBool = False
@@ -257,26 +334,63 @@ class DataConfig(Section):
     """What is trained and evaluated on (data/tasks.py)."""
 
     train: str = "word_problems"
-    """`word_problems` (generated) or a .jsonl file."""
+    """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
+    directory that Hugging Face's `save_to_disk` wrote."""
     heldout: str = "word_problems"
+    """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed, which
+    are then not trained on."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
+    split_seed: NotNegative = 0
+    """Another seed, another held-out `split`."""
+    question: str = "question"
+    """Column of a file that holds the question: text, or a list of chat messages."""
+    answer: str = "answer"
+    """Column of a file that holds the expected answer."""
+    id: str | None = None
+    """Column of a file that holds a unique id; None: the row's place in the file."""
+    max_prompt_tokens: Positive | None = None
+    """Leave longer prompts out, and say how many there were. None: a prompt that leaves no room in
+    engine.max_model_len is an error."""
     levels: Annotated[tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)] = (1, 2)
-    """Difficulty of the generated training tasks; easier levels come first."""
+    """Difficulty of the training tasks, easier ones first; for word_problems only."""
     promote_at: float = 0.7
     """Mean reward of the newest level's last 32 groups at which the next level joins."""
     heldout_levels: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)
     ] = (1, 2)
+    """Difficulty of the generated held-out tasks."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> DataConfig:
+        for source, keys in (("train", ("levels", "promote_at")), ("heldout", ("heldout_levels",))):
+            for key in keys:
+                if getattr(self, source) != "word_problems" and _is_set(self, key):
+                    raise ValueError(
+                        f"data.{key}: only data.{source} = 'word_problems' reads it, "
+                        f"and it is {getattr(self, source)!r}"
+                    )
+        if self.heldout == "split" and self.train in ("word_problems", "env"):
+            raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")
+        return self
 
 
 class RewardConfig(Section):
-    """What a rollout is worth: the weighted sum of its parts (rewards.py)."""
+    """What a rollout is worth besides what its environment gives it, in parts (rewards.py)."""
 
+    kind: str = "auto"
+    """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
+    match and token F1), none, or your own `module:function`. auto: numeric, or none where the
+    environment judges by itself."""
     answer: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Weight of a right final answer."""
     format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """Weight of having run code without an error and then answered in the asked form."""
+    """Weight of having acted without an error and then answered in the asked form."""
+    strict: bool = False
+    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
+    and ending with the right one does not pay."""
+    tool_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Taken off for every call of a tool and every run of code."""
     sigma_tool: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
     (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
@@ -285,10 +399,16 @@ class RewardConfig(Section):
     decay_sigmas: pydantic.StrictBool = True
     """Both sigmas fall linearly to 0 at the run's last step."""
 
+    functions: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
+
     @property
     def weights(self) -> dict[str, float]:
         """Of the parts, by name."""
-        return {"answer": self.answer, "format": self.format}
+        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
+        return {"answer": self.answer, "format": self.format, **named}
 
 
 class LoraConfig(Section):
@@ -305,15 +425,19 @@ class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
+    """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From learning_rate after the warm-up to final_learning_rate after the last step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """After the last step, if it decays."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, as AdamW has it."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
     lora: LoraConfig = LoraConfig()
@@ -441,11 +565,15 @@ class TrainConfig(Section):
     steps: Positive = 200
     """Optimizer steps."""
     seed: NotNegative = 0
+    """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Positive = 2
+    """Older ones are removed."""
     eval_every: NotNegative = 25
     """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
 
     preflight: Literal["auto", "always", "never"] = "auto"
     """Before the first step, play through the largest forward and backward pass and one sleep, to
@@ -453,6 +581,7 @@ class TrainConfig(Section):
 
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
+    env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -565,7 +694,7 @@ def _explain(error: dict[str, Any], kind: type[Section]) -> str:
         return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
     if error["type"] == "missing":
         return f"config key {where} is required"
-    if not where:
+    if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
     return f"config key {where}: {error['msg']}, got {error['input']!r}"
 

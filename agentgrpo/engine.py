@@ -17,6 +17,7 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +34,13 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
+from agentgrpo.agents.base import Schema
+from agentgrpo.agents.tools import ReadCalls, Reading
 from agentgrpo.config import EngineConfig
 from agentgrpo.memory import memory
+from agentgrpo.packing import ids_from_list
 from agentgrpo.rollout.branch import token_entropies
-from agentgrpo.types import Float32, Int32, Metrics
+from agentgrpo.types import Float32, Int32, Metrics, Turn
 
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
@@ -57,6 +61,8 @@ class Completion:
     """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
     num_cached_tokens: int
     """How many prompt tokens the prefix cache served."""
+    account: Turn
+    """Hashes of the prompt that the engine reports having used and of what it sampled."""
     entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     """Entropy in nats of the distribution each of the first tokens was drawn from; see
     rollout/branch.py. Empty unless top_logprobs were asked for."""
@@ -385,13 +391,16 @@ def _completion(output: Any) -> Completion:
             f"request {output.request_id!r}: the sampler gave its token {at} the log-probability "
             f"{logprobs[at]}; the weights or an activation are no longer finite"
         )
+    token_ids = ids_from_list(list(sampled.token_ids))
+    prompt_ids = ids_from_list(list(output.prompt_token_ids))
     return Completion(
         request_id=output.request_id,
-        token_ids=np.array(sampled.token_ids, dtype=np.int32),
+        token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=str(sampled.finish_reason),
         stop_reason=sampled.stop_reason,
         num_cached_tokens=output.num_cached_tokens or 0,
+        account=Turn.of(prompt_ids, token_ids, str(sampled.finish_reason)),
         entropies=token_entropies(
             flat.logprobs, flat.token_ids, flat.start_indices, flat.end_indices
         ),
@@ -444,3 +453,63 @@ def _weights_stay_awake(shared: bool) -> Any:
         yield
     finally:
         Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]
+
+
+def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
+    """VLLM's own tool parser of a model family, for agents/tools.py.
+
+    Args:
+        parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
+        tokenizer: the model's, as transformers loads it.
+
+    Raises:
+        ValueError: vLLM has no parser of that name, or the parser refuses the tokenizer.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    # what the policy gets wrong is data, counted as malformed, and not a traceback on the terminal
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
+    try:
+        make = ToolParserManager.get_tool_parser(parser)
+    except KeyError:
+        known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
+        raise ValueError(
+            f"agent.parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
+        ) from None
+
+    def read(text: str, tools: Sequence[Schema]) -> Reading:
+        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
+        request = ChatCompletionRequest(**given)
+        shown: list[Any] | None = request.tools
+        reader = make(tokenizer, shown)  # a parser may keep state of the text it has read
+        found = reader.extract_tool_calls(text, request)
+        calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
+        content = (found.content or "") if calls else text
+        return Reading(content, calls, attempted=_is_marked(reader, text))
+
+    try:
+        read("", [])
+    except RuntimeError as error:  # a family's special tokens are not in this vocabulary
+        raise ValueError(f"agent.parser: {parser!r} does not fit the model: {error}") from error
+    return read
+
+
+_CALL_MARKS = (
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<\uff5ctool\u2581call",
+)
+"""Marks that begin a call in some family, whichever parser is chosen."""
+
+
+def _is_marked(reader: Any, text: str) -> bool:
+    own = [
+        value
+        for name, value in {**vars(type(reader)), **vars(reader)}.items()
+        if isinstance(value, str) and value and name.endswith(("start_token", "bot_token"))
+    ]
+    return any(mark in text for mark in (*_CALL_MARKS, *own))

@@ -108,10 +108,12 @@ def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> floa
     from transformers import AutoTokenizer
 
     from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import heldout_tasks, make_reward, open_sandbox
+    from agentgrpo.build import open_sandbox
     from agentgrpo.config import load_config
+    from agentgrpo.data.sources import heldout_tasks
     from agentgrpo.envs.python import PythonEnv
     from agentgrpo.evaluate import evaluate
+    from agentgrpo.registry import make_reward
     from agentgrpo.rollout.delta import ChatTemplate
     from agentgrpo.rollout.sampler import Sampler
 
@@ -121,7 +123,9 @@ def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> floa
     with open_sandbox(config.sandbox) as pool:
         env = PythonEnv(pool, config.sandbox.timeout_s)
         sampler = Sampler(decoder, CodeAgent(config.agent), env, chat, config.rollout)
-        _, metrics = evaluate(sampler, heldout_tasks(config.data), make_reward(config.reward))
+        _, metrics = evaluate(
+            sampler, heldout_tasks(config.data), make_reward(config.reward, chat.tokenizer)
+        )
     return metrics["solved"]
 
 

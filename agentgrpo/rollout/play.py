@@ -38,6 +38,7 @@ from agentgrpo.types import (
     Status,
     Task,
     Treatment,
+    Turn,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class _Fork:
     spent: Spent
     stats: dict[str, float]
     span_rewards: list[SpanReward]
+    turns: list[Turn]
     history: list[Step]
     first_entropy: float | None
     consecutive: int
@@ -252,6 +254,7 @@ class Play:
             forked_at=None if fork.parent is None else sum(map(len, ids)),
             stats=fork.stats,
             span_rewards=fork.span_rewards,
+            turns=fork.turns,
         )
         live = _Live(
             rollout=rollout,
@@ -333,6 +336,7 @@ class Play:
             self._consider_branching(index, turn)
         live.turn_start = live.length
         self._append(live, turn.token_ids, turn.logprobs)
+        live.rollout.turns.append(turn.account)
         live.spent.turns += 1
         live.rollout.stats["turns"] += 1
         self.stats.total_sampled_tokens += len(turn.token_ids)
@@ -539,6 +543,7 @@ def _fork_of(live: _Live, index: int) -> _Fork:
         spent=replace(live.spent, calls=live.spent.calls.copy(), started=time.monotonic()),
         stats=dict(live.rollout.stats),
         span_rewards=list(live.rollout.span_rewards),
+        turns=list(live.rollout.turns),
         history=list(live.history),
         first_entropy=live.first_entropy,
         consecutive=live.consecutive,

@@ -14,6 +14,7 @@ import numpy as np
 from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.types import Float32, Int32, Task
+from agentgrpo.types import Turn as Account
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,7 @@ class Completion:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    account: Account | None = None
 
 
 @dataclass
@@ -89,6 +91,9 @@ class StubEngine:
             entropies=np.full(min(len(ids), max_tokens), turn.entropy, np.float32)
             if options["top_logprobs"]
             else np.zeros(0, np.float32),
+            account=Account.of(
+                prompt_ids.copy(), np.array(ids[:max_tokens], np.int32), "length" if cut else "stop"
+            ),
         )
         request = Request(
             request_id, prompt_ids, max_tokens, options, turn.steps, completion, self.steps
