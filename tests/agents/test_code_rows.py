@@ -287,6 +287,7 @@ def test_S0_15_javascript_remembers_too(pool: SandboxPool) -> None:
 
 def test_generate_takes_texts_and_scores_nothing() -> None:
     from agentgrpo.rollout import generate
+    from agentgrpo.rollout.play import request_seed
     from tests.playing import TOKENIZER
 
     engine: Any = scripted(lambda n, _: Turn(DONE))
@@ -295,5 +296,7 @@ def test_generate_takes_texts_and_scores_nothing() -> None:
         ("a", 3),
         ("b", 3),
     ]
-    assert engine.seeds == [9]
+    asked = {request.options["seed"] for request in engine.requests}
+    assert request_seed(9, 1, 2, 0, 0, "turn") in asked
+    assert len(asked) == len(engine.requests)
     assert groups[0].rollouts[0].rewards == {}
