@@ -201,6 +201,9 @@ def _batch_faults(
     if not np.array_equal(np.cumsum(opened), batch.positions_T + 1):
         yield "a token does not see as many tokens as its position says"
     for sample in np.unique(batch.sample_N).tolist():
+        if not 0 <= sample < len(rollouts):
+            yield f"sample {sample} of {len(rollouts)}"
+            continue
         mine = np.flatnonzero(batch.sample_N == sample)
         rows = [_flat(row) for row in rollouts[sample].rows]
         counts = [int(mask.sum()) for _, mask, _ in rows]
