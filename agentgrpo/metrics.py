@@ -12,21 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo import parallel
 from agentgrpo.records import rollout_record
+from agentgrpo.trackers import Tracker
 from agentgrpo.types import Group, Metrics
 
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
 class RunLog:
-    """Appends to a run's records.
+    """Appends to a run's records; on ranks other than the first, writes nothing.
 
     Args:
         out_dir: created if missing.
+        trackers: told every line of metrics.jsonl too.
     """
 
-    def __init__(self, out_dir: Path) -> None:
+    def __init__(self, out_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._out_dir = out_dir
+        self._trackers = trackers
         out_dir.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, **areas: Metrics) -> None:
@@ -35,6 +39,14 @@ class RunLog:
         for area, metrics in areas.items():
             line.update({f"{area}/{name}": value for name, value in metrics.items()})
         self._append("metrics.jsonl", [line])
+        numbers = {name: value for name, value in line.items() if name != "step"}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+
+    def close(self) -> None:
+        """Let the trackers finish."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """One line of rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
@@ -49,6 +61,8 @@ class RunLog:
 
     def describe(self, **record: Any) -> None:
         """Write run.json: the resolved config, what was chosen, and the versions."""
+        if parallel.rank() > 0:
+            return
         text = json.dumps(record, indent=1, default=str)
         partial = self._out_dir / ".run.json.partial"
         partial.write_text(text + "\n")
@@ -71,6 +85,8 @@ class RunLog:
         Raises:
             ValueError: a record is shorter than it was then, so the run's history is incomplete.
         """
+        if parallel.rank() > 0:
+            return
         for name in FILES:
             path, kept = self._out_dir / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
@@ -80,5 +96,7 @@ class RunLog:
                 os.truncate(path, kept)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if parallel.rank() > 0:
+            return
         with (self._out_dir / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -20,7 +20,7 @@ Float32 = NDArray[np.float32]
 
 
 class Status(StrEnum):
-    """How a rollout ended."""
+    """How a rollout ended. What training makes of each: rollout/limits.py, TREATMENTS."""
 
     COMPLETED = "completed"
     """The agent or its environment said so."""
@@ -28,8 +28,27 @@ class Status(StrEnum):
     """No token budget left: the last turn was cut, or no further turn fits."""
     TRUNCATED_TURNS = "truncated_turns"
     """No turn budget left."""
+    TRUNCATED_CALLS = "truncated_calls"
+    """Asked for more tool calls than it had, was told so, and did it again."""
+    MALFORMED = "malformed"
+    """Too many actions in a row whose form was wrong."""
+    TIMED_OUT = "timed_out"
+    """Took more wall-clock time than it was given, which the machine's load has a part in."""
     INFRA_ERROR = "infra_error"
     """The machine failed, not the model: leaves the group and its baseline, is never trained on."""
+
+
+class Treatment(StrEnum):
+    """What training makes of a rollout."""
+
+    TRAIN = "train"
+    """Its reward counts in the group's baseline, its tokens are trained on."""
+    MASK = "mask"
+    """Its reward counts in the baseline; its tokens are neither trained on nor in a normaliser."""
+    DROP = "drop"
+    """As if it had not been played."""
+    RETRY = "retry"
+    """Played again, at most rollout.max_retries times; the last try is dropped if it too fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +161,11 @@ class Rollout:
     """What the policy answered in the end; None if it never did in the asked form."""
     error: str | None = None
     """What the machine said; only with Status.INFRA_ERROR."""
+    treatment: Treatment = Treatment.TRAIN
+    parent: int | None = None
+    """Index in the group of the rollout that this one branched off; None if it began alone."""
+    forked_at: int | None = None
+    """How many tokens it shares with its parent: the parent's segments up to there are its own."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)
@@ -156,6 +180,17 @@ class Rollout:
     segment_advantages: list[float] | None = None
     """One per segment of all rows in place of `advantage`, where rewards of spans are credited to
     what was sampled before them, or branches share segments; of sampled segments alone read."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether its reward counts in the baseline."""
+        kept = self.treatment in (Treatment.TRAIN, Treatment.MASK)
+        return kept and self.status is not Status.INFRA_ERROR
+
+    @property
+    def trained(self) -> bool:
+        """Whether its tokens are trained on."""
+        return self.scored and self.treatment is Treatment.TRAIN
 
     @property
     def reward(self) -> float:

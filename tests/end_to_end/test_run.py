@@ -125,7 +125,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A run's records without the times in them."""
     metrics = [
-        {name: value for name, value in row.items() if name.rpartition("/")[2] not in TIMES}
+        {
+            name: value
+            for name, value in row.items()
+            if name.rpartition("/")[2] not in TIMES and not name.startswith("time/")
+        }
         for row in lines(run / "metrics.jsonl")
     ]
     return metrics, lines(run / "rollouts.jsonl")
