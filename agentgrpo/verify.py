@@ -109,8 +109,6 @@ def _segment_faults(row: Sequence[Segment]) -> Iterator[str]:
     if not row or row[0].sampled:
         yield "does not begin with a prompt"
     for number, segment in enumerate(row):
-        if not len(segment.token_ids) and not segment.sampled:
-            yield f"segment {number}: a span of no tokens"
         if len(segment.token_ids) and segment.token_ids.min() < 0:
             yield f"segment {number}: token_ids has {segment.token_ids.min()}, not an id"
         if segment.logprobs is not None and not (segment.logprobs <= WEIGHT_TOLERANCE).all():
