@@ -19,7 +19,7 @@ from typing import Any
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import (
     ENVIRONMENT,
@@ -128,6 +128,9 @@ class Zygote:
                 self.pid = self._launch(guest.fileno())
             settings = _settings(template, limits, rung, bound_address_space)
             self.python_version = self._greet(settings | self._places())
+            for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
+                # a machine without memory left ends them, not the trainer
+                Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         except BaseException:
             self.close()
             raise
