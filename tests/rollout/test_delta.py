@@ -130,13 +130,9 @@ def test_the_end_of_a_turn_stops_it_and_so_does_the_end_of_the_text() -> None:
             r"must end an assistant turn with a special token, but after .* comes '\\nuser: x\\n'",
         ),
         (
-            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n<|im_end|>{% endfor %}",
-            "must end an assistant turn with a special token",
-        ),
-        (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<|im_end|>"
             "{% endif %}{% endfor %}",
-            "does not show an assistant turn exactly once when \\['user'\\] messages follow",
+            r"does not show an assistant turn exactly once in \['user', 'assistant', 'user'\]",
         ),
         (
             "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}<|im_end|>{% endfor %}",
@@ -169,10 +165,14 @@ def test_decoding_a_turn_drops_the_tokens_that_end_it_and_no_others() -> None:
     ("text", "max_tokens", "clipped"),
     [
         ("abcdef", 6, "abcdef"),
-        ("abcdefg", 6, "abc ... [1 tokens cut] ... efg"),
-        ("abcdefgh", 5, "abc ... [3 tokens cut] ... gh"),
-        ("abcdef", 1, "a ... [5 tokens cut] ... "),
+        ("abcdefg", 6, "abcdef"),
+        ("abcdefg", 1, "a"),
         ("", 1, ""),
+        ("é", 1, ""),
+        ("é" * 3, 5, "éé"),
+        ("abcdefghij" * 9, 60, "abcdefghijabcdefgh ... [55 tokens cut] ... defghijabcdefghij"),
+        ("<|im_end|>" * 8, 80, "<|im_end|>" * 8),
+        ("<|im_end|>" * 2, 12, "<|im_end|><|"),
     ],
 )
 def test_a_long_observation_keeps_its_ends(

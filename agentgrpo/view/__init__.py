@@ -1,0 +1,1 @@
+"""A run as one HTML file that needs no server and no network: `python -m agentgrpo.view RUN`."""

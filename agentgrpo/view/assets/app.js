@@ -1,0 +1,107 @@
+// Views, address, keys, theme.
+
+const app = { runs: [], lists: [], details: [], view: "graphs", slot: 0 };
+const main = $("#main");
+
+const views = () => ({ graphs: "Graphs", steps: "Steps", rollouts: "Rollouts", ...(app.runs.length > 1 ? { differences: "Differences" } : {}), settings: "Settings" });
+
+function tabs() {
+  $("#tabs").replaceChildren(...Object.entries(views()).map(([view, label]) => h("a", { href: `#${view}`, "aria-current": app.view === view ? "page" : null }, label)));
+}
+
+function drawSettings() {
+  const table = (title, values) => h("section", { class: "card" }, h("h2", {}, title), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, Object.entries(values).map(([key, value]) => h("tr", {}, h("td", { class: "mono" }, key), h("td", { class: "left mono", style: "white-space: pre-wrap" }, typeof value === "string" ? value : JSON.stringify(value))))))));
+  main.replaceChildren(h("div", { class: "page" }, app.runs.map((run) => [app.runs.length > 1 && h("h2", {}, run.name), Object.keys(run.config).length ? table("Settings", run.config) : h("p", { class: "quiet" }, "run.json is missing: settings were not recorded."), table("What was chosen", run.facts)])));
+}
+
+function drawRollouts() {
+  const { slot } = app, run = app.runs[slot];
+  if (!run.rollouts.length) {
+    main.replaceChildren(h("p", { class: "page quiet" }, "This run has recorded no rollouts."));
+    return;
+  }
+  if (!app.lists[slot]) {
+    app.details[slot] = new RolloutView(run, { choose: (rollout) => app.lists[slot].pick(rollout) });
+    app.lists[slot] = new RolloutList(run, (rollout) => {
+      history.replaceState(null, "", `#rollouts/${slot}/${rollout.id}`);
+      app.details[slot].show(rollout, app.lists[slot].filter.text);
+    });
+  }
+  const list = app.lists[slot];
+  main.replaceChildren(h("div", { class: "split" }, list.element, app.details[slot].element));
+  list.paint();
+  if (!list.current) list.pick(list.shown[0] || run.rollouts[0]);
+}
+
+function route() {
+  const [view, slot, id] = location.hash.slice(1).split("/");
+  app.view = view in views() ? view : "graphs";
+  if (app.runs[slot]) app.slot = Number(slot);
+  $("#which").hidden = app.runs.length < 2 || app.view !== "rollouts";
+  $("#run").value = String(app.slot);
+  tabs();
+  if (app.view === "graphs") drawOverview(app.runs, main);
+  if (app.view === "settings") drawSettings();
+  if (app.view === "differences") drawDifferences(app.runs, main, (x, y) => drawPair(app.runs, [x, y], main, route));
+  if (app.view === "steps") drawSteps(app.runs, main, (run, step) => {
+    app.slot = run.slot;
+    location.hash = `rollouts/${run.slot}`;
+    requestAnimationFrame(() => { const list = app.lists[run.slot]; list.set("chunk", String(run.rollouts.find((r) => r.split === "train" && r.step === step)?.chunk ?? "")); if (list.shown[0]) list.pick(list.shown[0]); });
+  });
+  if (app.view === "rollouts") {
+    drawRollouts();
+    const wanted = app.runs[app.slot].rollouts[Number(id)];
+    if (id !== undefined && wanted && wanted !== app.lists[app.slot].current) app.lists[app.slot].pick(wanted);
+  }
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || $("#keys").open) return;
+  if (event.target.matches("input, select, textarea")) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const list = app.view === "rollouts" && app.lists[app.slot];
+  const go = { g: "graphs", s: "steps", r: "rollouts" }[event.key];
+  if (go) location.hash = go;
+  else if (event.key === "?") $("#keys").showModal();
+  else if (list && event.key === "/") list.search.focus();
+  else if (list && event.key === "j") list.move(1);
+  else if (list && event.key === "k") list.move(-1);
+  else if (list && event.key === "]") list.moveGroup(1);
+  else if (list && event.key === "[") list.moveGroup(-1);
+  else if (list && event.key >= "1" && event.key <= "5") app.details[app.slot].colour(Object.keys(MODES)[event.key - 1]);
+  else return;
+  event.preventDefault();
+}
+
+function flipTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+}
+
+async function start() {
+  const slots = document.querySelectorAll("script[id^=run]:not([id*=chunk])").length;
+  for (let slot = 0; slot < slots; slot++) app.runs.push(await Run.open(slot));
+  if (app.runs.length > 1 && app.runs[0].name === app.runs[1].name) app.runs.forEach((run, i) => { run.name += ` (${i + 1})`; });
+  $("#name").textContent = app.runs.map((run) => run.name).join(" against ");
+  $("#run").replaceChildren(...app.runs.map((run) => h("option", { value: run.slot }, run.name)));
+  $("#run").addEventListener("change", (event) => { location.hash = `rollouts/${event.target.value}`; });
+  const lost = app.runs.filter((run) => !run.tokenizer && run.rollouts.length).map((run) => run.name);
+  if (lost.length) {
+    $("#notice").hidden = false;
+    $("#notice").textContent = `No tokenizer was found for ${lost.join(" and ")} (no checkpoint in the run's folder, and its model is not where it was), so tokens are shown as ids.`;
+  }
+  $("#theme").addEventListener("click", flipTheme);
+  $("#help").addEventListener("click", () => $("#keys").showModal());
+  addEventListener("hashchange", route);
+  addEventListener("keydown", onKey);
+  route();
+  document.documentElement.dataset.ready = "yes";
+}
+
+start().catch((error) => {
+  $("#notice").hidden = false;
+  $("#notice").textContent = `This page could not be drawn: ${error.stack || error}`;
+});

