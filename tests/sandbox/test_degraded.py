@@ -208,3 +208,15 @@ def test_deep_directories_are_removed(bare_pool: SandboxPool) -> None:
         session.step("for _ in range(1200): os.mkdir('d'); os.chdir('d')")
     assert home is not None
     assert not os.path.exists(home.strip("'"))
+
+
+def test_config_keys_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentgrpo import build
+    from agentgrpo.config import SandboxConfig
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(build, "SandboxPool", lambda **options: given.update(options))
+    build.open_sandbox(SandboxConfig(allow_degraded=True, max_live=7))
+    assert (given["allow_degraded"], given["max_live"]) == (True, 7)
+    build.open_sandbox(SandboxConfig())
+    assert given["allow_degraded"] is False
