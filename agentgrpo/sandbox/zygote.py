@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -247,7 +246,7 @@ class Zygote:
 
     def _clear_up(self, number: int) -> None:
         if self.rung is Rung.BARE:
-            bare.remove_home(self._scratch, number)
+            bare.remove(os.path.join(self._scratch, str(number)))
 
     def alive(self) -> bool:
         """Whether its jail still runs."""
@@ -264,9 +263,7 @@ class Zygote:
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
-        if self.rung is Rung.BARE:
-            bare.remove_home(self._scratch, "")
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        bare.remove(self._scratch)
 
 
 def remove_stale_scratch() -> None:
@@ -275,7 +272,7 @@ def remove_stale_scratch() -> None:
         pid, start = path.name.split(".")[1:3]
         with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
             if path.stat().st_uid == os.geteuid() and start_time(int(pid)) != start:
-                shutil.rmtree(path, ignore_errors=True)
+                bare.remove(str(path))
 
 
 def _reap(pid: int) -> None:
