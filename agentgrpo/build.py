@@ -242,6 +242,7 @@ def set_stage(
             progress=progress,
         )
         _check_shown(config, stage.agent, chat)
+        _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")
     except BaseException:
         pool.close()
@@ -414,6 +415,19 @@ def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
             f"agent.observation_role: the model's chat template does not show messages of role "
             f"{told[0]['role']!r}; choose another role"
         )
+
+
+def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
+    """The policy is told of its tools."""
+    schemas = agent.tools(task)
+    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
+    for schema in schemas:
+        name = str(schema["function"]["name"])
+        if name not in shown:
+            raise ValueError(
+                f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
+                "the prompt): take a model made for tool calls, or the code or inline agent"
+            )
 
 
 def cache_dir() -> Path:
