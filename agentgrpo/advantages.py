@@ -1,81 +1,120 @@
-"""Rewards of a group -> advantages: how much better each rollout did than its siblings.
+"""Rewards -> advantages: how much better each rollout, or each turn of it, did than its siblings.
 
-A rollout that the machine broke (Status.INFRA_ERROR) is not a sibling: it leaves the baseline and
-keeps advantage 0. A group without contrast teaches nothing and gets exact zeros.
+A rollout that does not count (Rollout.scored), as one that the machine broke, is not a sibling: it
+leaves the baseline and keeps advantage 0. A group without contrast teaches nothing and gets
+exact zeros.
+
+Rewards of spans (config span_credit = "return_to_go"). Let G[i, k] be what rollout i earned from
+its k-th sampled segment on: its rewards as a whole, and those of spans that end after the segment
+begins; for k beyond its last segment, G of the last. The k-th segment of rollout i gets
+
+    A[i, k] = (G[i, k] - b[k]) * scale,   b[k] = mean over the group of G[., k]
+
+* What was earned before a segment began is left out, which changes no expectation: given the past,
+  the mean of grad log p is 0.
+* With leave_one_out, b comes from the other rollouts alone, which are independent of this one, also
+  in how many turns they have. So without scaling the estimate of the policy gradient is unbiased.
+* With the mean over all, every A is (n - 1) / n times that: the same direction.
+* The scale is one number per group (or step), of its returns at all turns: dividing turn by turn,
+  as is common, weighs a turn by how much the others happened to differ there, and is biased.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Literal
 
-from agentgrpo.types import Group, Status
-
-Estimator = Literal["grpo", "dr_grpo", "leave_one_out"]
+from agentgrpo.config import LossConfig
+from agentgrpo.types import Group, Rollout, Segment
 
 EQUAL_WITHIN = 1e-6
 """Rewards closer than this are equal: a deviation of rounding errors must not become a gradient."""
+EPS = 1e-4
+"""Added to a deviation, in reward units, as in TRL."""
 
 
-def group_advantages(
-    rewards: Sequence[float], *, estimator: Estimator = "grpo", eps: float = 1e-4
-) -> list[float]:
-    """How much better each reward is than its group's baseline.
+def centred(rewards: Sequence[float], *, baseline: str = "mean") -> list[float]:
+    """Each reward less its baseline.
 
     Args:
         rewards: one per rollout of a group, any unit, finite.
-        estimator: `grpo` is DeepSeekMath's z-score (arXiv:2402.03300, sec. 4.1.2) with the sample
-            deviation and `eps` as TRL computes it; `dr_grpo` is the plain difference to the mean
-            (arXiv:2503.20783), which does not favour groups that are nearly all right or all wrong;
-            `leave_one_out` is the difference to the mean of the others (RLOO, arXiv:2402.14740).
-        eps: added to the deviation, in reward units; read by `grpo` only.
+        baseline: `mean` of the group, or `leave_one_out`: the mean of the others (RLOO,
+            arXiv:2402.14740).
 
     Returns:
-        One number per reward, in order, summing to 0 up to rounding; exactly 0.0 each with fewer
-        than 2 rewards or when all of them are equal (within EQUAL_WITHIN).
+        One number per reward, in order; exactly 0.0 each with fewer than 2 rewards or when all of
+        them are equal (within EQUAL_WITHIN).
 
     Raises:
-        ValueError: a reward is not finite, or the estimator is unknown.
+        ValueError: a reward is not finite, or the baseline is unknown.
 
-    >>> group_advantages([1.0, 0.0, 0.0, 1.0], estimator="dr_grpo")
+    >>> centred([1.0, 0.0, 0.0, 1.0])
     [0.5, -0.5, -0.5, 0.5]
-    >>> group_advantages([1.0, 0.0, 0.0], estimator="leave_one_out")
+    >>> centred([1.0, 0.0, 0.0], baseline="leave_one_out")
     [1.0, -0.5, -0.5]
     """
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"rewards must be finite, got {list(rewards)}")
-    if len(rewards) < 2 or max(rewards) - min(rewards) <= EQUAL_WITHIN:
+    if baseline not in ("mean", "leave_one_out"):
+        raise ValueError(f"baseline: expected mean or leave_one_out, got {baseline!r}")
+    if not has_contrast(rewards):
         return [0.0] * len(rewards)
-    if estimator == "grpo":
-        scale = 1.0 / (stdev(rewards) + eps)
-    elif estimator == "dr_grpo":
-        scale = 1.0
-    elif estimator == "leave_one_out":
-        # r - mean of the others = (r - mean of all) * n / (n - 1)
-        scale = len(rewards) / (len(rewards) - 1)
-    else:
-        raise ValueError(f"estimator: expected grpo, dr_grpo or leave_one_out, got {estimator!r}")
+    # r - mean of the others = (r - mean of all) * n / (n - 1)
+    factor = len(rewards) / (len(rewards) - 1) if baseline == "leave_one_out" else 1.0
     mean = fmean(rewards)
-    return [(reward - mean) * scale for reward in rewards]
+    return [(reward - mean) * factor for reward in rewards]
 
 
-def assign_advantages(group: Group, *, estimator: Estimator = "grpo", eps: float = 1e-4) -> None:
-    """Set every rollout's advantage, relative to those that the machine did not break.
+def has_contrast(rewards: Sequence[float]) -> bool:
+    """Whether two of them differ by more than rounding."""
+    return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_WITHIN
+
+
+def assign_advantages(
+    groups: Sequence[Group], config: LossConfig, weights: Mapping[str, float] | None = None
+) -> None:
+    """Set the advantages of all rollouts of a step.
+
+    Each is relative to the rollouts of its group that are sound. scale_rewards: `group` divides by
+    the sample deviation of the group's rewards plus EPS (arXiv:2402.03300, sec. 4.1.2, as TRL
+    does), `batch` by that of all rewards of the step, `none` by nothing (arXiv:2503.20783).
+
+    Args:
+        groups: all groups of the step, scored.
+        config: see LossConfig.
+        weights: of the reward's parts, 1 where it has none; only read by normalize_then_sum, where
+            normalising would otherwise cancel the weights that the parts come with.
 
     Raises:
         ValueError: a reward is not finite; the message names the task.
     """
-    scored = [rollout for rollout in group.rollouts if rollout.status is not Status.INFRA_ERROR]
-    try:
-        advantages = group_advantages([r.reward for r in scored], estimator=estimator, eps=eps)
-    except ValueError as error:
-        raise ValueError(f"task {group.task.id}: {error}") from None
-    for rollout in group.rollouts:
-        rollout.advantage = 0.0
-    for rollout, advantage in zip(scored, advantages, strict=True):
-        rollout.advantage = advantage
+    sound = [[r for r in group.rollouts if is_sound(r)] for group in groups]
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.advantage, rollout.segment_advantages = 0.0, None
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        _gdpo(groups, sound, config.baseline, weights or {})
+    else:
+        spans = config.span_credit == "return_to_go"
+        returns = [_returns(rollouts, by_turn=spans) for rollouts in sound]
+        every = [value for rows in returns for row in rows for value in row]
+        for group, rollouts, rows in zip(groups, sound, returns, strict=True):
+            own = [value for row in rows for value in row]
+            scale = {"group": own, "batch": every, "none": []}[config.scale_rewards]
+            columns = list(zip(*rows, strict=True))
+            values = [_checked(group, column, config.baseline) for column in columns]
+            _set(rollouts, values, _one_over_deviation(scale))
+    if config.branch_credit == "hard":
+        for rollouts in sound:
+            _average_shared(rollouts)
+    for rollout in (r for rollouts in sound for r in rollouts if not r.trained):
+        rollout.advantage, rollout.segment_advantages = 0.0, None
+
+
+def is_sound(rollout: Rollout) -> bool:
+    """Whether it counts among its siblings."""
+    return rollout.scored
 
 
 def has_gradient(group: Group) -> bool:
@@ -83,4 +122,128 @@ def has_gradient(group: Group) -> bool:
 
     Reads the advantages that `assign_advantages` set.
     """
-    return any(rollout.advantage and rollout.num_sampled for rollout in group.rollouts)
+    return any(any(_sampled_advantages(rollout)) for rollout in group.rollouts)
+
+
+def why_dead(group: Group) -> str | None:
+    """Why a group has no gradient, for the count of reasons; None if it has one.
+
+    `broken`: fewer than two sound rollouts; `silent`: nothing was sampled; else no contrast:
+    `all_solved` if the part `answer` of every reward is positive, `all_equal` if not.
+    """
+    if has_gradient(group):
+        return None
+    sound = [rollout for rollout in group.rollouts if is_sound(rollout)]
+    if len(sound) < 2:
+        return "broken"
+    if not any(rollout.num_sampled for rollout in sound):
+        return "silent"
+    solved = all(rollout.rewards.get("answer", 0.0) > 0 for rollout in sound)
+    return "all_solved" if solved else "all_equal"
+
+
+def _sampled_advantages(rollout: Rollout) -> list[float]:
+    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.segments)
+    pairs = zip(rollout.segments, each, strict=True)
+    return [value for segment, value in pairs if segment.sampled and len(segment.token_ids)]
+
+
+def _checked(group: Group, rewards: Sequence[float], baseline: str) -> list[float]:
+    try:
+        return centred(rewards, baseline=baseline)
+    except ValueError as error:
+        raise ValueError(f"task {group.task.id}: {error}") from None
+
+
+def _one_over_deviation(rewards: Sequence[float]) -> float:
+    return 1.0 / (stdev(rewards) + EPS) if len(rewards) > 1 else 1.0
+
+
+def _gdpo(
+    groups: Sequence[Group], sound: Sequence[list[Rollout]], baseline: str,
+    weights: Mapping[str, float],
+) -> None:  # fmt: skip
+    """GDPO (arXiv:2601.05242) as TRL computes it: z-scores of each part by group, weighted and
+    summed, then whitened over the step. A part without contrast adds nothing.
+    """
+    for group, rollouts in zip(groups, sound, strict=True):
+        parts = [reward_parts(rollout) for rollout in rollouts]
+        for name in sorted({name for part in parts for name in part}):
+            values = [part.get(name, 0.0) for part in parts]
+            factor = weights.get(name, 1.0) * _one_over_deviation(values)
+            for rollout, value in zip(rollouts, _checked(group, values, baseline), strict=True):
+                rollout.advantage += value * factor
+    summed = [rollout.advantage for rollouts in sound for rollout in rollouts]
+    if not has_contrast(summed):
+        return
+    mean, factor = fmean(summed), _one_over_deviation(summed)
+    for rollouts in sound:
+        if any(rollout.advantage for rollout in rollouts):  # else a dead group, which stays dead
+            for rollout in rollouts:
+                rollout.advantage = (rollout.advantage - mean) * factor
+
+
+def reward_parts(rollout: Rollout) -> dict[str, float]:
+    """All that the rollout earned, by name; its reward is the sum."""
+    parts = dict(rollout.rewards)
+    for span in rollout.span_rewards:
+        parts[span.name] = parts.get(span.name, 0.0) + span.value
+    return parts
+
+
+def returns_to_go(rollout: Rollout) -> list[float]:
+    """What the rollout earned from each of its sampled segments on."""
+    total = sum(rollout.rewards.values())
+    found, start = [], 0
+    for segment in rollout.segments:
+        if segment.sampled:
+            later = sum(span.value for span in rollout.span_rewards if span.end > start)
+            found.append(total + later)
+        start += len(segment.token_ids)
+    return found
+
+
+def _returns(rollouts: Sequence[Rollout], *, by_turn: bool) -> list[list[float]]:
+    """A row per rollout: what it earned from each turn on, held to the longest; or its reward."""
+    if not by_turn or not any(rollout.span_rewards for rollout in rollouts):
+        return [[rollout.reward] for rollout in rollouts]
+    rows = [returns_to_go(rollout) or [rollout.reward] for rollout in rollouts]
+    longest = max(map(len, rows))
+    return [row + [row[-1]] * (longest - len(row)) for row in rows]
+
+
+def _set(rollouts: Sequence[Rollout], by_turn: Sequence[Sequence[float]], factor: float) -> None:
+    """Give every rollout its number, or its number of each turn."""
+    for i, rollout in enumerate(rollouts):
+        rollout.advantage = by_turn[0][i] * factor
+        if len(by_turn) > 1:
+            turn = iter(by_turn)
+            rollout.segment_advantages = [
+                next(turn)[i] * factor if segment.sampled else 0.0 for segment in rollout.segments
+            ]
+
+
+def _average_shared(rollouts: Sequence[Rollout]) -> None:
+    """ARPO's hard credit (arXiv:2507.19849): segments that branches share get the branches' mean.
+
+    With `soft`, a shared token has one loss term per branch, each with its own advantage: on policy
+    the same gradient, and different only in what is clipped.
+    """
+    owners: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        for segment, value in _with_advantages(rollout):
+            owners.setdefault(id(segment), []).append(value)
+    if all(len(values) == 1 for values in owners.values()):
+        return
+    for rollout in rollouts:
+        sampled = {id(segment) for segment, _ in _with_advantages(rollout)}
+        rollout.segment_advantages = [
+            fmean(owners[id(segment)]) if id(segment) in sampled else 0.0
+            for segment in rollout.segments
+        ]
+
+
+def _with_advantages(rollout: Rollout) -> list[tuple[Segment, float]]:
+    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.segments)
+    pairs = zip(rollout.segments, each, strict=True)
+    return [(segment, value) for segment, value in pairs if segment.sampled]

@@ -11,31 +11,35 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from agentgrpo import checkpoint
+from agentgrpo import checkpoint, parallel
 from agentgrpo.agents.base import Agent, CallTools, RunCode, ToolCall
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
+from agentgrpo.losses import objective_of
 from agentgrpo.machine import require_packages
 from agentgrpo.metrics import RunLog
 from agentgrpo.plan import plan
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
-from agentgrpo.rewards import Reward, expected_answer
+from agentgrpo.rewards import expected_answer
+from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
+from agentgrpo.scoring import Scoring
 from agentgrpo.trackers import open_trackers
 from agentgrpo.trackers import require as require_trackers
-from agentgrpo.types import Int32, Task
+from agentgrpo.types import Task
 
 if TYPE_CHECKING:
+    from agentgrpo.agreement import Probes
     from agentgrpo.engine import Engine
     from agentgrpo.learner import Learner
 
@@ -52,10 +56,10 @@ class Player:
     model: str
     """The model directory or hub name that was loaded."""
     engine: Engine
-    sampler: Sampler
+    sampler: AnySampler
     pool: SandboxPool
     env: Environment
-    reward: Reward
+    reward: Scoring
     heldout: list[Task]
     tokenizer: Any
     progress: Progress
@@ -75,7 +79,7 @@ class Parts(Player):
 
     learner: Learner
     tasks: Tasks
-    probes: list[Int32]
+    probes: Probes
     agreement_threshold: float
     log: RunLog
     lock: IO[str]
@@ -91,7 +95,8 @@ class Parts(Player):
 
         def write(folder: Path) -> None:
             self.learner.save_model(folder)
-            self.tokenizer.save_pretrained(folder)
+            if parallel.rank() == 0:
+                self.tokenizer.save_pretrained(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),
@@ -99,27 +104,38 @@ class Parts(Player):
             )
 
         step = self.learner.step_count
-        return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+        if parallel.rank() == 0:
+            return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
+        write(config.out_dir)  # its part in gathering what rank 0 writes; nothing is written here
+        return checkpoint.folder_of(config.out_dir, step)
 
 
-def build(config: TrainConfig) -> Parts:
+def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
+
+    Args:
+        config: of the run.
+        draw: what becomes of the stream of training tasks before it is drawn from.
 
     Raises:
         ValueError: the config does not fit the data, the model or the machine.
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
+    objective_of(config.loss)
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(_locked(config.out_dir))
-        _require_same_run(config)
+        lock = undo.enter_context(locked(config.out_dir))
+        require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
-        stage = set_stage(config, model=None if resumed is None else str(resumed))
+        # an adapter's checkpoint holds no model: its base is config.model
+        adapted = resumed is None or config.learner.lora.rank
+        stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.pool.close)
-        tasks = stage.training_tasks(config)
+        tasks = draw(stage.training_tasks(config))
+        log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage)
         undo.callback(player.close)
-        parts = _with_learner(config, player, tasks, resumed, lock)
+        parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
     return parts
 
@@ -130,7 +146,7 @@ def planned(config: TrainConfig) -> str:
     Raises:
         As build().
     """
-    _require_same_run(config)
+    require_same_run(config)
     stage = set_stage(config)
     with contextlib.closing(stage.pool):
         train = stage.training_tasks(config).next(NUM_LOOKED_AT)
@@ -147,9 +163,11 @@ class Stage:
     env: Environment
     agent: Agent
     chat: ChatTemplate
-    reward: Reward
+    reward: Scoring
     heldout: list[Task]
     progress: Progress
+    user_sampler: RolloutSampler | None
+    """config.rollout.sampler, if one is named."""
 
     def training_tasks(self, config: TrainConfig) -> Tasks:
         """The stream to train on, checked as far as it is a list."""
@@ -225,7 +243,8 @@ def set_stage(
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        chat = _chat(model)
+        chat = chat_of(model)
+        _check_model(config, model)
         read_calls = None
         if config.agent.kind == "tools":
             from agentgrpo.engine import tool_call_reader
@@ -237,9 +256,10 @@ def set_stage(
             env=env,
             agent=make_agent(config, env, read_calls),
             chat=chat,
-            reward=make_reward(config.reward, env),
+            reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
             progress=progress,
+            user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
         _check_shown(config, stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
@@ -266,18 +286,10 @@ def start_engine(config: TrainConfig, stage: Stage) -> Player:
         raise ValueError(
             f"a package is missing or broken: {error}; see requirements-cpu.txt"
         ) from error
-    sampler = Sampler(
-        engine,
-        stage.agent,
-        stage.env,
-        stage.chat,
-        config.rollout,
-        max_live=config.sandbox.max_live,
-    )
     return Player(
         model=stage.model,
         engine=engine,
-        sampler=sampler,
+        sampler=_sampler(config, stage, engine),
         pool=stage.pool,
         env=stage.env,
         reward=stage.reward,
@@ -285,6 +297,13 @@ def start_engine(config: TrainConfig, stage: Stage) -> Player:
         tokenizer=stage.chat.tokenizer,
         progress=stage.progress,
     )
+
+
+def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
+    chat, rollout, live = stage.chat, config.rollout, config.sandbox.max_live
+    if stage.user_sampler is not None:
+        return CustomSampler(stage.user_sampler, engine, rollout, chat.stop_token_ids)
+    return Sampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
 
 
 def build_player(
@@ -310,10 +329,16 @@ def _with_answers(config: TrainConfig, env: Environment) -> bool:
 
 
 def _with_learner(
-    config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None, lock: IO[str]
+    config: TrainConfig,
+    player: Player,
+    tasks: Tasks,
+    resumed: Path | None,
+    log: RunLog,
+    lock: IO[str],
 ) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
+    from agentgrpo.preflight import preflight
 
     engine, progress = player.engine, player.progress
     agreement_threshold = config.engine.agreement_on(engine.device)
@@ -326,19 +351,19 @@ def _with_learner(
         temperature=config.rollout.temperature,
         weights=config.engine.weights,
         dlogp_limit=agreement_threshold,
+        reference=resolve_model(config.model) if config.loss.beta else None,
+        adapter=resumed if config.learner.lora.rank else None,
     )
-    settings = _flat(config.model_dump(mode="json"))
-    step = 0 if resumed is None else checkpoint.step_of(resumed)
-    trackers = open_trackers(config.trackers, config.out_dir, settings, step=step)
-    log = RunLog(config.out_dir, trackers)
-    if resumed is None:
-        log.cut_back({})
-    else:
-        state = learner.load_state(resumed / checkpoint.STATE)
-        tasks.load_state_dict(state["tasks"])
-        log.cut_back(state["log_offsets"])
+    if resumed is not None:
+        learner.load_state(resumed / checkpoint.STATE)
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
+    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
+        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
+            log.write(
+                learner.step_count,
+                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
+            )
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -357,9 +382,30 @@ def _with_learner(
     )
 
 
+def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
+    """The run's records and the position in its data, as the checkpoint remembers them."""
+    step = 0 if resumed is None else checkpoint.step_of(resumed)
+    settings = _flat(config.model_dump(mode="json"))
+    log = RunLog(config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step))
+    if resumed is None:
+        log.cut_back({})
+        return log
+    import torch
+
+    path = resumed / checkpoint.STATE
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    tasks.load_state_dict(state["tasks"])
+    log.cut_back(state["log_offsets"])
+    return log
+
+
 @contextlib.contextmanager
-def _locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this process's; the lock goes with the file object."""
+def locked(out_dir: Path) -> Iterator[IO[str]]:
+    """Make out_dir this run's; the lock goes with rank 0's file object."""
+    if parallel.rank() > 0:
+        with Path(os.devnull).open("w") as file:
+            yield file
+        return
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
     try:
@@ -371,11 +417,11 @@ def _locked(out_dir: Path) -> Iterator[IO[str]]:
         yield file
 
 
-MAY_CHANGE = {"out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
+MAY_CHANGE = {"out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints"}
 """Settings that a resumed run may have otherwise than it was started with."""
 
 
-def _require_same_run(config: TrainConfig) -> None:
+def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
     records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
@@ -430,6 +476,22 @@ def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
             )
 
 
+def _check_model(config: TrainConfig, model: str) -> None:
+    """The model is as long and as deep as the config asks."""
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(model).get_text_config()
+    layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
+    if wanted is not None and wanted > layers:
+        raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
+    positions = getattr(shape, "max_position_embeddings", None)
+    if positions is not None and config.engine.max_model_len > positions:
+        raise ValueError(
+            f"engine.max_model_len must be at most {positions}, the positions that {model!r} "
+            f"knows, got {config.engine.max_model_len}"
+        )
+
+
 def cache_dir() -> Path:
     """Where imported models are kept: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
     return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
@@ -459,6 +521,16 @@ def resolve_model(model: str) -> str:
     return model
 
 
+def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
+    """What a rollout is worth besides what the environment gives it."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    base = make_reward(config.reward, env)
+    return Scoring(base, config.reward, decode, total_steps=config.steps)
+
+
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it.
 
@@ -470,6 +542,12 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
         found = find_template(config.template)
     except SandboxException as error:
         raise ValueError(f"sandbox.template: {error}") from None
+    for path in config.site_dirs:
+        if Path(path).is_relative_to("/tmp") or Path(path).is_relative_to("/home/user"):
+            raise ValueError(
+                f"sandbox.site_dirs: {path} cannot be shown, sessions have a /tmp and a /home/user "
+                "of their own; move it elsewhere"
+            )
     try:
         template = dataclasses.replace(
             found,
@@ -479,10 +557,20 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
         )
     except ValueError as error:
         raise ValueError(str(error).replace("template.", "sandbox.")) from None
-    return SandboxPool(limits=limits, template=template, max_live=config.max_live)
+    return SandboxPool(
+        limits=limits,
+        template=template,
+        max_live=config.max_live,
+        allow_degraded=config.allow_degraded,
+    )
 
 
-def _chat(model: str) -> ChatTemplate:
+def chat_of(model: str) -> ChatTemplate:
+    """The chat template of a model's tokenizer.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has no usable template.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

@@ -7,14 +7,17 @@ A config file holds only what differs from the defaults below. Values on the com
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import pydantic
 from pydantic import Field
+
+from agentgrpo.types import Status, Treatment
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -54,9 +57,21 @@ class EngineConfig(Section):
     weights: Literal["auto", "shared", "copy"] = "auto"
     """One replica shared with the learner, or an in-place copy after every step. auto: share, and
     say why where that cannot be."""
+    sleep_level: Literal[1, 2] = 1
+    """What becomes of copied weights while the engine sleeps (CUDA): 1 keeps them in host memory, 2
+    drops them, to be copied in again by the learner. Shared weights never sleep."""
     agreement_threshold: Annotated[float, Field(gt=0)] | None = None
     """Largest |delta logp| in nats between sampler and learner on the same tokens before the run
     stops. None: 1e-3 in float32, 1.0 in bfloat16 (measured spread: 5e-5 and 0.43)."""
+
+    @pydantic.model_validator(mode="after")
+    def _may_drop(self) -> EngineConfig:
+        if self.sleep_level == 2 and self.weights != "copy":
+            raise ValueError(
+                "engine.sleep_level 2 drops the weights: it needs engine.weights = 'copy', "
+                f"got {self.weights!r}"
+            )
+        return self
 
     def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
         """The dtype that `auto` means on a device."""
@@ -145,10 +160,44 @@ class EnvConfig(Section):
     """What answers the policy (envs/, docs/agents.md)."""
 
     kind: str = "auto"
-    """python, console, tools, factory, mcp, math, unit_tests, search, gymnasium, reasoning_gym,
-    verifiers, tau2, or your own `module:Class`. auto: console for the repl agent, python else."""
+    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2, or
+    your own `module:Class`. auto: console for the repl agent, python for others."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's class; an unknown one is refused by name."""
+
+
+FILTERS: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
+
+
+class BranchConfig(Section):
+    """Branching where the policy was unsure after a tool's answer (rollout/branch.py)."""
+
+    initial: NotNegative = 0
+    """Rollouts that a group begins with; the others up to group_size branch off them, or begin
+    alone where nothing branches. 0: no branching."""
+    probability: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Of branching where the entropy is what it was in the rollout's first turn."""
+    entropy_weight: Annotated[float, Field(ge=0)] = 0.2
+    """How much the probability grows with the entropy's growth, in units of ln(vocabulary)."""
+    entropy_tokens: Positive = 20
+    """Tokens of a turn over which the entropy is averaged."""
+    top_logprobs: Annotated[int, Field(ge=1, le=20)] = 20
+    """From how many of the likeliest tokens the entropy is computed; the others count as one."""
+    consecutive_penalty: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Each branching in an unbroken row of them lowers the next one's probability by this share."""
+    budget: Literal["fixed", "aepo"] = "fixed"
+    """aepo: how many begin alone is decided when the first of a group has seen a tool's answer:
+    group_size * sigmoid(aepo_beta * (entropy of its first turn - of its turns after tools))."""
+    aepo_beta: Annotated[float, Field(ge=0)] = 1.0
+    """See budget."""
 
 
 class RolloutConfig(Section):
@@ -160,12 +209,46 @@ class RolloutConfig(Section):
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of sampling in training; evaluations are greedy."""
+    top_p: float = 1.0
+    """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
+    top_k: int = 0
+    """As top_p: to be refused."""
+    min_p: float = 0.0
+    """As top_p: to be refused."""
+    repetition_penalty: float = 1.0
+    """As top_p: to be refused."""
+    presence_penalty: float = 0.0
+    """As top_p: to be refused."""
+    frequency_penalty: float = 0.0
+    """As top_p: to be refused."""
     max_turns: Positive = 3
     """Turns of the policy in one rollout."""
     max_turn_tokens: Positive = 64
     """Tokens the policy may sample in one turn."""
-    max_observation_tokens: Positive = 64
-    """Longer observations keep their head and tail."""
+    max_response_tokens: Positive | None = None
+    """Tokens after the prompt, turns and observations together. None: engine.max_model_len."""
+    max_observation_tokens: NotNegative = 64
+    """Tokens of one tool's answer at most, the note that it was cut included."""
+    keep_observation: Literal["ends", "head", "tail"] = "ends"
+    """What is kept of an answer that is too long."""
+    max_tool_calls: NotNegative | None = None
+    """Tool calls of a rollout. One too many is refused, the policy is told once; the next ends it.
+    None: no limit but that of turns."""
+    max_calls_of: dict[str, NotNegative] = {}
+    """The same by tool; code runs under the name of its language: { python = 3 }."""
+    max_malformed: Positive | None = None
+    """Actions in a row whose form was wrong before the rollout ends. None: no limit."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Wall-clock seconds of a rollout. A tool that runs is not interrupted: it has its own."""
+    max_retries: NotNegative = 1
+    """Times that a rollout is played again whose treatment is "retry"."""
+    treatment: dict[Status, Treatment] = {}
+    """By status, what training makes of such rollouts where it is to be another than
+    rollout/limits.py says: { truncated_length = "mask" }."""
+    sampler: str = ""
+    """`module:Class` in place of rollout/sampler.py (see rollout/custom.py), or TRL's
+    `rollout_func:module:function` (rollout/trl.py). TRL's environment_factory is an env.kind."""
+    branching: BranchConfig = BranchConfig()
     refill_below: NotNegative = 0
     """Sample more tasks while fewer groups than this carry a gradient (DAPO's dynamic sampling,
     arXiv:2503.14476, 3.2); 0 never refills."""
@@ -173,12 +256,65 @@ class RolloutConfig(Section):
     """Extra rounds of sampling per step at most."""
     deterministic: pydantic.StrictBool = False
     """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
-    Costs the slowest tool call of each engine step."""
+    Costs the slowest tool call of each engine step. Without it each request's seed repeats, and
+    with it its tokens, but for rounding that differs with the batch it is computed in."""
 
     @property
     def max_sampled_tokens(self) -> int:
         """What one rollout may sample in all."""
         return self.max_turns * self.max_turn_tokens
+
+    @pydantic.model_validator(mode="after")
+    def _can_be_trained_on(self) -> RolloutConfig:
+        for name, neutral in FILTERS.items():
+            if (value := getattr(self, name)) != neutral:
+                raise ValueError(
+                    f"rollout.{name} must be {neutral:g}, got {value}: the sampler would "
+                    "renormalise over the tokens that are left, the learner does not, and every "
+                    "importance ratio would be biased; only temperature is exact "
+                    f"(evaluation.{name} is allowed)"
+                )
+        if self.treatment.get(Status.INFRA_ERROR) in (Treatment.TRAIN, Treatment.MASK):
+            raise ValueError(
+                "rollout.treatment.infra_error must be 'drop' or 'retry', got "
+                f"{str(self.treatment[Status.INFRA_ERROR])!r}: the machine failed, not the policy"
+            )
+        if self.branching.initial >= self.group_size:
+            raise ValueError(
+                f"rollout.branching.initial must be below rollout.group_size {self.group_size}, "
+                f"got {self.branching.initial}"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """How held-out tasks are played (evaluate.py). Nothing here is trained on.
+
+    top_p, top_k, min_p and penalties change the distribution in ways that the loss does not
+    account for: a sampled token's log-probability is then one of a renormalised distribution, off
+    by up to -log(top_p) from what the learner computes. So they are for evaluation only.
+    """
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that have this much probability together."""
+    top_k: NotNegative = 0
+    """0: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens below this share of the most likely one's probability."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Above 1: tokens that came before, prompt included, become less likely."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token that has been sampled."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token for each time it has been sampled."""
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """Those that do something, by vLLM's names."""
+        values = {name: getattr(self, name) for name in FILTERS}
+        return {name: value for name, value in values.items() if value != FILTERS[name]}
 
 
 class SandboxConfig(Section):
@@ -199,6 +335,10 @@ class SandboxConfig(Section):
     tools: Path | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.show_tools)."""
+    stateless: pydantic.StrictBool = False
+    """Every code step starts anew: no variables and no files of the step before."""
+    allow_degraded: pydantic.StrictBool = False
+    """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
 
 
 class DataConfig(Section):
@@ -257,8 +397,40 @@ class RewardConfig(Section):
     """Weight of a right final answer."""
     format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Weight of having acted without an error and then answered in the asked form."""
+    strict: bool = False
+    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
+    and ending with the right one does not pay."""
     tool_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Taken off for every call of a tool and every run of code."""
+    sigma_tool: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
+    (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
+    sigma_length: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How much a standard deviation of sampled tokens above the group's mean costs."""
+    decay_sigmas: pydantic.StrictBool = True
+    """Both sigmas fall linearly to 0 at the run's last step."""
+
+    functions: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the parts, by name."""
+        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
+        return {"answer": self.answer, "format": self.format, **named}
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
+
+    rank: NotNegative = 0
+    """Of the adapters; 0: none."""
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+    """The update is alpha / rank * B A."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one; empty: all but the head."""
 
 
 class LearnerConfig(Section):
@@ -266,39 +438,146 @@ class LearnerConfig(Section):
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
     """At the first step."""
-    decay: Literal["constant", "linear"] = "constant"
-    """linear: from learning_rate at the first step to final_learning_rate at the last."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From learning_rate after the warm-up to final_learning_rate after the last step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """At the last step, if it decays."""
+    warmup_steps: NotNegative = 0
+    """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled, as AdamW has it."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
+    lora: LoraConfig = LoraConfig()
     max_tokens: Positive = 2048
     """Packed tokens of one forward and backward pass."""
+    gradient_checkpointing: pydantic.StrictBool = False
+    """Keep the layers' inputs only and compute the rest again in the backward pass."""
+    offload_optimizer: pydantic.StrictBool = False
+    """CUDA: the optimizer's state waits in host memory while rollouts are generated."""
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of a step, counted from 0, of total_steps."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.learning_rate
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        left = max(0.0, 1 - done)
+        if self.decay == "cosine":
+            left = 0.5 * (1 - math.cos(math.pi * left))
+        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
 
 
 class LossConfig(Section):
-    """The GRPO objective (kernels/grpo_loss.py has the formula).
+    """The objective, under TRL's names (kernels/objective.py has papers and formulas)."""
 
-    Each batch of rollouts gets one optimizer step, so the ratio is 1 and nothing is clipped.
-    """
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"
+    ] = "dapo"
+    """Also chooses the normaliser, always of the whole update: mean over rollouts of their token
+    means (grpo, sapo, gmpo), over tokens (dapo, bnpo, cispo, vespo), a constant per rollout
+    (dr_grpo), per rollout (luspo)."""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """sequence: GSPO."""
+    epsilon: float | None = None
+    """Lower clip range. None: 0.2 (0.4 in log space for gmpo)."""
+    epsilon_high: float | None = None
+    """Upper clip range; None: epsilon. For cispo the bound itself, and required."""
+    delta: float | None = None
+    """Bound of the unclipped ratio (two-sided clipping)."""
+    clip_ratio_c: float | None = None
+    """Dual clip (verl's name)."""
+    sapo_temperature_pos: float = 1.0
+    """Of the soft gate for tokens of positive advantage (sapo)."""
+    sapo_temperature_neg: float = 1.05
+    """The same for negative advantage."""
+    vespo_k_pos: float = 2.0
+    """Exponent of the weight for sequences of positive advantage (vespo)."""
+    vespo_lambda_pos: float = 3.0
+    """Decay of that weight."""
+    vespo_k_neg: float = 3.0
+    """Exponent for negative advantage."""
+    vespo_lambda_neg: float = 2.0
+    """Decay for negative advantage."""
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
+    lora the policy without its adapter. 0: none, and no copy."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
+    use_bias_correction_kl: pydantic.StrictBool = True
+    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
+    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Weight of the entropy bonus."""
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Train on this share of the step's tokens only, those of highest entropy."""
+    off_policy_mask_threshold: float | None = None
+    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
+    from the policy that sampled them. None: none are."""
+    num_iterations: Positive = 1
+    """Passes over the rollouts of a step."""
+    num_mini_batches: Positive = 1
+    """Optimizer updates per pass, each on its share of the groups. With more than one update in all
+    the ratio leaves 1 and clipping begins."""
+    old_logps: Literal["recomputed", "sampler"] = "recomputed"
+    """What the ratio is taken to. recomputed: the policy before the step, on the learner's own path
+    (of the first forward pass if there is one update, else of an extra one); the difference to the
+    sampler is corrected for below. sampler: as recorded, and never an extra pass; the difference is
+    then a part of the ratio and clipped with it."""
+    vllm_importance_sampling_correction: pydantic.StrictBool = True
+    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+        "geometric_truncate", "geometric_mask",
+    ] = "token_truncate"  # fmt: skip
+    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
+    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of the weight."""
+    vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
+    """Lower bound of the weight."""
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "dapo"
-    """The normaliser: per rollout and then over rollouts (grpo), a constant per rollout (dr_grpo),
-    all trained tokens of the step (dapo)."""
-    scale_rewards: bool = True
-    """Divide a group's centred rewards by their standard deviation (DeepSeekMath); Dr. GRPO does
-    not."""
-    mismatch_cap: Annotated[float, Field(gt=0)] | None = 2.0
-    """Truncate the sampler/learner importance weight of a token here (TIS); None: no correction."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide centred rewards by the standard deviation of the group, of the whole step, or not
+    (Dr. GRPO). true and false are group and none, as in TRL."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group, or of the others in it (RLOO)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself."""
+    span_credit: Literal["rollout", "return_to_go"] = "rollout"
+    """Rewards of single turns or lines (Rollout.span_rewards) count for the whole rollout, or only
+    for what was sampled before they were given (advantages.py has the estimator)."""
+    branch_credit: Literal["soft", "hard"] = "soft"
+    """Tokens that branches share get each branch's advantage, or the mean of them (ARPO)."""
+
+    @pydantic.field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _scale(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+    @pydantic.model_validator(mode="after")
+    def _credits(self) -> LossConfig:
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            for key, value, needed in (
+                ("span_credit", self.span_credit, "rollout"),
+                ("scale_rewards", self.scale_rewards, "group"),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f"{key} must be {needed!r} with multi_objective_aggregation = "
+                        f"'normalize_then_sum', got {value!r}"
+                    )
+        return self
 
     @property
-    def estimator(self) -> Literal["grpo", "dr_grpo"]:
-        """The name advantages.py knows scale_rewards by."""
-        return "grpo" if self.scale_rewards else "dr_grpo"
+    def num_updates(self) -> int:
+        """Optimizer updates on the rollouts of one step."""
+        return self.num_iterations * self.num_mini_batches
 
 
 class TrainConfig(Section):
@@ -321,10 +600,15 @@ class TrainConfig(Section):
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
 
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Before the first step, play through the largest forward and backward pass and one sleep, to
+    learn at once what does not fit. auto: on CUDA; a CPU would swap rather than say so."""
+
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
@@ -342,6 +626,18 @@ class TrainConfig(Section):
                 f"rollout.max_turn_tokens must be below engine.max_model_len "
                 f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
             )
+        if self.loss.num_mini_batches > self.rollout.tasks_per_step:
+            raise ValueError(
+                f"loss.num_mini_batches must be at most rollout.tasks_per_step "
+                f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
+            )
+        if self.learner.lora.rank and self.learner.trained_layers is not None:
+            raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
+        if self.learner.lora.rank and self.engine.sleep_level == 2:
+            raise ValueError(
+                "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
+                f"learner.lora.rank {self.learner.lora.rank}"
+            )
         if self.learner.max_tokens < self.engine.max_model_len:
             raise ValueError(
                 f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
@@ -350,8 +646,20 @@ class TrainConfig(Section):
         return self
 
 
+Config = TypeVar("Config", bound=TrainConfig)
+
+
 def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The settings of a run: load_config_of(TrainConfig, ...)."""
+    return load_config_of(TrainConfig, name_or_path, overrides)
+
+
+def load_config_of(
+    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = ()
+) -> Config:
     """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
+
+    `kind` says which sections there may be: those of a run (TrainConfig), or more.
 
     Raises:
         ValueError: no such file, not TOML, a key that does not exist (the nearest is named), a
@@ -370,9 +678,9 @@ def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Trai
                 raise ValueError(f"override {override!r}: {parent} is not a section")
         section[leaf] = _value(text)
     try:
-        return TrainConfig.model_validate(table)
+        return kind.model_validate(table)
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from None
+        raise ValueError("\n".join(_explain(dict(e), kind) for e in error.errors())) from None
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -404,10 +712,10 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _explain(error: dict[str, Any], kind: type[Section]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where, _all_keys(TrainConfig), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(where, _all_keys(kind), n=1, cutoff=0.4)
         return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
     if error["type"] == "missing":
         return f"config key {where} is required"
@@ -423,7 +731,7 @@ def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             keys += _all_keys(inner, f"{prefix}{name}.")
-        assert not get_args(inner) or not any(
+        assert type(None) not in get_args(inner) or not any(
             isinstance(arg, type) and issubclass(arg, Section) for arg in get_args(inner)
         ), "sections may not be optional"
     return keys

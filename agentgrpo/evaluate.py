@@ -1,7 +1,10 @@
 """Held-out tasks, played greedily: the number that says whether the policy learned.
 
 `python -m agentgrpo.evaluate CONFIG [section.key=value ...]` plays them with config.model and
-prints the metrics as JSON; `model=RUN/checkpoints/step_000010` evaluates a checkpoint.
+prints the metrics as JSON; `model=RUN/checkpoints/step_000010` evaluates a checkpoint. What is
+measured besides, with intervals and by kind of task, is in its "measures" (measures.py, [measures]
+of the config). `--report DIR` writes all of it, per task, as report.json and report.md;
+`--compare DIR/report.json` adds the paired difference to an earlier report on the same tasks.
 """
 
 from __future__ import annotations
@@ -9,30 +12,49 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from agentgrpo.config import load_config
+from agentgrpo import measures, parallel
+from agentgrpo.config import load_config_of
+from agentgrpo.endpoints import Endpoint, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
-from agentgrpo.rewards import Reward, score
-from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.recipe_config import RecipeConfig
+from agentgrpo.rewards import Reward
+from agentgrpo.rollout.custom import AnySampler
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.scoring import Scoring, score_all
 from agentgrpo.types import Group, Metrics, Rollout, Status, Task
+
+if TYPE_CHECKING:
+    from agentgrpo.build import Player
 
 
 def evaluate(
-    sampler: Sampler, tasks: Sequence[Task], reward: Reward, *, seed: int = 0
+    sampler: AnySampler,
+    tasks: Sequence[Task],
+    reward: Reward | Scoring,
+    *,
+    seed: int = 0,
+    attempts: int = 1,
+    temperature: float = 0.0,
+    filters: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[Group], Metrics]:
-    """Play each task once at temperature 0 and score it.
+    """Play each task, once and greedily if not told otherwise, and score it; every rank its share.
 
     Returns:
-        The groups (of one rollout each), and their metrics; `solved` is the share of tasks whose
-        answer was right. Rollouts that the machine broke are counted and left out of the shares.
+        The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
+        rollouts whose answer was right. Those that the machine broke are counted and left out.
     """
-    groups, _ = sampler.play(tasks, 1, seed=seed, temperature=0.0)
-    for group in groups:
-        score(group, reward)
+    played, _ = sampler.play(
+        parallel.mine(tasks), attempts, seed=seed, temperature=temperature, filters=filters
+    )
+    score_all(played, reward)
+    groups = parallel.interleave(parallel.gather(played))
     return groups, summarize(groups)
 
 
@@ -68,8 +90,72 @@ def summarize(groups: Sequence[Group]) -> Metrics:
 
 
 def solved(rollout: Rollout) -> bool:
-    """Whether the answer was right: the environment's word ("solved"), else the reward's."""
-    return rollout.rewards.get("solved", rollout.rewards.get("answer", 0.0)) > 0
+    """Whether the answer was right: the environment's word, else the reward's, else any reward."""
+    for name in ("solved", "answer"):
+        if name in rollout.rewards:
+            return rollout.rewards[name] > 0
+    return rollout.reward > 0
+
+
+def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
+    """Play the held-out tasks as the config says; the metrics and measures.report()'s measures.
+
+    Raises:
+        ValueError: a task has no answer to compare with.
+        InfrastructureError: the machine broke most rollouts, or a judge does not answer.
+    """
+    c = config.measures
+    groups, metrics = evaluate(
+        player.sampler,
+        player.heldout,
+        player.reward,
+        seed=config.seed,
+        attempts=c.attempts,
+        temperature=c.temperature,
+        filters=config.evaluation.filters,
+    )
+    judge = _judge(config, c.judge, "measures.judge")
+    votes = _judge(config, c.conciseness_judge, "measures.conciseness_judge")
+
+    def text_of(rollout: Rollout) -> str:
+        told = [segment.token_ids for segment in rollout.segments[1:]]
+        return "".join(player.tokenizer.decode(ids) for ids in told)
+
+    rows = measures.measure_tasks(
+        groups,
+        measures.quality_by(c.quality, weight=config.reward.answer, judge=judge),
+        concise=None if votes is None else measures.conciseness(votes, text_of),
+        ks=c.pass_k,
+    )
+    return measures.report(rows, model=player.model, seed=config.seed, **metrics)
+
+
+def _judge(config: RecipeConfig, name: str, key: str) -> Endpoint | None:
+    if not name:
+        return None
+    if name not in config.endpoints or config.endpoints[name].kind == "engine":
+        raise ValueError(f"{key}: expected an endpoint of kind http or script, got {name!r}")
+    return make_endpoint(config.endpoints[name], name)
+
+
+def write_report(folder: Path, report: dict[str, Any], earlier: Path | None) -> None:
+    """report.json and report.md, with the comparison if there is an earlier report.json.
+
+    Raises:
+        ValueError: the earlier report is none, or is of other tasks.
+        OSError: a file cannot be read or written.
+    """
+    text = measures.markdown(report)
+    if earlier is not None:
+        try:
+            before = json.loads(earlier.read_text())
+            text += f"\nBefore: {before['model']}\n\n"
+            text += measures.markdown_of_comparison(before, report)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{earlier}: not a report of --report: {error!r}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "report.md").write_text(f"Model: {report['model']}\n\n{text}")
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +163,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m agentgrpo.evaluate", description=__doc__)
     parser.add_argument("config", help="a TOML file or the name of a shipped config")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(arguments)
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md")
+    parser.add_argument("--compare", type=Path, metavar="REPORT.json", help="an earlier report")
+    args = parser.parse_intermixed_args(arguments)
+    if args.compare and not args.report:
+        parser.error("--compare needs --report")
     prepare_environment()
     from rich.console import Console
 
@@ -85,17 +175,23 @@ def main(arguments: list[str]) -> int:
     from agentgrpo.progress import Progress
 
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config_of(RecipeConfig, args.config, args.overrides)
         quiet = Progress(config.steps, Console(stderr=True, highlight=False, soft_wrap=True))
         player = build_player(config, progress=quiet)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     try:
-        _, metrics = evaluate(player.sampler, player.heldout, player.reward, seed=config.seed)
+        report = evaluate_recipe(config, player)
+        if args.report:
+            write_report(args.report, report, args.compare)
+    except (ValueError, OSError, InfrastructureError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     finally:
         player.close()
-    print(json.dumps({"model": player.model, **metrics}, indent=1))  # noqa: T201
+    shown = {key: value for key, value in report.items() if key not in ("per_task", "kinds")}
+    print(json.dumps(shown, indent=1))  # noqa: T201
     return 0
 
 

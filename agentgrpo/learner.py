@@ -1,35 +1,56 @@
-"""The policy model, its optimizer, and one step on packed rollouts. Knows no algorithm by name:
-it sees, per loss term, a row, a target, an advantage, a weight and the sampler's log-probability.
+"""The trained side of the one policy: optimizer updates on packed rollouts, and what they leave.
+
+It knows no algorithm by name: it sees, per loss term, a row, a target, an advantage, a weight and
+the sampler's log-probability.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentgrpo import parallel
 from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
-from agentgrpo.engine import Engine
 from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
-from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.kernels.reduce import combine_metrics
-from agentgrpo.optimizer import MasterAdamW
+from agentgrpo.lora import Adapter
+from agentgrpo.losses import mismatch_metrics, objective_of
+from agentgrpo.optimizer import make_optimizer
+from agentgrpo.policy import (
+    Scorer,
+    checkpoint_layers,
+    freeze_all_but,
+    load_frozen,
+    make_policy,
+)
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
-from agentgrpo.weights import CannotShare, install, parameters_on_meta, views_for
+from agentgrpo.updates import Update
+from agentgrpo.weights import InPlaceCopy
+
+if TYPE_CHECKING:
+    from agentgrpo.engine import Engine
+
+
+class _Before(NamedTuple):
+    """What is known of a batch's terms before the first update of a step, [N] each."""
+
+    old_logp: Tensor | None
+    """None: that of the update's own forward pass, which is the same."""
+    ref_logp: Tensor | None
 
 
 class Learner:
-    """The trained side of the one policy.
+    """Trains the policy that an engine samples from.
 
     Args:
         model: Hugging Face directory or name, the one the engine was built from.
@@ -39,10 +60,13 @@ class Learner:
         weights: "auto", "shared" or "copy"; see EngineConfig.
         dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
             sampled token; above it step() refuses to update.
+        reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
+            training began with. None: model.
+        adapter: a checkpoint's folder to take the LoRA adapter from.
 
     Raises:
-        ValueError: weights="shared" where sharing is impossible, with the reason; or more
-            trained_layers than the model has.
+        ValueError: weights="shared" where sharing is impossible, with the reason; options that do
+            not go together; more trained_layers than the model has.
     """
 
     def __init__(
@@ -56,211 +80,364 @@ class Learner:
         temperature: float,
         weights: str = "auto",
         dlogp_limit: float,
+        reference: str | Path | None = None,
+        adapter: Path | None = None,
     ) -> None:
-        self._engine, self._config = engine, config
+        self._engine, self._config, self._loss = engine, config, loss
         self._total_steps, self._temperature = total_steps, temperature
         self._dlogp_limit = dlogp_limit
-        self._objective = _objective(loss)
+        self._objective = objective_of(loss)
         self.device = engine.device
-        self.weights, self.model = _policy(model, engine, weights)
-        self.trained = _freeze_all_but(self.model, config.trained_layers)
-        self._optimizer = MasterAdamW(
-            self.trained, lr=config.learning_rate, weight_decay=config.weight_decay
-        )
+        if config.lora.rank or parallel.world_size() > 1:
+            if weights == "shared":
+                raise ValueError(
+                    "engine.weights = 'shared' is impossible with learner.lora and on several ranks"
+                )
+            weights = "copy"
+        self.weights, self.model = make_policy(model, engine, weights)
+        self._adapter: Adapter | None = None
+        if config.lora.rank:
+            self._adapter = Adapter(self.model, config.lora, adapter)
+            self.trained = self._adapter.parameters
+        else:
+            self.trained = freeze_all_but(self.model, config.trained_layers)
+        self._num_trained = sum(p.numel() for p in self.trained)
+        if config.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        self._scorer = Scorer(self.model)
+        if parallel.world_size() > 1:
+            parallel.shard(self._scorer, self.model.get_decoder().layers)
+            self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._reference: Scorer | None = None
+        if loss.beta and self._adapter is None:
+            self._reference = Scorer(load_frozen(reference or model, engine))
+        self._optimizer = make_optimizer(config, self.trained)
         if self.weights == "shared":
             self.num_packed = engine.pack_frozen(self.trained)
         else:  # every weight is written to at each step
             self.num_packed = 0
             engine.unpack()
+            self._copy = InPlaceCopy(engine.model, engine.load_weights)
         self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
         """What was chosen, for the record."""
+        rows = self._scorer.rows
         return {
             "weights": self.weights,
             "device": self.device,
             "dtype": self._engine.dtype,
+            "prefixes": "shared" if rows is None else f"not shared ({rows})",
             "packed_frozen_layers": self.num_packed,
-            "trained_parameters": sum(p.numel() for p in self.trained),
+            "trained_parameters": self._num_trained,
             "all_parameters": sum(p.numel() for p in self.model.parameters()),
+            "ranks": parallel.world_size(),
             "kernels": backend_for(torch.device(self.device)),
         }
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may be trees; otherwise every rollout must be laid out alone."""
+        return self._scorer.rows is None
 
     def publish(self) -> Metrics:
         """Make the sampler's policy this one: a copy unless shared, then forget its cached keys."""
         started = time.perf_counter()
+        metrics: Metrics = {}
         if self.weights != "shared":
-            self._engine.load_weights(self._named())
+            copied = self._copy(self._named())
+            self._engine.weights_loaded()
+            metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)
         self._engine.reset_prefix_cache()
-        return {"publish_s": time.perf_counter() - started}
+        return metrics | {"publish_s": time.perf_counter() - started}
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Forward and backward over one row of num_tokens tokens, all of them loss terms.
+
+        Changes nothing. What the optimizer has yet to allocate is held meanwhile.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        to_come = 0 if self.step_count else 8 * sum(p.numel() for p in self.trained)
+        held = torch.empty(to_come, dtype=torch.uint8, device=self.device)
+        try:
+            scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
+            (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
+        finally:
+            del held
+            self._optimizer.zero_grad()
 
     @torch.no_grad()
     def score(self, token_ids: Int32) -> Float32:
         """Log-probability at temperature 1 of token_ids[1:], each given all before; [T-1] fp32."""
-        ids = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)
-        hidden = self._decoder()(input_ids=ids[None]).last_hidden_state[0]
-        rows = torch.arange(len(ids) - 1, device=self.device)
-        logp, _ = linear_logp(hidden, self._head(), rows, ids[1:])
-        return logp.cpu().numpy()
+        scored = self._scorer(_whole(token_ids), 1.0)
+        logp: Float32 = scored.logp_N.float().cpu().numpy()
+        return logp
 
     @property
     def vocab_size(self) -> int:
         """Ids the model knows."""
-        return self._head().shape[0]
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained in place of the weights, with learner.lora."""
+        return self._adapter
 
     def save_model(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face model directory (weights and config; no tokenizer)."""
+        """Write the policy as a Hugging Face model directory, or its adapter as a peft one.
+
+        No tokenizer. On several ranks all must call it; the first one writes.
+        """
+        if self._adapter is not None:
+            self._adapter.save(folder)
+            return
         # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
-        state = {name: p.detach().to("cpu", copy=True) for name, p in self._named()}
-        self.model.save_pretrained(folder, state_dict=state)
+        state = {name: parallel.whole(p).to("cpu", copy=True) for name, p in self._plain()}
+        if parallel.rank() == 0:
+            self.model.save_pretrained(folder, state_dict=state)
+
+    def state(self, **more: Any) -> dict[str, Any]:
+        """What a resumed run needs besides the weights: optimizer, step count, and `more`.
+
+        On several ranks all must call it; each gets all of it.
+        """
+        return {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}
 
     def save_state(self, path: Path, **more: Any) -> None:
-        """Write what a resumed run needs besides the weights: optimizer, step count, and `more`."""
-        torch.save(
-            {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}, path
-        )
+        """Write state(); on several ranks all must call it, the first one writes."""
+        state = self.state(**more)
+        if parallel.rank() == 0:
+            torch.save(state, path)
 
     def load_state(self, path: Path) -> dict[str, Any]:
         """Restore what save_state() wrote (the weights came with the engine); returns `more`.
 
         Raises:
-            ValueError: the file is of a run that trained other parameters.
+            ValueError: the file is of a run that trained other parameters, or no such file.
         """
-        state = torch.load(path, map_location=self.device, weights_only=True)
         try:
-            self._optimizer.load_state_dict(state["optimizer"])
-        except ValueError as error:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            optimizer, step = state["optimizer"], state["step"]
+        except (RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as the state of a run: {error}") from error
+        except Exception as error:  # pickle has an error of its own, without a common base
+            raise ValueError(f"{path} is no state of a run: {error}") from error
+        try:
+            self._optimizer.load_state_dict(optimizer)
+        except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{path} is of a run with other trained parameters: {error}"
             ) from error
-        self.step_count = state["step"]
+        self.step_count = step
         return dict(state)
 
-    def step(self, batches: Sequence[PackedBatch]) -> Metrics:
-        """One optimizer step on all batches together; their weights are the normaliser.
+    def step(self, updates: Sequence[Update]) -> Metrics:
+        """The optimizer updates of one step, each on all of its batches together.
 
-        With no batches (no group had a gradient) the weights stay and the step still counts.
+        Every rank is given all updates and works on its share of the batches. Without batches (no
+        group had a gradient) the weights stay and the step still counts.
+
+        Returns:
+            Means over the updates (`loss`, `grad_norm`) and over the loss terms (the rest).
 
         Raises:
             Disagreement: the sampler saw another policy; nothing was updated.
-            FloatingPointError: the gradient is not finite; nothing was updated.
+            FloatingPointError: a gradient is not finite; that update was not made.
         """
         started = time.perf_counter()
-        self._optimizer.zero_grad()
+        self._optimizer.to(self.device)
         self._optimizer.set_lr(self.learning_rate)
-        metrics: Metrics = {"learning_rate": self._optimizer.lr, "loss": 0.0, "grad_norm": 0.0}
-        parts = []
-        for batch in batches:
-            loss, measured = self._loss_of(batch)
-            loss.backward()
-            metrics["loss"] += loss.item()
-            parts.append(measured)
-        metrics |= combine_metrics(parts)
-        if batches:
-            gap = metrics["sampler_gap_max"]
-            require_agreement(gap, self._dlogp_limit, where="on the sampled tokens")
-            metrics["grad_norm"] = self._optimizer.step(max_grad_norm=self._config.max_grad_norm)
+        run = _Step()
+        live = [update for update in updates if update.batches]
+        self._look_ahead(live, run)
+        for epoch in range(self._loss.num_iterations):
+            for index, update in enumerate(live):
+                self._update(run, index, update, first_pass=epoch == 0)
         self.step_count += 1
-        metrics["packed_tokens"] = float(sum(len(batch.input_ids_T) for batch in batches))
+        if self._config.offload_optimizer:
+            self._optimizer.zero_grad()
+            self._optimizer.to("cpu")
+        metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
+        metrics |= run.metrics(self._objective)
+        tokens = sum(len(batch.input_ids_T) for update in live for batch in update.batches)
+        metrics["packed_tokens"] = float(tokens)
         metrics["seconds"] = time.perf_counter() - started
         return metrics
 
     @property
     def learning_rate(self) -> float:
         """Of the step about to be taken."""
-        c = self._config
-        if c.decay == "constant":
-            return c.learning_rate
-        left = max(0.0, 1 - self.step_count / self._total_steps)
-        return c.final_learning_rate + (c.learning_rate - c.final_learning_rate) * left
+        return self._config.learning_rate_at(self.step_count, self._total_steps)
 
-    def _loss_of(self, batch: PackedBatch) -> tuple[Tensor, TermMetrics]:
-        def on_device(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(array).to(self.device, dtype)
+    @torch.no_grad()
+    def _look_ahead(self, updates: Sequence[Update], run: _Step) -> None:
+        """Score every batch with the policies that the updates are compared with."""
+        more_than_one = len(updates) * self._loss.num_iterations > 1
+        wants_old = more_than_one and self._loss.old_logps == "recomputed"
+        wants_entropy = self._loss.top_entropy_quantile < 1
+        entropies = []
+        for index, update in enumerate(updates):
+            for number, batch, counts in parallel.share(update.batches):
+                old = ref = None
+                if wants_old or wants_entropy:
+                    scored = self._scorer(batch, self._temperature)
+                    if counts:
+                        run.saw(batch, scored.logp_N)
+                        entropies.append(scored.entropy_N.float().cpu().numpy())
+                    old = scored.logp_N
+                if self._loss.beta:
+                    ref = self._reference_logp(batch)
+                run.before[index, number] = _Before(old if wants_old else None, ref)
+        if wants_old or wants_entropy:
+            self._require_agreement(run)
+            run.looked = True
+        if wants_entropy:
+            together = np.concatenate([x for part in parallel.gather(entropies) for x in part])
+            quantile = np.quantile(together, 1 - self._loss.top_entropy_quantile)
+            run.entropy_threshold = float(quantile)
 
-        tout = on_device(batch.tout_T, torch.int64)
-        at = torch.arange(len(tout), device=self.device)
-        # query q (rows) sees key k (columns) iff k <= q < tout[k]
-        mask = (at[None, :] <= at[:, None]) & (at[:, None] < tout[None, :])
-        hidden = self._decoder()(
-            input_ids=on_device(batch.input_ids_T, torch.int64)[None],
-            position_ids=on_device(batch.positions_T, torch.int64)[None],
-            attention_mask=mask[None, None],
-        ).last_hidden_state[0]
-        logp_N, entropy_N = linear_logp(
-            hidden,
-            self._head(),
-            on_device(batch.row_N, torch.int64),
-            on_device(batch.target_N, torch.int64),
-            temperature=self._temperature,
+    def _reference_logp(self, batch: PackedBatch) -> Tensor:
+        if self._adapter is not None:
+            with self._adapter.off():
+                return Tensor(self._scorer(batch, self._temperature).logp_N)
+        assert self._reference is not None
+        return Tensor(self._reference(batch, self._temperature).logp_N)
+
+    def _update(self, run: _Step, index: int, update: Update, *, first_pass: bool) -> None:
+        self._optimizer.zero_grad()
+        loss_sum = 0.0
+        for number, batch, counts in parallel.share(update.batches):
+            loss, measured, logp = self._loss_of(batch, run, run.before[index, number], update)
+            # FSDP averages gradients over the ranks; the weights are a share of the whole
+            (loss * (parallel.world_size() if counts else 0.0)).backward()
+            if counts:
+                loss_sum += loss.item()
+                run.parts.append(measured)
+                if first_pass and not run.looked:
+                    run.saw(batch, logp)
+        if first_pass and index == 0 and not run.looked:
+            self._require_agreement(run)
+        run.losses.append(parallel.total(loss_sum))
+        run.norms.append(self._optimizer.step(max_grad_norm=self._config.max_grad_norm))
+
+    def _require_agreement(self, run: _Step) -> None:
+        widest = max((float(np.abs(gap).max()) for gap in run.gaps if len(gap)), default=0.0)
+        require_agreement(
+            parallel.largest(widest), self._dlogp_limit, where="on the sampled tokens"
         )
+
+    def _loss_of(
+        self, batch: PackedBatch, run: _Step, before: _Before, update: Update
+    ) -> tuple[Tensor, TermMetrics, Tensor]:
+        """(loss, the kernel's metrics, detached log-probabilities)."""
+        logp_N, entropy_N = self._scorer(batch, self._temperature)
+
+        def like_logp(array: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(array).to(logp_N.device, logp_N.dtype)
+
+        sampler = like_logp(batch.old_logp_N)
+        detached = logp_N.detach()
+        if self._loss.old_logps == "sampler":
+            old = torch.where(sampler.isfinite(), sampler, detached)
+        else:
+            old = detached if before.old_logp is None else before.old_logp
         loss, metrics = grpo_loss(
             logp_N,
-            logp_N.detach(),  # one update per batch of rollouts: the old policy is this one
-            on_device(batch.advantage_N, torch.float32),
-            on_device(batch.weight_N, torch.float32),
+            old,
+            like_logp(batch.advantage_N),
+            like_logp(batch.weight_N),
             self._objective,
-            sampler_logp_N=on_device(batch.old_logp_N, torch.float32),
-            entropy_N=entropy_N.detach(),
+            ref_logp_N=before.ref_logp,
+            sampler_logp_N=sampler,
+            entropy_N=entropy_N,
+            entropy_threshold=run.entropy_threshold,
+            sequence_N=torch.from_numpy(batch.sample_N).to(logp_N.device, torch.int64),
+            num_sequences=update.num_samples,
         )
-        return loss, metrics
+        return loss, metrics, detached
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    def _plain(self) -> list[tuple[str, Tensor]]:
         return list(self.model.named_parameters())
 
-    def _decoder(self) -> Any:
-        return self.model.get_decoder()
-
-    def _head(self) -> Tensor:
-        return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
-
-
-def _policy(model: str | Path, engine: Engine, weights: str) -> tuple[str, Any]:
-    """The transformers model, on the engine's own tensors where the two can share them."""
-    config = AutoConfig.from_pretrained(model)
-    options = {"dtype": getattr(torch, engine.dtype), "attn_implementation": "sdpa"}
-    if weights != "copy":
-        with parameters_on_meta():
-            policy: Any = AutoModelForCausalLM.from_config(config, **options)
-        try:
-            install(policy, views_for(engine.model, policy))
-        except CannotShare as error:
-            if weights == "shared":
-                raise ValueError(
-                    f"engine.weights = 'shared' is impossible here: {error}"
-                ) from error
-            return f"copy ({error})", _loaded(model, engine, options)
-        return "shared", policy.to(engine.device).eval()
-    return "copy", _loaded(model, engine, options)
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        """Whole tensors under the names of the checkpoint, the adapter merged into them."""
+        if self._adapter is not None:
+            return self._adapter.merged()
+        return ((name, parallel.whole(p)) for name, p in self._plain())
 
 
-def _loaded(model: str | Path, engine: Engine, options: dict[str, Any]) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, **options)
-    return loaded.to(engine.device).eval()
+class _Step:
+    """What the updates of one step add up to, on this rank."""
 
+    def __init__(self) -> None:
+        self.before: dict[tuple[int, int], _Before] = {}
+        self.looked = False
+        """Whether every batch was scored before the first update."""
+        self.entropy_threshold: float | None = None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.parts: list[TermMetrics] = []
+        self.gaps: list[Float32] = []
+        self._labels: list[tuple[Int32, Int32]] = []
 
-def _freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
-    """Require gradients of the last layers only (None: of everything); returns those parameters."""
-    if trained_layers is None:
-        trained = list(model.parameters())
-    else:
-        layers = model.get_decoder().layers
-        if trained_layers > len(layers):
-            raise ValueError(
-                f"learner.trained_layers must be at most {len(layers)}, got {trained_layers}"
+    def saw(self, batch: PackedBatch, logp_N: Tensor) -> None:
+        """Remember how far the sampler was from the learner on a batch's terms."""
+        self.gaps.append(logp_N.detach().float().cpu().numpy() - batch.old_logp_N)
+        self._labels.append((batch.sample_N, batch.turn_N))
+
+    def metrics(self, objective: Objective) -> Metrics:
+        """All ranks' together."""
+        metrics = {
+            "loss": float(np.mean(self.losses)) if self.losses else 0.0,
+            "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,
+        }
+        if len(self.norms) > 1:
+            metrics["grad_norm_max"] = max(self.norms)
+        metrics |= combine_metrics(
+            [
+                {name: torch.tensor(value) for name, value in part.items()}
+                for parts in parallel.gather(_as_floats(self.parts))
+                for part in parts
+            ]
+        )
+        seen = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
+        gaps, samples, turns, offset = [], [], [], 0
+        for gap, (sample, turn) in (item for part in seen for item in part):
+            gaps.append(gap)
+            turns.append(turn)
+            samples.append(sample + np.int32(offset))  # a rollout lies in one batch
+            offset += int(sample.max(initial=-1)) + 1
+        if gaps:
+            metrics |= mismatch_metrics(
+                np.concatenate(gaps), np.concatenate(samples), np.concatenate(turns), objective
             )
-        trained = [p for layer in layers[-trained_layers:] for p in layer.parameters()]
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    return trained
+        return metrics
 
 
-def _objective(config: LossConfig) -> Objective:
-    """The kernel's name for the config's options. The normaliser comes in as weights."""
-    return Objective(
-        loss_type=config.loss_type,
-        vllm_importance_sampling_correction=config.mismatch_cap is not None,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=config.mismatch_cap or 1.0,
+def _as_floats(parts: Sequence[TermMetrics]) -> list[dict[str, float]]:
+    """One transfer from the device."""
+    if not parts:
+        return []
+    names = sorted(parts[0])
+    rows = torch.stack([torch.stack([p[name].double() for name in names]) for p in parts])
+    return [dict(zip(names, row, strict=True)) for row in rows.tolist()]
+
+
+def _whole(token_ids: Int32) -> PackedBatch:
+    """One sequence, every token but the first a term."""
+    count = len(token_ids)
+    zeros = np.zeros(count - 1, np.float32)
+    return PackedBatch(
+        input_ids_T=token_ids,
+        positions_T=np.arange(count, dtype=np.int32),
+        tout_T=np.full(count, count, np.int32),
+        row_N=np.arange(count - 1, dtype=np.int32),
+        target_N=token_ids[1:],
+        sample_N=np.zeros(count - 1, np.int32),
+        turn_N=np.zeros(count - 1, np.int32),
+        old_logp_N=zeros,
+        advantage_N=zeros,
+        weight_N=zeros,
     )

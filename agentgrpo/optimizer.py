@@ -11,23 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from agentgrpo import parallel
+from agentgrpo.config import LearnerConfig
+
+_EXACT = (torch.float32, torch.float64)
 
 
 class MasterAdamW:
     """torch.optim.AdamW over float32 copies; a parameter that is float32 already is its own master.
 
     Args:
-        parameters: leaves that require a gradient; updated in place.
+        parameters: leaves that require a gradient, whole or sharded; updated in place.
         lr, weight_decay: as in torch.optim.AdamW (betas 0.9, 0.999; eps 1e-8).
+        adamw: the class that does it, with AdamW's arguments. None: torch's, fused on CUDA.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], *, lr: float, weight_decay: float, adamw: Any = None
+    ) -> None:
         self._parameters = list(parameters)
         self._masters = [
-            p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            p if p.dtype in _EXACT else p.detach().float().requires_grad_()
             for p in self._parameters
         ]
-        self._adamw = torch.optim.AdamW(self._masters, lr=lr, weight_decay=weight_decay)
+        self._adamw: Any = (adamw or torch.optim.AdamW)(
+            self._masters, lr=lr, weight_decay=weight_decay, **({} if adamw else _fused(parameters))
+        )
 
     @property
     def lr(self) -> float:
@@ -41,7 +52,7 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for p in self._parameters:
+        for p in (*self._parameters, *self._masters):
             p.grad = None
 
     @torch.no_grad()
@@ -54,24 +65,90 @@ class MasterAdamW:
         for p, master in zip(self._parameters, self._masters, strict=True):
             if master is not p:
                 master.grad = None if p.grad is None else p.grad.float()
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm)
+        norm = parallel.whole(norm).item()
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient norm is {norm}; the weights are unchanged")
         self._adamw.step()
-        for p, master in zip(self._parameters, self._masters, strict=True):
-            if master is not p:
-                p.copy_(master)
-        return norm
+        for p, master in self._lower():
+            p.copy_(master)
+        return float(norm)
+
+    @torch.no_grad()
+    def to(self, device: torch.device | str) -> None:
+        """Move moments and masters; parameters that are their own masters stay where they are."""
+        for state in self._adamw.state.values():
+            for name, value in state.items():
+                # AdamW wants its scalar count on the CPU, unless it is fused
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = value.to(device, non_blocking=True)
+        for _, master in self._lower():
+            master.data = master.data.to(device, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, and the masters of parameters that are not float32."""
-        lower = [m for p, m in zip(self._parameters, self._masters, strict=True) if m is not p]
-        return {"adamw": self._adamw.state_dict(), "masters": [m.detach() for m in lower]}
+        """Moments, and the masters of parameters that are not float32; whole, on every rank."""
+        return {
+            "adamw": tree_map(_whole, self._adamw.state_dict()),
+            "masters": [parallel.whole(master) for _, master in self._lower()],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what state_dict() returned, for the same parameters."""
-        self._adamw.load_state_dict(state["adamw"])
-        lower = [m for p, m in zip(self._parameters, self._masters, strict=True) if m is not p]
-        for master, saved in zip(lower, state["masters"], strict=True):
-            master.copy_(saved)
+        """Restore what state_dict() returned, for the same parameters.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        adamw, lower = dict(state["adamw"]), self._lower()
+        if len(state["masters"]) != len(lower):
+            raise ValueError(f"{len(state['masters'])} masters, expected {len(lower)}")
+        adamw["state"] = {
+            index: {name: self._mine(index, name, value) for name, value in moments.items()}
+            for index, moments in adamw["state"].items()
+        }
+        self._adamw.load_state_dict(adamw)
+        for (_, master), saved in zip(lower, state["masters"], strict=True):
+            master.copy_(parallel.sharded_like(saved, master))
+
+    def _lower(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(self._parameters, self._masters, strict=True)
+        return [(p, master) for p, master in pairs if master is not p]
+
+    def _mine(self, index: int, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        if index >= len(self._masters) or value.shape != self._masters[index].shape:
+            want = tuple(self._masters[index].shape) if index < len(self._masters) else "none"
+            raise ValueError(f"{name} of parameter {index}: {tuple(value.shape)}, expected {want}")
+        return parallel.sharded_like(value, self._masters[index])
+
+
+def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> MasterAdamW:
+    """The optimizer that a config asks for.
+
+    Raises:
+        ValueError: adamw_8bit without a GPU or without bitsandbytes.
+    """
+    adamw = None
+    if config.optimizer == "adamw_8bit":  # NEVER RUN yet: it needs a GPU
+        if not torch.cuda.is_available():
+            raise ValueError("learner.optimizer = 'adamw_8bit' needs a CUDA device")
+        try:
+            from bitsandbytes.optim import AdamW8bit as adamw
+        except ImportError as error:
+            raise ValueError(
+                f"learner.optimizer = 'adamw_8bit' needs the package bitsandbytes: {error}"
+            ) from error
+    return MasterAdamW(
+        parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adamw=adamw
+    )
+
+
+def _fused(parameters: Sequence[Tensor]) -> dict[str, bool]:
+    return {"fused": True} if parameters and parameters[0].is_cuda else {}
+
+
+def _whole(value: Any) -> Any:
+    return parallel.whole(value) if isinstance(value, Tensor) else value

@@ -2,8 +2,8 @@
 
 A shipped kind is a line in a table here; a user's is `module:Class`. An environment is called with
 `env.options` and with whatever it asks for by name of what the run has: `pool` (the sandbox),
-`timeout_s` (of one step), `seed`. An agent of the user's own is called with `agent.options`, and
-with `env` if it asks for it.
+`timeout_s` (of one step), `stateless`, `seed`. An agent of the user's own is called with
+`agent.options`, and with `env` if it asks for it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ ENVIRONMENTS = {
     "tools": "agentgrpo.envs.tools:ToolEnv",
     "factory": "agentgrpo.envs.factory:FactoryEnv",
     "mcp": "agentgrpo.envs.mcp:McpEnv",
-    "math": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "gymnasium": "agentgrpo.envs.gymnasium:GymnasiumEnv",
     "reasoning_gym": "agentgrpo.envs.reasoning_gym:ReasoningGymEnv",
-    "verifiers": "agentgrpo.envs.verifiers:VerifiersEnv",
     "tau2": "agentgrpo.envs.tau2:Tau2Env",
 }
 REWARDS: dict[str, Callable[..., Reward]] = {
@@ -71,7 +69,12 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
             f"env.kind: expected auto, {', '.join(ENVIRONMENTS)} or 'module:Class', "
             f"got {kind!r}{hint}"
         )
-    given = {"pool": pool, "timeout_s": config.sandbox.timeout_s, "seed": config.seed}
+    given = {
+        "pool": pool,
+        "timeout_s": config.sandbox.timeout_s,
+        "stateless": config.sandbox.stateless,
+        "seed": config.seed,
+    }
     made = _construct(
         load_callable(ENVIRONMENTS.get(kind, kind), key="env.kind"),
         config.env.options,
@@ -143,9 +146,14 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     if kind == "auto":
         kind = "none" if getattr(env, "judges", False) else "numeric"
     if ":" in kind:
+        if config.strict:
+            raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
         reward = load_reward(kind)
     elif kind in REWARDS:
-        reward = REWARDS[kind](answer=config.answer, format=config.format)
+        strict = {"strict": True} if config.strict else {}
+        if strict and kind != "numeric":
+            raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
+        reward = REWARDS[kind](answer=config.answer, format=config.format, **strict)
     else:
         raise ValueError(
             f"reward.kind: expected auto, {', '.join(REWARDS)} or 'module:function', got {kind!r}"

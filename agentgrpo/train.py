@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from agentgrpo.advantages import assign_advantages, has_gradient
+from agentgrpo import parallel
+from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.interrupt import stop_after_step
-from agentgrpo.losses import token_weights
-from agentgrpo.packing import pack_tree
-from agentgrpo.rewards import score
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.scoring import RewardError, score_all
 from agentgrpo.types import Group, Metrics
+from agentgrpo.updates import plan_updates
 
 if TYPE_CHECKING:
     from agentgrpo.build import Parts
@@ -41,18 +42,16 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
             groups, sampled = collect(config, parts, step)
         parts.tasks.feedback(groups)
         with progress.phase("packing"):
-            weights = token_weights(
-                groups, config.loss.loss_type, config.rollout.max_sampled_tokens
-            )
-            batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=weights)
+            shared = learner.shares_prefixes
+            updates = plan_updates(groups, config, step=step, share_prefixes=shared)
         with progress.phase("recording"):
             log.rollouts(step, groups)
         with progress.phase("learning"):
-            learned = learner.step(batches)
+            learned = learner.step(updates)
         time = progress.lap()
         log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
         progress.step_done(step, sampled, learned, engine_metrics)
-        last, stop = learner.step_count == config.steps, stopping()
+        last, stop = learner.step_count == config.steps, parallel.largest(stopping()) > 0
         if learner.step_count % config.save_every == 0 or last or stop:
             with progress.phase("saving"):
                 progress.say(f"saved {parts.save(config)}")
@@ -66,10 +65,10 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
 def generating(parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
     with parts.progress.phase("waking the engine"):
-        parts.engine.wake()
+        metrics = parts.engine.wake()
     try:
         with parts.progress.phase("syncing the weights"):
-            metrics = parts.learner.publish()
+            metrics |= parts.learner.publish()
             metrics |= check_agreement(
                 parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
             )
@@ -85,23 +84,24 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     metrics: Metrics = {}
     for refill in range(1 + c.max_refills):
         with parts.progress.phase(f"playing {c.tasks_per_step} tasks x {c.group_size}"):
-            played, stats = parts.sampler.play(
-                parts.tasks.next(c.tasks_per_step), c.group_size, seed=config.seed_of(step, refill)
-            )
-        for group in played:
-            score(group, parts.reward)
-            assign_advantages(group, estimator=config.loss.estimator)
-        groups += played
-        for name, value in stats.metrics().items():
-            metrics[name] = metrics.get(name, 0.0) + value
+            tasks = parallel.mine(parts.tasks.next(c.tasks_per_step))
+            seed = config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
+            played, stats = parts.sampler.play(tasks, c.group_size, seed=seed)
+        score_all(played, parts.reward, step=step)
+        groups += parallel.interleave(parallel.gather(played))
+        assign_advantages(groups, config.loss, config.reward.weights)
+        for counts in parallel.gather(stats.metrics()):
+            for name, value in counts.items():
+                metrics[name] = metrics.get(name, 0.0) + value
         live = sum(map(has_gradient, groups))
         if live >= c.refill_below:
             break
+    metrics |= Counter(f"dead_{reason}" for group in groups if (reason := why_dead(group)))
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
 
 
 def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
-    """Play the held-out tasks greedily; record and print what share was solved.
+    """Play the held-out tasks as config.evaluation says; record and print what share was solved.
 
     Due before the first step, after the last and every eval_every: a function of the step alone, so
     that a resumed run records what an uninterrupted one does.
@@ -109,7 +109,10 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
-        groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
+        groups, metrics = evaluate(
+            parts.sampler, parts.heldout, parts.reward, seed=config.seed,
+            temperature=config.evaluation.temperature, filters=config.evaluation.filters,
+        )  # fmt: skip
     parts.log.rollouts(step, groups, split="heldout")
     parts.log.write(step, eval=metrics, time=parts.progress.lap())
     parts.progress.evaluated(step, metrics)
@@ -139,6 +142,16 @@ def main(arguments: list[str]) -> int:
         if args.dry_run:
             print(planned(config))  # noqa: T201
             return 0
+    except (ValueError, OSError, SandboxUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return run(config, build)
+
+
+def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train; says what went wrong. Returns the exit status."""
+    try:
+        parallel.start()
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
@@ -149,7 +162,7 @@ def main(arguments: list[str]) -> int:
     try:
         with stop_after_step(parts.progress.say) as stopping:
             train(config, parts, stopping)
-    except (Disagreement, InfrastructureError) as error:
+    except (Disagreement, InfrastructureError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
     except (FloatingPointError, OSError, ValueError) as error:
@@ -160,6 +173,7 @@ def main(arguments: list[str]) -> int:
         return 130
     finally:
         parts.close()
+        parallel.stop()
     if parts.learner.step_count < config.steps:
         parts.progress.say(f"stopped. {CONTINUE}")
         return 130

@@ -10,6 +10,7 @@ extern PyMethodDef agentgrpo_delta_methods[];
 extern PyMethodDef agentgrpo_ingest_methods[];
 extern PyMethodDef agentgrpo_pack_methods[];
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
+extern PyMethodDef agentgrpo_sandbox_landlock_methods[];
 extern PyMethodDef agentgrpo_sandbox_loop_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];

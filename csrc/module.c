@@ -17,6 +17,7 @@ add_all(PyObject *module)
         agentgrpo_ingest_methods,
         agentgrpo_pack_methods,
         agentgrpo_sandbox_files_methods,
+        agentgrpo_sandbox_landlock_methods,
         agentgrpo_sandbox_loop_methods,
         agentgrpo_sandbox_spawn_methods,
         agentgrpo_sandbox_step_methods,

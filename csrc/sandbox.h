@@ -54,6 +54,11 @@ void sandbox_report(int status_fd, const struct sandbox_report *message, const i
 void sandbox_refuse(int status_fd, enum sandbox_setup_step step);
 void sandbox_take_descriptors(int status_fd, const int *wanted, int count, int open_files,
                               const struct sandbox_filter *filter);
+/* Leaves this process and its children nothing but: reading the paths in readable (joined by ":"),
+ * everything in home. Does nothing where the kernel has no Landlock. Returns 0, or -1 with errno.
+ */
+int sandbox_restrict_files(const char *readable, const char *home);
+
 void sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
                       const struct sandbox_filter *filter);
 

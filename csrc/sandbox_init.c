@@ -135,8 +135,6 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    signal(SIGPIPE, SIG_DFL); /* Python, whose copy this is, ignores these two */
-    signal(SIGXFSZ, SIG_DFL);
     setsid();
     if (parse_order(text, end, order, &directory, arguments, environment) < 0) {
         errno = EINVAL;
@@ -181,6 +179,17 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
     close(pidfd);
 }
 
+/* The end of the session. PID 1 takes its namespace with it, by the kernel; without a namespace
+ * (MODE_BARE) everything is in one process group, which no process of it can leave. */
+static void
+leave(int code)
+{
+    if (getpid() != 1) {
+        kill(0, SIGKILL);
+    }
+    _exit(code);
+}
+
 static void
 obey(int open_files, const struct sandbox_filter *filter)
 {
@@ -201,11 +210,11 @@ obey(int open_files, const struct sandbox_filter *filter)
         return;
     }
     if (count <= 0) { /* the host closed its end or died: so does everything in here */
-        _exit(0);
+        leave(0);
     }
     struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
     if (rights == NULL || count < (ssize_t)sizeof order) {
-        _exit(SANDBOX_EXIT_SETUP);
+        leave(SANDBOX_EXIT_SETUP);
     }
     int fds[6];
     const int num_fds = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
@@ -229,7 +238,7 @@ reap(pid_t interpreter)
                          used.ru_utime.tv_usec + used.ru_stime.tv_usec;
         if (pid == interpreter) {
             sandbox_report(CONTROL, &message, NULL, 0);
-            _exit(0); /* and the kernel ends what is left of the session */
+            leave(0);
         }
         for (int i = 0; i < MAX_CHILDREN; i++) {
             if (children[i].pid == pid) {
@@ -254,6 +263,9 @@ sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
         close(fd);
     }
     prctl(PR_SET_NAME, "sandbox-init");
+    for (int number = 1; number <= 64; number++) { /* Python's: the kernel would deliver to them */
+        signal(number, SIG_DFL);
+    }
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
@@ -262,7 +274,7 @@ sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
                                {.fd = CONTROL, .events = POLLIN}};
     for (;;) {
         if (poll(watched, 2, -1) < 0 && errno != EINTR) {
-            _exit(SANDBOX_EXIT_SETUP);
+            leave(SANDBOX_EXIT_SETUP);
         }
         struct signalfd_siginfo info;
         while (read(signals, &info, sizeof info) > 0) {

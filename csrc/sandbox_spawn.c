@@ -38,15 +38,19 @@ enum mode {
     MODE_USERNS,   /* clone into new namespaces, user namespace included */
     MODE_ROOT,     /* the same without a user namespace, under a user id of the session's own */
     MODE_IN_PLACE, /* nsjail made this process PID 1 of namespaces of its own already */
+    MODE_BARE,     /* no namespaces: Landlock, the filter, limits; home_options is the directory to
+                    * work in, tmp_options the readable paths, joined by ":" */
 };
 enum { MAX_CGROUPS = 3 };
+/* They count for the owner of the namespace too: 96000 would be all that the host's user has. */
+enum { MAX_QUEUED_SIGNALS = 64 };
 
 struct session_spec {
     int status, request, response, out, err;
     const char *home_options, *tmp_options, *shm_options;
     int cgroups[MAX_CGROUPS]; /* -1: none */
     unsigned long long address_space, processes, file_size, cpu_s;
-    int open_files, niceness, mode;
+    int open_files, niceness, mode, own_proc;
     unsigned int uid;
     struct sandbox_filter filter;
 };
@@ -92,7 +96,10 @@ mount_private_files(const struct session_spec *spec)
         mount("tmpfs", "/dev/shm", "tmpfs", plain | MS_NOEXEC, spec->shm_options) < 0) {
         refuse(spec, SANDBOX_SETUP_MOUNTS);
     }
-    if (mount("proc", "/proc", "proc", plain | MS_NOEXEC | MS_RDONLY, "subset=pid") < 0) {
+    const unsigned long locked = plain | MS_NOEXEC | MS_RDONLY;
+    const int failed = spec->own_proc ? mount("proc", "/proc", "proc", locked, "subset=pid")
+                                      : mount("tmpfs", "/proc", "tmpfs", locked, "size=4k");
+    if (failed < 0) {
         refuse(spec, SANDBOX_SETUP_PROC);
     }
     if (chdir("/home/user") < 0) {
@@ -133,9 +140,10 @@ set_limits(const struct session_spec *spec)
     limit(spec, RLIMIT_NPROC, spec->processes);
     limit(spec, RLIMIT_FSIZE, spec->file_size);
     limit(spec, RLIMIT_CPU, spec->cpu_s);
-    limit(spec, RLIMIT_CORE, 0);
+    limit(spec, RLIMIT_CORE, 1); /* 0 would still start a core dump handler, 1 does not: core(5) */
     limit(spec, RLIMIT_MEMLOCK, 65536);
     limit(spec, RLIMIT_MSGQUEUE, 0);
+    limit(spec, RLIMIT_SIGPENDING, MAX_QUEUED_SIGNALS);
     /* under nice(1) the inherited value may be higher already, and may not be lowered */
     if (getpriority(PRIO_PROCESS, 0) < spec->niceness &&
         setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {
@@ -146,7 +154,9 @@ set_limits(const struct session_spec *spec)
 static void
 drop_privileges(const struct session_spec *spec)
 {
-    for (unsigned long capability = 0; spec->mode != MODE_IN_PLACE; capability++) {
+    const int has_capabilities =
+        spec->mode != MODE_IN_PLACE && !(spec->mode == MODE_BARE && geteuid());
+    for (unsigned long capability = 0; has_capabilities; capability++) {
         if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0) {
             if (errno == EINVAL && capability > 0) { /* one past the kernel's last capability */
                 break;
@@ -154,9 +164,10 @@ drop_privileges(const struct session_spec *spec)
             refuse(spec, SANDBOX_SETUP_PRIVILEGES);
         }
     }
-    if (spec->mode == MODE_ROOT && (syscall(SYS_setgroups, 0, NULL) < 0 ||
-                                    syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
-                                    syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
+    const int own_user = spec->mode == MODE_ROOT || (spec->mode == MODE_BARE && geteuid() == 0);
+    if (own_user && (syscall(SYS_setgroups, 0, NULL) < 0 ||
+                     syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
+                     syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
     }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
@@ -193,17 +204,34 @@ enter_namespaces(const struct session_spec *spec)
     }
 }
 
+/* What there is without namespaces: a process group that nothing can leave (the filter has no
+ * setsid), whose init gets all orphans, and files by Landlock. */
+static void
+enter_group(const struct session_spec *spec)
+{
+    if (setsid() < 0 || prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) < 0) {
+        refuse(spec, SANDBOX_SETUP_USERS);
+    }
+    if (chdir(spec->home_options) < 0 ||
+        sandbox_restrict_files(spec->tmp_options, spec->home_options) < 0) {
+        refuse(spec, SANDBOX_SETUP_MOUNTS);
+    }
+}
+
 /* In PID 1: sets the session up; returns only in PID 2. */
 static void
 run_session(const struct session_spec *spec)
 {
     signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
     enter_cgroups(spec);
-    if (spec->mode != MODE_IN_PLACE) {
+    if (spec->mode == MODE_USERNS || spec->mode == MODE_ROOT) {
         enter_namespaces(spec);
     }
     set_limits(spec);
     drop_privileges(spec);
+    if (spec->mode == MODE_BARE) {
+        enter_group(spec);
+    }
     prctl(PR_SET_DUMPABLE, 0);
     sigset_t child, before;
     sigemptyset(&child);
@@ -225,7 +253,9 @@ run_session(const struct session_spec *spec)
     }
     sigprocmask(SIG_SETMASK, &before, NULL);
     prctl(PR_SET_DUMPABLE, 1);
-    setsid();
+    if (spec->mode != MODE_BARE) {
+        setsid();
+    }
     const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
     const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
     sandbox_take_descriptors(spec->status, wanted, 5, spec->open_files, &spec->filter);
@@ -234,7 +264,7 @@ run_session(const struct session_spec *spec)
 
 PyDoc_STRVAR(
     spawn_session_doc,
-    "spawn_session($module, channels, cgroups, tmpfs, limits, mode, uid, filter, /)\n"
+    "spawn_session($module, channels, cgroups, tmpfs, limits, mode, uid, own_proc, filter, /)\n"
     "--\n"
     "\n"
     "Turn this process or a clone of it into a session; None in the zygote, True in PID 2.\n"
@@ -243,9 +273,11 @@ PyDoc_STRVAR(
     "descriptors of cgroup.procs files, or -1. tmpfs: mount options of (home, tmp, shm). limits:\n"
     "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode: "
     "0\n"
-    "clones with a user namespace, 1 without one and under uid, 2 does not clone. filter: the "
-    "bytes\n"
-    "of a seccomp program. What goes wrong inside is reported on status, not raised.\n"
+    "clones with a user namespace, 1 without one and under uid, 2 does not clone, 3 makes no\n"
+    "namespaces (tmpfs: home directory, readable paths joined by ':', unused). own_proc: 0 covers\n"
+    "/proc instead of mounting one. filter: the bytes of a seccomp program. What goes wrong "
+    "inside\n"
+    "is reported on status, not raised.\n"
     "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
 
 static PyObject *
@@ -253,12 +285,12 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct session_spec spec;
     Py_ssize_t filter_bytes;
-    if (!PyArg_ParseTuple(args, "(iiiii)(iii)(sss)(KKKKii)iIy#", &spec.status, &spec.request,
+    if (!PyArg_ParseTuple(args, "(iiiii)(iii)(sss)(KKKKii)iIpy#", &spec.status, &spec.request,
                           &spec.response, &spec.out, &spec.err, &spec.cgroups[0], &spec.cgroups[1],
                           &spec.cgroups[2], &spec.home_options, &spec.tmp_options,
                           &spec.shm_options, &spec.address_space, &spec.processes, &spec.file_size,
                           &spec.cpu_s, &spec.open_files, &spec.niceness, &spec.mode, &spec.uid,
-                          &spec.filter.bytes, &filter_bytes)) {
+                          &spec.own_proc, &spec.filter.bytes, &filter_bytes)) {
         return NULL;
     }
     if (filter_bytes == 0 || filter_bytes % 8 != 0 || filter_bytes / 8 > 4096) {
@@ -267,12 +299,17 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
                      filter_bytes);
         return NULL;
     }
-    if (spec.mode < MODE_USERNS || spec.mode > MODE_IN_PLACE) {
-        return PyErr_Format(PyExc_ValueError, "mode: expected 0, 1 or 2, got %d", spec.mode);
+    if (spec.mode < MODE_USERNS || spec.mode > MODE_BARE) {
+        return PyErr_Format(PyExc_ValueError, "mode: expected 0 to 3, got %d", spec.mode);
     }
     spec.filter.count = (size_t)filter_bytes;
+    if (spec.mode == MODE_BARE) { /* what an init leaves behind when it is killed is reaped here */
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    }
     PyOS_BeforeFork();
-    const int namespaces = spec.mode == MODE_USERNS ? NAMESPACES : NAMESPACES & ~CLONE_NEWUSER;
+    const int namespaces = spec.mode == MODE_BARE     ? 0
+                           : spec.mode == MODE_USERNS ? NAMESPACES
+                                                      : NAMESPACES & ~CLONE_NEWUSER;
     const long pid = spec.mode == MODE_IN_PLACE
                          ? 0
                          : syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);

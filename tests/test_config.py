@@ -27,9 +27,9 @@ def toml(tmp_path: Path) -> Path:
 
 
 def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nmismatch_cap = 0.1\n")
+    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
     config = load_config(toml)
-    assert config.loss.mismatch_cap == 0.1
+    assert config.loss.beta == 0.1
     assert config.model_dump(exclude={"loss"}) == TrainConfig(
         model="m", out_dir=Path("o")
     ).model_dump(exclude={"loss"})
@@ -56,11 +56,8 @@ def test_an_override_is_read_as_toml_or_else_as_text(
 
 
 def test_the_last_override_wins_over_the_file(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nmismatch_cap = 0.1\n")
-    assert (
-        load_config(toml, ["loss.mismatch_cap=0.3", "loss.mismatch_cap=0.4"]).loss.mismatch_cap
-        == 0.4
-    )
+    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
+    assert load_config(toml, ["loss.beta=0.3", "loss.beta=0.4"]).loss.beta == 0.4
 
 
 @pytest.mark.parametrize(
@@ -68,10 +65,10 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     [
         ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
         ("learner.lr_rate=1", "unknown config key learner.lr_rate"),
-        ("loss.mismatch_cpa=1", "unknown key.*did you mean loss.mismatch_cap?"),
+        ("loss.batea=1", "unknown key.*did you mean loss.beta?"),
         ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
-        ("loss.mismatch_cap=0", "config key loss.mismatch_cap: .*greater than 0, got 0"),
+        ("loss.vllm_importance_sampling_clip_max=0", "clip_max: .*greater than 0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
         ("steps=x", "config key steps: .*integer.*got 'x'"),
         ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),
@@ -161,3 +158,58 @@ def test_seeds_of_steps_refills_and_runs_all_differ() -> None:
 
 def test_a_rollout_may_sample_all_its_turns() -> None:
     assert RolloutConfig(max_turns=3, max_turn_tokens=10).max_sampled_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "top_p=0.9",
+        "top_k=5",
+        "min_p=0.1",
+        "repetition_penalty=1.1",
+        "presence_penalty=0.5",
+        "frequency_penalty=-0.5",
+    ],
+)
+def test_what_bends_the_distribution_is_for_evaluation_only(toml: Path, override: str) -> None:
+    name, _, value = override.partition("=")
+    with pytest.raises(ValueError, match=rf"rollout\.{name} must be .*ratio would be biased.*eval"):
+        load_config(toml, [f"rollout.{override}"])
+    config = load_config(toml, [f"evaluation.{override}"])
+    assert config.evaluation.filters == {name: float(value)}
+
+
+def test_an_evaluation_is_greedy_and_unfiltered_if_not_told_otherwise(toml: Path) -> None:
+    config = load_config(toml)
+    assert config.evaluation.temperature == 0.0
+    assert config.evaluation.filters == {}
+
+
+@pytest.mark.parametrize("treatment", ["train", "mask"])
+def test_a_broken_machine_can_neither_teach_nor_be_compared_with(
+    toml: Path, treatment: str
+) -> None:
+    with pytest.raises(ValueError, match=r"infra_error must be 'drop' or 'retry'.*the machine"):
+        load_config(toml, [f'rollout.treatment={{infra_error="{treatment}"}}'])
+    load_config(toml, ['rollout.treatment={infra_error="drop", timed_out="mask"}'])
+
+
+@pytest.mark.parametrize("override", ['{oops="mask"}', '{completed="oops"}'])
+def test_treatments_and_statuses_must_exist(toml: Path, override: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.treatment"):
+        load_config(toml, [f"rollout.treatment={override}"])
+
+
+def test_a_group_cannot_begin_with_all_its_rollouts_and_branch(toml: Path) -> None:
+    with pytest.raises(ValueError, match=r"branching\.initial must be below .*group_size 8, got 8"):
+        load_config(toml, ["rollout.branching.initial=8"])
+    assert load_config(toml, ["rollout.branching.initial=7"]).rollout.branching.initial == 7
+
+
+def test_weights_that_are_shared_or_adapted_cannot_be_dropped(toml: Path) -> None:
+    with pytest.raises(ValueError, match=r"sleep_level 2 .* needs engine\.weights = 'copy'"):
+        load_config(toml, ["engine.sleep_level=2"])
+    copied = ["engine.sleep_level=2", "engine.weights=copy"]
+    assert load_config(toml, copied).engine.sleep_level == 2
+    with pytest.raises(ValueError, match=r"sleep_level 2 .* use 1 with learner\.lora\.rank 4"):
+        load_config(toml, [*copied, "learner.lora.rank=4"])

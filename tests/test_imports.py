@@ -42,6 +42,7 @@ def is_within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
+COMMANDS = ("train.py", "evaluate.py", "sft.py", "data/flywheel.py", "data/curriculum.py")
 OURS = [p for p in python_files("agentgrpo") if "kernels" not in p.parts]
 
 
@@ -74,10 +75,11 @@ def test_the_sandbox_stands_alone() -> None:
                 assert is_within(name, "agentgrpo.sandbox", "agentgrpo._C"), f"{path}: {name}"
 
 
-def test_values_and_config_import_nothing_of_ours() -> None:
+def test_values_and_config_import_nothing_of_ours_but_values() -> None:
     for file in ("types.py", "config.py", "runtime.py"):
         for name, _ in imports(PACKAGE / file):
-            assert not is_within(name, "agentgrpo", "torch"), f"{file} imports {name}"
+            allowed = file == "config.py" and is_within(name, "agentgrpo.types")
+            assert allowed or not is_within(name, "agentgrpo", "torch"), f"{file} imports {name}"
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -87,9 +89,9 @@ def test_each_dependency_has_its_place(path: Path) -> None:
         if is_within(name, "vllm"):
             assert where == "engine.py", f"{path} imports {name}"
         if name.startswith("transformers.AutoModel"):
-            assert where in ("learner.py", "sft.py"), f"{path} imports {name}"
+            assert where in ("policy.py", "sft.py"), f"{path} imports {name}"
         if is_within(name, "agentgrpo.build") and real:
-            assert where in ("train.py", "evaluate.py"), f"{path} imports {name}"
+            assert where in COMMANDS, f"{path} imports {name}"
 
 
 def test_kernels_is_no_package_and_linked_into_ours() -> None:

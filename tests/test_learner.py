@@ -17,7 +17,8 @@ from agentgrpo.engine import Completion, Engine
 from agentgrpo.learner import Learner
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
-from agentgrpo.types import Group, PackedBatch, Rollout, Segment, Status, Task
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.updates import Update
 from tests.tiny import VOCAB
 
 TASK = Task(id="t", messages=(), spec={})
@@ -72,12 +73,22 @@ def sample(engine: Engine, *, temperature: float = 1.0, seed: int = 0) -> list[G
             rollouts.append(Rollout(task=TASK, segments=segments, status=Status.COMPLETED))
             rollouts[-1].rewards = {"r": float(rng.integers(3))}
         groups.append(Group(task=TASK, rollouts=rollouts))
-        assign_advantages(groups[-1])
+    assign_advantages(groups, LossConfig())
     return groups
 
 
-def packed(groups: Sequence[Group], max_tokens: int = 4096) -> list[PackedBatch]:
-    return pack_tree(groups, max_tokens=max_tokens, weights=token_weights(groups, "dapo", 11))
+def packed(
+    groups: Sequence[Group], max_tokens: int = 4096, loss: LossConfig | None = None
+) -> list[Update]:
+    """One update with all of them, rollouts without an advantage included."""
+    loss_type = (loss or LossConfig()).loss_type
+    batches = pack_tree(
+        groups,
+        max_tokens=max_tokens,
+        weights=token_weights(groups, loss_type, 11),
+        drop_zero_advantage=False,
+    )
+    return [Update(batches=batches, num_samples=sum(len(g.rollouts) for g in groups))]
 
 
 def state(learner: Learner) -> dict[str, torch.Tensor]:
@@ -170,7 +181,7 @@ def test_splitting_a_step_changes_nothing(make_learner: MakeLearner, engine: Eng
         batches = packed(groups, max_tokens)
         metrics = learner.step(batches)
         grads = torch.cat([p.grad.flatten() for p in learner.trained if p.grad is not None])
-        results.append((len(batches), metrics["loss"], grads))
+        results.append((len(batches[0].batches), metrics["loss"], grads))
     (one, loss, grads), (many, loss_again, grads_again) = results
     assert one == 1 < many
     assert loss == pytest.approx(loss_again, abs=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import agentgrpo.build
-from agentgrpo.agreement import Disagreement
+from agentgrpo.agreement import Disagreement, Probes
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.train import main, train
-from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
+from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.updates import Update
 
 LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
 """Rewards of a group that teaches something, and of one that does not."""
@@ -39,7 +40,8 @@ class FakeRun:
         """Per call of play(): the rewards of each group; LIVE groups once these are used up."""
         self.step_count = resumed_at
         self.seeds: list[int] = []
-        self.batches: list[list[PackedBatch]] = []
+        self.updates: list[list[Update]] = []
+        self.shares_prefixes = True
         self.rows: list[tuple[int, dict[str, Any]]] = []
         self.recorded: list[tuple[int, str, int]] = []
         self.gap = 0.0
@@ -47,8 +49,9 @@ class FakeRun:
         self.heldout = [Task(id="h", messages=(), spec={})]
 
     # the engine
-    def wake(self) -> None:
+    def wake(self) -> dict[str, float]:
         self.calls.append("wake")
+        return {"rss_gib_awake": 1.0}
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -67,16 +70,17 @@ class FakeRun:
     def score(self, token_ids: Int32) -> Float32:
         return np.zeros(len(token_ids) - 1, np.float32)
 
-    def step(self, batches: list[PackedBatch]) -> dict[str, float]:
+    def step(self, updates: list[Update]) -> dict[str, float]:
         self.calls.append("learn")
-        self.batches.append(batches)
+        self.updates.append(updates)
         self.step_count += 1
         return {"loss": 0.0, "seconds": 1.0, "packed_tokens": 1.0}
 
     # the sampler
     def play(
-        self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float | None = None
-    ) -> tuple[list[Group], FakeStats]:
+        self, tasks: Sequence[Task], group_size: int, *, seed: int,
+        temperature: float | None = None, filters: Mapping[str, float] = {},
+    ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
             assert (temperature, group_size) == (0.0, 1)
@@ -145,7 +149,7 @@ class FakeRun:
                 **dict.fromkeys(names, self),
                 reward=self.reward,
                 heldout=self.heldout,
-                probes=[np.array([1, 2, 3], np.int32)],
+                probes=Probes([np.array([1, 2, 3], np.int32)]),
                 agreement_threshold=1e-3,
                 save=self.save,
                 close=self.close,
@@ -229,7 +233,7 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step(
 ) -> None:
     fake = FakeRun([[LIVE, DEAD]])
     train(config("steps=1"), fake.parts())
-    (batch,) = fake.batches[0]
+    (batch,) = fake.updates[0][0].batches
     assert sorted(batch.target_N.tolist()) == [3, 4, 9, 9]
     assert batch.weight_N.tolist() == [1 / 8] * 4  # the dead group's 4 tokens count too
     assert sorted(set(np.sign(batch.advantage_N).tolist())) == [-1, 1]
@@ -238,7 +242,7 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step(
 def test_steps_without_a_gradient_still_count(config: Callable[..., TrainConfig]) -> None:
     fake = FakeRun([[DEAD, DEAD]])
     train(config("steps=1"), fake.parts())
-    assert fake.batches == [[]]
+    assert [update.batches for update in fake.updates[0]] == [[]]
     assert fake.step_count == 1
 
 
@@ -376,7 +380,7 @@ def test_the_parts_are_closed_after_a_bug_too(
     class Bug(Exception):
         pass
 
-    def broken(batches: list[PackedBatch]) -> dict[str, float]:
+    def broken(updates: list[Update]) -> dict[str, float]:
         raise Bug
 
     fake = FakeRun()

@@ -15,6 +15,7 @@ from agentgrpo.sandbox import FileNotFoundException, SandboxException, SandboxPo
 from agentgrpo.sandbox import Session as PythonSession
 from agentgrpo.sandbox.contexts import start_context
 from agentgrpo.sandbox.files import Files
+from agentgrpo.sandbox.history import ReplayDiverged
 from agentgrpo.sandbox.result import StepResult
 from agentgrpo.sandbox.zygote import session_environment
 from agentgrpo.types import Task
@@ -63,7 +64,7 @@ class PythonEpisode:
     """One rollout's interpreters."""
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
-        self._env, self._spec = env, task.spec
+        self._env, self._task, self._spec = env, task, task.spec
         self._session: PythonSession | None = None
         self._contexts: dict[str, PythonSession] = {}
 
@@ -146,6 +147,20 @@ class PythonEpisode:
                 owner=session.root_and_owner()[1],
             )
         return self._contexts[language]
+
+    def fork(self) -> PythonEpisode:
+        """Another episode whose interpreter is in the state of this one's.
+
+        Raises:
+            ReplayDiverged: the steps so far cannot be repeated (sandbox/history.py): the task
+                brought files, or another language than Python was run.
+        """
+        other = type(self)(self._env, self._task)
+        if self._session is not None:
+            if self._contexts or self._task.spec.get("files"):
+                raise ReplayDiverged("files that were uploaded and other languages do not replay")
+            other._session = self._env.pool.fork(self._session)
+        return other
 
     def close(self) -> None:
         """End the session, if there is one."""

@@ -9,7 +9,8 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.sampler import Decoder, Sampler
+from agentgrpo.rollout.play import Decoder
+from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Task
 
 

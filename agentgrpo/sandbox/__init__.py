@@ -26,6 +26,7 @@ from agentgrpo.sandbox.execution import (
     OutputMessage,
     Result,
 )
+from agentgrpo.sandbox.history import Recorded, ReplayDiverged
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
@@ -51,6 +52,8 @@ __all__ = [
     "NotSupportedException",
     "OutputMessage",
     "RateLimitException",
+    "Recorded",
+    "ReplayDiverged",
     "Result",
     "Sandbox",
     "SandboxBusy",

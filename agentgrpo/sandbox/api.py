@@ -97,15 +97,17 @@ class Sandbox:
     def __init__(
         self,
         session: Session,
-        template: Template,
+        pool: SandboxPool,
         *,
         timeout: float,
         envs: Mapping[str, str],
         metadata: Mapping[str, str],
     ) -> None:
         self.sandbox_id = uuid.uuid4().hex[:20]
-        self._session, self._template = session, template
+        template = pool.template
+        self._session, self._template, self._pool = session, template, pool
         self._metadata, self._started = dict(metadata), time.time()
+        self._envs, self._timeout = dict(envs), timeout
         self._env = {**session_environment(template), **envs}
         channels = session.channels
         assert channels is not None
@@ -132,6 +134,7 @@ class Sandbox:
         *,
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
+        allow_degraded: bool = False,
     ) -> Self:
         """A new sandbox.
 
@@ -145,6 +148,8 @@ class Sandbox:
             allow_internet_access: must be False; sessions have no network.
             limits: bounds on what it may use.
             pool: take the session from this pool; its template and limits hold.
+            allow_degraded: must be False, as commands and files need a real jail; for bare code
+                there is ``SandboxPool(allow_degraded=True)``.
 
         Raises:
             SandboxUnavailable: this machine cannot isolate.
@@ -152,6 +157,8 @@ class Sandbox:
         """
         if allow_internet_access or not secure:
             raise not_supported("allow_internet_access=True or secure=False")
+        if allow_degraded or (pool is not None and pool.degraded):
+            raise not_supported("Sandbox without a jail (allow_degraded=True)")
         try:
             check_environment("envs", envs or {})
         except ValueError as error:
@@ -160,9 +167,7 @@ class Sandbox:
             found = template if isinstance(template, Template) else find_template(template)
             pool = shared_pool(found, limits or Limits(session_s=86_400.0, timeout_s=300.0))
         session = pool.acquire(env=envs)
-        return cls(
-            session, pool.template, timeout=timeout, envs=envs or {}, metadata=metadata or {}
-        )
+        return cls(session, pool, timeout=timeout, envs=envs or {}, metadata=metadata or {})
 
     def _channels(self) -> Channels:
         channels = self._session.channels
@@ -305,6 +310,31 @@ class Sandbox:
             self._session.close()
             self.files.close()
             return True
+
+    def fork(self, count: int = 1) -> list[Self]:
+        """Further sandboxes in the state of this one, reached by repeating its Python cells.
+
+        Raises:
+            NotSupportedException: files, commands or other contexts were used; only the cells of
+                the default context are recorded.
+            ReplayDiverged: the cells cannot be repeated, or showed something else.
+        """
+        self._channels()
+        if self.files.used or self.commands.used or self._contexts:
+            raise not_supported("fork() after files, commands or contexts were used")
+        made: list[Self] = []
+        try:
+            for _ in range(count):
+                session = self._pool.fork(self._session)
+                fork = type(self)(session, self._pool, timeout=self._timeout, envs=self._envs,
+                                  metadata=self._metadata)  # fmt: skip
+                fork._count = self._count
+                made.append(fork)
+        except BaseException:
+            for fork in made:
+                fork.kill()
+            raise
+        return made
 
     def get_host(self, port: int) -> str:
         """Not supported: sessions have no network."""

@@ -66,6 +66,10 @@ class AsyncSandbox:
         """As Sandbox.is_running()."""
         return self._plain.is_running()
 
+    async def fork(self, count: int = 1) -> list[Self]:
+        """As Sandbox.fork()."""
+        return [type(self)(plain) for plain in await _wait(self._plain.fork, count)]
+
     async def kill(self) -> bool:
         """As Sandbox.kill()."""
         return bool(await _wait(self._plain.kill))

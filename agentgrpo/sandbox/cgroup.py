@@ -2,19 +2,26 @@
 for all processes of a session together.
 
 Both layouts are spoken: v1 (a memory and a pids hierarchy) and v2 (one tree, which must be
-delegated to us: systemd's ``Delegate=yes``). A session's init attaches itself through descriptors
-that the host opened, so no process of a session ever runs outside its group. Groups are reused, as
-making one takes 0.3 ms; a directory ``OWNER.pid.starttime`` whose owner is dead is cleared away.
+delegated to us: systemd's ``Delegate=yes``; as v2 allows limits only beneath groups without
+processes, this process moves into a leaf of its own). A session's init attaches itself through
+descriptors that the host opened, so no process of a session ever runs outside its group. Groups are
+reused, as making one takes 0.3 ms; a directory ``OWNER.pid.starttime`` whose owner is dead is
+cleared away.
 """
 
 import contextlib
+import errno
 import os
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 OWNER = "agentgrpo-sandbox"
+TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
+HOST_LEAF = "agentgrpo-host"
+V2_CONTROLLERS = ("memory", "pids")
 MIB = 1 << 20
 
 
@@ -119,6 +126,8 @@ class Group:
         with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
             swap = memory_bytes if layout.swap_is_total else 0
             (memory / layout.swap_limit).write_text(str(swap))
+        with contextlib.suppress(FileNotFoundError):  # v1 counts what TCP buffers apart
+            (memory / TCP_LIMIT).write_text(str(memory_bytes // 4))
         (self._directories["pids"] / "pids.max").write_text(str(processes))
 
     def empty(self) -> bool:
@@ -156,24 +165,46 @@ class Cgroups:
         missing = [name for name in wanted if name not in mounted]
         if missing:
             raise CgroupsUnavailable("no cgroup file system with memory and pids is mounted")
+        if self.version == 2:
+            mounted[""] = _without_leaf(mounted[""])
         name = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}.{id(self):x}"
         self._parents = {key: mounted[key] / name for key in wanted}
+        self._cpu: Path | None = None
         try:
             for path in self._parents.values():
                 remove_stale(path.parent)
                 path.mkdir()
             if self.version == 2:
-                self._delegate(mounted[""])
+                _delegate(mounted[""])
+                _delegate(self._parents[""])
+            self._share_cpu(mounted.get("cpu"), name)
             self._all = [self._make()]
         except OSError as error:
             self.close()
             raise CgroupsUnavailable(f"{error.filename}: {error.strerror}") from error
+        except CgroupsUnavailable:
+            self.close()
+            raise
         self._used.append(self._all[0])
 
-    def _delegate(self, own: Path) -> None:
-        """Enable the controllers on the way down (v2: only where no process sits)."""
-        for path in (own, self._parents[""]):
-            (path / "cgroup.subtree_control").write_text("+memory +pids")
+    def _share_cpu(self, hierarchy: Path | None, name: str) -> None:
+        """Let all sessions together weigh as much as one busy thread per processor, not more."""
+        processors = os.cpu_count() or 1
+        if self.version == 2:
+            weight = self._parents[""] / "cpu.weight"
+            if weight.exists():
+                weight.write_text(str(min(10_000, 100 * processors)))
+        elif hierarchy is not None:
+            remove_stale(hierarchy)
+            self._cpu = hierarchy / name
+            self._cpu.mkdir()
+            (self._cpu / "cpu.shares").write_text(str(min(1 << 18, 1024 * processors)))
+
+    def adopt(self, pids: Iterable[int]) -> None:
+        """Let these processes and what they start share the sessions' part of the processors."""
+        if self._cpu is not None:
+            for pid in pids:
+                (self._cpu / "cgroup.procs").write_text(str(pid))
 
     def _make(self) -> Group:
         self._count += 1
@@ -207,6 +238,47 @@ class Cgroups:
         with self._lock:
             for path in getattr(self, "_parents", {}).values():
                 _remove_tree(path)
+            if self._cpu is not None:
+                _remove_tree(self._cpu)
+
+
+def _without_leaf(own: Path) -> Path:
+    """The group that was delegated: ours, or the one above if an earlier pool moved us down."""
+    return own.parent if own.name == HOST_LEAF else own
+
+
+def _delegate(group: Path) -> None:
+    """Let the groups beneath have limits (v2).
+
+    Raises:
+        CgroupsUnavailable: the controllers were not delegated to us.
+        OSError: we may not.
+    """
+    there = (group / "cgroup.controllers").read_text().split()
+    if missing := [name for name in V2_CONTROLLERS if name not in there]:
+        raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")
+    wanted = (*V2_CONTROLLERS, "cpu") if "cpu" in there else V2_CONTROLLERS
+    enable = " ".join(f"+{name}" for name in wanted)
+    for _ in range(10):  # processes may fork while they are moved
+        try:
+            (group / "cgroup.subtree_control").write_text(enable)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        _move_down(group)
+    raise CgroupsUnavailable(f"{group} does not become empty of processes")
+
+
+def _move_down(group: Path) -> None:
+    """Move a group's own processes into a leaf beneath it."""
+    leaf = group / HOST_LEAF
+    leaf.mkdir(exist_ok=True)
+    for pid in (group / "cgroup.procs").read_text().split():
+        try:
+            (leaf / "cgroup.procs").write_text(pid)
+        except ProcessLookupError:  # it has ended
+            continue
 
 
 def _remove_tree(path: Path) -> None:

@@ -98,6 +98,8 @@ class Commands:
         self._channels, self._env = channels, env
         self._output_max, self._owner = output_max, owner
         self._running: dict[int, tuple[Program, ProcessInfo]] = {}
+        self.used = False
+        """Whether any was started."""
 
     def run(
         self,
@@ -139,6 +141,7 @@ class Commands:
         except ValueError as error:
             raise InvalidArgumentException(str(error)) from error
         directory = cwd or "/home/user"
+        self.used = True
         program = Program(
             self._channels(),
             ["/bin/bash", "-c", cmd],

@@ -11,7 +11,7 @@ from agentgrpo.sandbox.errors import (
     NotSupportedException,
     SandboxException,
 )
-from agentgrpo.sandbox.jail import GUEST_DIR
+from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.program import send_order
 from agentgrpo.sandbox.result import Status
@@ -19,7 +19,6 @@ from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
 
 START_TIMEOUT_S = 30.0
-PYTHON = ("-s", "-P", "-S", "-B", "-X", "utf8")
 ALIASES = {
     "python": "python",
     "python3": "python",
@@ -47,7 +46,7 @@ def language_of(name: str | None) -> str:
 
 
 def _command(language: str, template: Template, limits: Limits) -> list[str]:
-    python = [template.interpreter, *PYTHON]
+    python = [template.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
         return [*python, f"{GUEST_DIR}/context.py", *sizes, *template.site_dirs]

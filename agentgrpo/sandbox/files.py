@@ -95,6 +95,8 @@ class Files:
 
     def __init__(self, root: int, uid: int | None, size_max: int = 16 * MIB) -> None:
         self._root, self._uid, self._size_max = root, uid, size_max
+        self.used = False
+        """Whether something was changed."""
 
     def close(self) -> None:
         """Let go of the session's root."""
@@ -165,6 +167,7 @@ class Files:
             raise NotEnoughSpaceException(f"{path}: more than {self._size_max} bytes")
         with contextlib.suppress(InvalidArgumentException):
             self.make_dir(os.path.dirname(_full(path)))
+        self.used = True
         with self._open(path, os.O_WRONLY | os.O_CREAT) as fd:
             self._require_regular(fd, path)
             os.ftruncate(fd, 0)
@@ -210,6 +213,7 @@ class Files:
 
     def remove(self, path: str) -> None:
         """Delete a file, or a directory with all in it; a link, not what it points to."""
+        self.used = True
         with self._parent(path) as (fd, name):
             if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 try:
@@ -221,12 +225,14 @@ class Files:
 
     def rename(self, old_path: str, new_path: str) -> EntryInfo:
         """Move an entry."""
+        self.used = True
         with self._parent(old_path) as (old, old_name), self._parent(new_path) as (new, new_name):
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
         return self.get_info(new_path)
 
     def make_dir(self, path: str) -> bool:
         """Make a directory and those above it. False if it was there."""
+        self.used = True
         full = os.path.normpath(_full(path))
         if self.exists(full):
             with self._open(full, os.O_RDONLY | os.O_DIRECTORY):

@@ -22,6 +22,17 @@ _PASSWD = "nobody:x:65534:65534::/home/user:/bin/bash\nroot:x:0:0::/:/bin/false\
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 _NSSWITCH = "hosts: files\npasswd: files\ngroup: files\n"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/home/user",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""Of a zygote. What the code sees is zygote.session_environment()."""
+PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
 _STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
@@ -152,7 +163,9 @@ def _private(options: Sequence[str]) -> list[str]:
     ]
 
 
-def zygote_config(template: Template, binds: Sequence[Bind], *, own_users: bool) -> str:
+def zygote_config(
+    template: Template, binds: Sequence[Bind], *, own_users: bool, own_proc: bool = True
+) -> str:
     """The nsjail configuration of a zygote: the machine as sessions will see it.
 
     The zygote keeps its capabilities inside its jail, because it has to make the sessions'
@@ -163,8 +176,14 @@ def zygote_config(template: Template, binds: Sequence[Bind], *, own_users: bool)
         template: what the sessions find.
         binds: the paths to show, see shown_paths().
         own_users: put the jail in a user namespace; without, the zygote is the machine's root.
+        own_proc: mount a /proc. Where the kernel refuses that (a container runtime has covered
+            parts of its own), the zygote sees this machine's, covered parts and all, and sessions
+            see an empty directory.
     """
-    proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
+    if own_proc:
+        proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
+    else:
+        proc = _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
     mounts = [*_private(["size=64k,nr_inodes=64"] * 3), proc]
     return _config(template, binds, mounts, own_users=own_users, directory="/")
 
@@ -200,16 +219,7 @@ def _config(
     own_users: bool,
     directory: str,
 ) -> str:
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": "/home/user",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
-    arguments = ["-s", "-P", "-S", "-B", "-X", "utf8", f"{GUEST_DIR}/zygote.py"]
+    arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
     arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
     lines = [
         'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 '
@@ -218,13 +228,13 @@ def _config(
         "clone_newnet: true clone_newns: true clone_newpid: true",
         "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
         *_identity(own_users=own_users),
-        "rlimit_core: 0 rlimit_nofile: 4096 rlimit_fsize_type: INF rlimit_as_type: INF",
+        "rlimit_core: 1 rlimit_nofile: 4096 rlimit_fsize_type: INF rlimit_as_type: INF",
         "rlimit_cpu_type: INF rlimit_nproc_type: SOFT",
         "rlimit_stack: 8 rlimit_stack_type: VALUE rlimit_memlock: 64 rlimit_memlock_type: VALUE",
         "rlimit_msgqueue: 0 rlimit_msgqueue_type: VALUE",
         "rlimit_rtprio: 0 rlimit_rtprio_type: VALUE",
         f"pass_fd: {HOST_FD}",
-        *(f"envar: {_text(f'{key}={value}')}" for key, value in environment.items()),
+        *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(),
         *mounts,
         *(_bind(bind) for bind in binds),

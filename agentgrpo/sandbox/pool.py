@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,11 +16,12 @@ from agentgrpo.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import Status, StepResult
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.spawner import LADDER, Spawner
+from agentgrpo.sandbox.spawner import Spawner
 from agentgrpo.sandbox.template import Template, check_environment
-from agentgrpo.sandbox.zygote import Rung
+from agentgrpo.sandbox.watchdog import MemoryWatchdog
+from agentgrpo.sandbox.zygote import LADDER, Rung
 
 
 class SandboxPool:
@@ -33,6 +35,8 @@ class SandboxPool:
             it is asked for.
         zygotes: how many the sessions are spread over. One that dies takes its sessions with it.
         rungs: the ways of isolating that are acceptable, best first.
+        allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
+            so in every result.
         nsjail: path of the nsjail binary; None looks for it.
 
     Raises:
@@ -48,8 +52,13 @@ class SandboxPool:
         min_idle: int = 4,
         zygotes: int = 2,
         rungs: Sequence[Rung] = LADDER,
+        allow_degraded: bool = False,
         nsjail: str | None = None,
     ) -> None:
+        if Rung.BARE in rungs:
+            raise ValueError(
+                f"rungs: {Rung.BARE} isolates too little; it needs allow_degraded=True"
+            )
         for name, value, least in (
             ("max_live", max_live, 1),
             ("min_idle", min_idle, 0),
@@ -60,22 +69,32 @@ class SandboxPool:
         self.limits, self.template = limits or Limits(), template or Template()
         self.max_live, self.min_idle = max_live, min_idle
         self._spawner = Spawner(
-            self.template, self.limits, zygotes=zygotes, rungs=rungs, nsjail=nsjail
+            self.template,
+            self.limits,
+            zygotes=zygotes,
+            rungs=(*rungs, Rung.BARE) if allow_degraded else rungs,
+            nsjail=nsjail,
         )
+        self.degraded = self._spawner.rung is Rung.BARE
+        if self.degraded:
+            warnings.warn(f"sandbox degraded: {self._spawner.failures_text()}", stacklevel=2)
         self._free = threading.Semaphore(max_live)
         self._lock = threading.Lock()
         self._live: set[Session] = set()
         self._idle: deque[Session] = deque()
         self._wanted = threading.Event()
         self._closed = False
-        self._counts = {"acquired": 0, "from_idle": 0, "waited": 0}
+        self._counts = {"acquired": 0, "from_idle": 0, "waited": 0, "live": 0}
         self._waited_s = 0.0
+        self._watchdog: MemoryWatchdog | None = None
+        if self._spawner.cgroups is None:
+            self._watchdog = MemoryWatchdog(self.limits.memory_mib, self._copy_of_live)
         self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
         if self.template.setup:  # fail now rather than at the first acquire()
             try:
                 self._start().close()
             except SandboxInfraError as error:
-                self._spawner.close()
+                self.close()
                 raise SandboxUnavailable(str(error)) from error
         if min_idle:
             self._wanted.set()
@@ -98,27 +117,72 @@ class SandboxPool:
         try:
             session = self._take_idle() or self._start()
         except BaseException:
-            self._free.release()
+            self._leave()
             raise
-        session.begin(self._free.release)
+        session.begin(self._leave)
         if env and session.set_env(env).status is not Status.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
         return session
+
+    def run(
+        self,
+        code: str,
+        timeout_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        wait_s: float = 60.0,
+    ) -> StepResult:
+        """The stateless mode: run code in a session of its own, which is over afterwards.
+
+        Args:
+            code: as for ``Session.step()``.
+            timeout_s: as for ``Session.step()``.
+            env: as for ``Session.step()``.
+            wait_s: how long to wait for a place, as for ``acquire()``.
+        """
+        with self.acquire(wait_s) as session:
+            return session.step(code, timeout_s, env=env)
+
+    def fork(self, session: Session, timeout_s: float = 60.0) -> Session:
+        """A fresh session in the state of another, reached by repeating its steps.
+
+        Args:
+            session: of a pool with the same template and limits; it is left as it is.
+            timeout_s: how long to wait for a place.
+
+        Raises:
+            ReplayDiverged: its steps cannot be repeated, see ``Session.replay()``.
+        """
+        fresh = self.acquire(timeout_s)
+        try:
+            fresh.replay(list(session.history))
+        except BaseException:
+            fresh.close()
+            raise
+        return fresh
 
     def _admit(self, timeout_s: float) -> None:
         if self._closed:
             raise SandboxException("the pool is closed")
         started = time.monotonic()
         if not self._free.acquire(blocking=False):
-            self._counts["waited"] += 1
+            with self._lock:
+                self._counts["waited"] += 1
             if not self._free.acquire(timeout=timeout_s):
                 raise SandboxBusy(
                     f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
                     "sessions that are done, or raise max_live"
                 )
-        self._counts["acquired"] += 1
-        self._waited_s += time.monotonic() - started
+        with self._lock:
+            self._counts["acquired"] += 1
+            self._counts["live"] += 1
+            self._waited_s += time.monotonic() - started
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._counts["live"] -= 1
+        self._free.release()
 
     def _take_idle(self) -> Session | None:
         try:
@@ -126,7 +190,8 @@ class SandboxPool:
                 session = self._idle.popleft()
                 self._wanted.set()
                 if session.healthy():
-                    self._counts["from_idle"] += 1
+                    with self._lock:
+                        self._counts["from_idle"] += 1
                     return session
                 session.close()
         except IndexError:
@@ -140,7 +205,13 @@ class SandboxPool:
             with self._lock:
                 self._live.discard(session)
 
-        session = Session(spawned.channels, self.limits, group=spawned.group, on_close=release)
+        session = Session(
+            spawned.channels,
+            self.limits,
+            group=spawned.group,
+            on_close=release,
+            degraded=self.degraded,
+        )
         with self._lock:
             self._live.add(session)
         if self.template.setup:
@@ -150,6 +221,10 @@ class SandboxPool:
                 shown = done.error.traceback if done.error else done.detail
                 raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")
         return session
+
+    def _copy_of_live(self) -> list[Session]:
+        with self._lock:
+            return list(self._live)
 
     def _refill(self) -> None:
         """Background: keep min_idle sessions ready, their first page faults behind them."""
@@ -169,7 +244,6 @@ class SandboxPool:
         acquired = self._counts["acquired"]
         return {
             **self._counts,
-            "live": len(self._live) - len(self._idle),
             "idle": len(self._idle),
             "mean_wait_s": self._waited_s / acquired if acquired else 0.0,
             "zygote_restarts": self._spawner.restarts,
@@ -192,11 +266,11 @@ class SandboxPool:
             return
         self._closed = True
         self._wanted.set()
-        if self.min_idle:
+        if self._refiller.ident is not None:
             self._refiller.join()
-        with self._lock:
-            live = list(self._live)
-        for session in live:
+        if self._watchdog is not None:
+            self._watchdog.close()
+        for session in self._copy_of_live():
             session.close()
         self._spawner.close()
 

@@ -3,18 +3,32 @@
 import os
 from pathlib import Path
 
+from agentgrpo.sandbox.errors import SandboxUnavailable
+from agentgrpo.sandbox.jail import find_nsjail
+
 CONTAINER = (
     "this container forbids new namespaces; run it with --security-opt seccomp=unconfined "
     "--security-opt apparmor=unconfined --security-opt systempaths=unconfined (Kubernetes: "
     "seccompProfile Unconfined, procMount Unmasked), or with --cap-add SYS_ADMIN"
 )
 APPARMOR = (
-    "AppArmor restricts user namespaces; sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, "
-    "or an AppArmor profile with `userns,` for the Python interpreter and nsjail, or run as root"
+    "AppArmor restricts user namespaces. Allow them for nsjail and what it starts: echo 'abi "
+    "<abi/4.0>, profile agentgrpo-nsjail {nsjail} flags=(unconfined) {{ userns, }}' > "
+    "/etc/apparmor.d/agentgrpo-nsjail; apparmor_parser -r /etc/apparmor.d/agentgrpo-nsjail. Or for "
+    "everybody: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0. Or run as root"
 )
 CGROUP = (
     "give this process a control group of its own: systemd-run --user --scope -p Delegate=yes ..., "
-    "or run as root; until then memory is limited per process, not per session"
+    "or run as root"
+)
+CGROUP_CONTAINER = (
+    "give the container writable control groups: --cgroupns=host "
+    "-v /sys/fs/cgroup:/sys/fs/cgroup:rw"
+)
+WITHOUT = "; until then a watchdog adds up the memory of each session every 50 ms"
+SYSTEM_PATHS = (
+    "sessions do without /proc; to give them one, run the container with "
+    "--security-opt systempaths=unconfined (Kubernetes: procMount: Unmasked)"
 )
 
 
@@ -25,9 +39,23 @@ def _sysctl(name: str) -> str | None:
         return None
 
 
+def _nsjail() -> str:
+    try:
+        return find_nsjail()
+    except SandboxUnavailable:
+        return "/path/to/nsjail"
+
+
 def _in_container() -> bool:
     filtered = "Seccomp:\t2" in Path("/proc/self/status").read_text()
     return filtered or any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+
+
+def cgroup_remedy() -> str:
+    """How this process gets to make control groups."""
+    if os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
+        return CGROUP_CONTAINER + WITHOUT
+    return CGROUP + WITHOUT
 
 
 def masked_proc() -> list[str]:
@@ -46,7 +74,7 @@ def remedy(reason: str) -> str:
     if _sysctl("kernel.unprivileged_userns_clone") == "0" and os.geteuid() != 0:
         return "sysctl -w kernel.unprivileged_userns_clone=1, or run as root"
     if _sysctl("kernel.apparmor_restrict_unprivileged_userns") == "1" and os.geteuid() != 0:
-        return APPARMOR
+        return APPARMOR.format(nsjail=_nsjail())
     if masked_proc() and "proc" in reason:
         return (
             f"{', '.join(masked_proc()[:3])} ... are covered, so that no new /proc may be mounted; "

@@ -77,6 +77,8 @@ class StepResult:
     """Output that arrived between the last step and this one (at most 4 KiB are kept)."""
     more: bool = False
     """A console's statement is not complete yet."""
+    degraded: bool = False
+    """The session was not isolated by namespaces: ``allow_degraded=True`` and no better rung."""
     state_lost: bool = False
     """The session is over: variables and files are gone."""
     detail: str = ""

@@ -6,7 +6,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,8 @@ from typing import Any, Self
 from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import Group
 from agentgrpo.sandbox.channels import Channels, pid_of
-from agentgrpo.sandbox.errors import SandboxNotFoundException
+from agentgrpo.sandbox.errors import NotSupportedException, SandboxNotFoundException
+from agentgrpo.sandbox.history import Recorded, ReplayDiverged, digest
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.template import check_environment
@@ -100,6 +101,13 @@ class Session:
     """A live session of a pool. Used by one thread at a time; different sessions are independent.
 
     After anything that ends it (``state_lost``), every further step says how it ended.
+
+    Args:
+        channels: its descriptors; the session closes them.
+        limits: what it may use.
+        group: its control group, None if there is none.
+        on_close: called once, when it is over.
+        degraded: no namespaces isolate it; said in every result.
     """
 
     def __init__(
@@ -109,8 +117,11 @@ class Session:
         *,
         group: Group | None = None,
         on_close: Callable[[], None] | None = None,
+        degraded: bool = False,
     ) -> None:
-        self.limits = limits
+        self.limits, self.degraded = limits, degraded
+        self.history: list[Recorded] = []
+        """What ran since it was handed out, for replay()."""
         self._channels: Channels | None = channels
         self._group = group
         self._oom_before = group.oom_kills() if group is not None else 0
@@ -122,7 +133,10 @@ class Session:
         self._closing = threading.Lock()
         self._closed = False
         self._asked = self._cpu_before = 0.0
+        self._asking: list[bytes] = []
+        self._over_memory_kib: int | None = None
         self._pid = pid_of(channels.interpreter)
+        self.init_pid = pid_of(channels.init)
 
     def step(
         self, code: str, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
@@ -200,7 +214,7 @@ class Session:
     def _refuse(self, fields: list[bytes]) -> StepResult | None:
         """An answer without running anything, if a budget of the session is used up."""
         if sum(map(len, fields)) > self.limits.code_kib << 10:
-            return StepResult(
+            return self._result(
                 status=Status.ERROR,
                 error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
             )
@@ -212,11 +226,14 @@ class Session:
             )
         return None
 
+    def _result(self, **facts: Any) -> StepResult:
+        return StepResult(degraded=self.degraded, **facts)
+
     def _seconds_left(self) -> float:
         return self._started + self.limits.session_s - time.monotonic()
 
     def _end(self, status: Status, detail: str) -> StepResult:
-        self._ended = StepResult(status=status, state_lost=True, detail=detail)
+        self._ended = self._result(status=status, state_lost=True, detail=detail)
         self.close()
         return self._ended
 
@@ -232,7 +249,8 @@ class Session:
             return self._ended
         try:
             raw = _C.sandbox_run_step(*arguments)
-        except BaseException:  # a listener's
+        except BaseException:  # a listener's; what the step did is not known
+            self.history.append(Recorded(tuple(fields), timeout, None, False, ""))
             self._busy.release()
             raise
         return self.conclude(raw)
@@ -253,7 +271,7 @@ class Session:
             self._busy.release()
             return None
         self._steps += 1
-        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        self._asked, self._cpu_before, self._asking = timeout, self._cpu_seconds(), fields
         return (
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
@@ -270,7 +288,10 @@ class Session:
     def conclude(self, raw: RawStep) -> StepResult:
         """What ``_C.sandbox_run_step`` returned, in words."""
         try:
-            return self._interpret(raw)
+            result = self._interpret(raw)
+            step = (tuple(self._asking), self._asked, result.status, result.state_lost)
+            self.history.append(Recorded(*step, digest(result)))
+            return result
         finally:
             self._busy.release()
 
@@ -301,6 +322,10 @@ class Session:
         if ending == Ending.EXITED:
             facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
             return self._exited(how, facts)
+        if ending == Ending.LOST and self._over_memory_kib is not None:
+            facts["max_memory_kib"] = self._over_memory_kib
+            detail = f"over {self.limits.memory_mib} MiB of memory, all processes together"
+            return self._died(Status.OOM, detail, facts)
         if ending == Ending.LOST and facts.get("oom_kills"):
             return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
         return self._died(*self._meaning(Ending(ending), timeout), facts)
@@ -337,12 +362,13 @@ class Session:
             rich = {_text(mime): data for mime, data in zip(rest[1::2], rest[2::2], strict=True)}
             value = _text(rest[0]) if rest else None
             more = kind == b"more"
-            return StepResult(status=status, value=value, rich=rich, more=more, **facts)
+            return self._result(status=status, value=value, rich=rich, more=more, **facts)
         if kind == b"error" and len(rest) == 3:
             error = StepError(*map(_text, rest))
-            return StepResult(status=status if interrupted else Status.ERROR, error=error, **facts)
+            failed = status if interrupted else Status.ERROR
+            return self._result(status=failed, error=error, **facts)
         if kind == b"exit" and len(rest) == 1:
-            return StepResult(
+            return self._result(
                 status=status if interrupted else Status.EXIT,
                 detail=f"SystemExit({_text(rest[0])}); the session goes on",
                 **facts,
@@ -378,12 +404,38 @@ class Session:
 
     def _died(self, status: Status, detail: str, facts: dict[str, Any]) -> StepResult:
         ended = self._end(status, detail)
-        return StepResult(status=ended.status, detail=detail, state_lost=True, **facts)
+        return self._result(status=ended.status, detail=detail, state_lost=True, **facts)
+
+    def replay(self, history: Sequence[Recorded]) -> None:
+        """Bring this fresh session to the state that another had after these steps.
+
+        Every step must show what it showed then (addresses aside): code that asks for the time or
+        for random numbers cannot be repeated.
+
+        Raises:
+            ReplayDiverged: a step cannot be run again (it was interrupted, or ended the session),
+                or showed something else. This session is then in between, and of no use.
+        """
+        for number, step in enumerate(history, 1):
+            if not step.repeatable:
+                raise ReplayDiverged(f"step {number} ended by {step.status}; it cannot be repeated")
+        for number, step in enumerate(history, 1):
+            result = self._request(list(step.fields), 2 * step.timeout_s + 1)
+            if digest(result) != step.digest:
+                raise ReplayDiverged(f"step {number} showed something else than before: {result}")
+
+    def end_for_memory(self, kib: int) -> None:
+        """For the watchdog: kill it because its processes use so much; the next result says so."""
+        with self._closing:
+            if self._channels is not None:
+                self._over_memory_kib = kib
+                self._channels.signal()
 
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
         self._started = time.monotonic()
         self._steps = 0
+        self.history.clear()
         release = self._on_close
 
         def both() -> None:
@@ -412,7 +464,16 @@ class Session:
         """A new descriptor of the session's root directory, and the user to act as in it.
 
         The user is None if this process is not root and has no choice.
+
+        Raises:
+            NotSupportedException: the session has no root directory of its own.
+            SandboxNotFoundException: it is over.
         """
+        if self.degraded:
+            raise NotSupportedException(
+                "files and programs need a session with a root directory of its own; this one is "
+                "degraded (allow_degraded=True)"
+            )
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
         channels = self._channels
         try:
@@ -453,7 +514,7 @@ class Session:
                 if not self._take_channels():
                     return
             if self._ended is None:
-                self._ended = StepResult(status=Status.EXIT, state_lost=True, detail=CLOSED)
+                self._ended = self._result(status=Status.EXIT, state_lost=True, detail=CLOSED)
             if self._on_close is not None:
                 self._on_close()
 

@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
-from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.remedies import remedy
+from agentgrpo.sandbox.remedies import masked_proc, remedy
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.zygote import FIRST_UID, Rung, Zygote
+from agentgrpo.sandbox.zygote import FIRST_UID, LADDER, Rung, Zygote
 
 MIB = 1 << 20
-LADDER = tuple(Rung)
+NO_PROC = "parts of this container's /proc are covered, so that no other may be mounted"
+CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd")
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
 
 
@@ -44,19 +45,18 @@ def verify(channels: Channels, rung: Rung) -> None:
         pid = pid_of(pidfd)
         with open(f"/proc/{pid}/status") as status:
             found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
-        problems = [
-            f"{key} is {found[key]}"
-            for key in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")
-            if int(found[key], 16)
-        ]
+        # a user without capabilities cannot empty the bounding set, and cannot use it either
+        kinds = CAPABILITIES[:4] if rung is Rung.BARE and os.geteuid() else CAPABILITIES
+        problems = [f"{key} is {found[key]}" for key in kinds if int(found[key], 16)]
         if found["NoNewPrivs"] != "1":
             problems.append("new privileges can be gained")
         if what == "interpreter" and found["Seccomp"] != "2":
             problems.append("no system call filter is installed")
         uid = int(found["Uid"].split()[0])
-        if uid == 0 or (rung is Rung.ZYGOTE_ROOT and uid < FIRST_UID):
+        own_user = rung is Rung.ZYGOTE_ROOT or (rung is Rung.BARE and os.geteuid() == 0)
+        if uid == 0 or (own_user and uid < FIRST_UID):
             problems.append(f"it runs as user {uid} of the machine")
-        wanted = NAMESPACES if rung is Rung.ZYGOTE_ROOT else (*NAMESPACES, "user")
+        wanted = {Rung.BARE: (), Rung.ZYGOTE_ROOT: NAMESPACES}.get(rung, (*NAMESPACES, "user"))
         problems += [
             f"it shares the {name} namespace with the host"
             for name in wanted
@@ -94,6 +94,7 @@ class Spawner:
         except CgroupsUnavailable as reason:
             self.cgroups_missing = str(reason)
         self.failures: dict[Rung, str] = {}
+        self.own_proc = True
         self.python_version = ""
         self.nsjail = ""
         try:
@@ -110,22 +111,37 @@ class Spawner:
                 self.failures[rung] = "needs root"
                 continue
             self.rung = rung
-            try:
-                self._prove()
-            except (SandboxUnavailable, SandboxInfraError) as reason:
-                self.failures[rung] = str(reason)
-                while self._zygotes:
-                    self._zygotes.pop().close()
-                continue
-            return rung
-        reasons = "\n".join(
+            if self._works():
+                return rung
+            if masked_proc() and rung in (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT):
+                self.own_proc = False  # the kernel lets nobody mount one; do without
+                if self._works():
+                    return rung
+                self.own_proc = True
+        raise SandboxUnavailable(
+            f"this machine cannot isolate untrusted code, so none will be run:\n"
+            f"{self.failures_text()}\n"
+            "`python -m agentgrpo.sandbox doctor` looks at this machine in detail"
+        )
+
+    def failures_text(self) -> str:
+        """Why each rung that was tried did not do, with its remedy."""
+        return "\n".join(
             f"  {rung}: {why}" + (f"\n  remedy: {cure}" if (cure := remedy(why)) else "")
             for rung, why in self.failures.items()
         )
-        raise SandboxUnavailable(
-            f"this machine cannot isolate untrusted code, so none will be run:\n{reasons}\n"
-            "`python -m agentgrpo.sandbox doctor` looks at this machine in detail"
-        )
+
+    def _works(self) -> bool:
+        """Whether self.rung isolates; if not, self.failures has the reason."""
+        try:
+            self._prove()
+        except (SandboxUnavailable, SandboxInfraError) as reason:
+            self.failures[self.rung] = str(reason)
+            while self._zygotes:
+                self._zygotes.pop().close()
+            return False
+        self.failures.pop(self.rung, None)
+        return True
 
     def _prove(self) -> None:
         """Start one session on self.rung and look at it."""
@@ -147,7 +163,10 @@ class Spawner:
             rung=self.rung,
             nsjail=self._nsjail,
             bound_address_space=self.cgroups is None,
+            own_proc=self.own_proc,
         )
+        if self.cgroups is not None:
+            self.cgroups.adopt(process_tree(zygote.pid))
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
@@ -163,20 +182,25 @@ class Spawner:
                 return self._spawn_alone(group)
             zygote = self._pick()
             try:
-                channels = zygote.spawn(group)
+                channels, clear_up = zygote.spawn(group)
             except SandboxInfraError:
                 if zygote.alive():  # the zygote is well; this session could not be set up
                     raise
-                channels = self._replace(zygote).spawn(group)
+                channels, clear_up = self._replace(zygote).spawn(group)
         except BaseException:
             self._give_back(group)
             raise
-        return Spawned(channels, group, lambda: self._give_back(group))
+
+        def release() -> None:
+            clear_up()
+            self._give_back(group)
+
+        return Spawned(channels, group, release)
 
     def _spawn_alone(self, group: Group | None) -> Spawned:
         jail = self._start()
         try:
-            channels = jail.spawn(group)
+            channels, _ = jail.spawn(group)
         except BaseException:
             jail.close()
             raise
@@ -212,14 +236,22 @@ class Spawner:
         memory = (
             f"control group (v{self.cgroups.version}) per session"
             if self.cgroups is not None
-            else f"address space of each process; no control group: {self.cgroups_missing}"
+            else f"address space of each process, a watchdog over all of them; no control group: "
+            f"{self.cgroups_missing}"
         )
         return {
             "rung": str(self.rung),
             "stronger_rungs_failed": {str(rung): why for rung, why in self.failures.items()},
+            "degraded": self.rung is Rung.BARE,
+            "proc": self._proc(),
             "memory_limit": memory,
             "zygote_restarts": self.restarts,
         }
+
+    def _proc(self) -> str:
+        if self.rung is Rung.BARE:
+            return "the machine's, as far as Landlock does not hide it"
+        return "its own processes" if self.own_proc else f"none: {NO_PROC}"
 
     def close(self) -> None:
         """End the zygotes, with them every session, and remove the control groups."""

@@ -10,16 +10,19 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentgrpo import _C
-from agentgrpo.sandbox import policy
+from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
 from agentgrpo.sandbox.channels import Channels, Ends, await_ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import (
+    ENVIRONMENT,
     EXTENSION_FILE,
     HOST_FD,
     JAIL_ID,
@@ -48,11 +51,15 @@ class Rung(StrEnum):
     """The same without user namespaces: a user id per session instead. Needs root."""
     NSJAIL_ONCE = "nsjail-once"
     """Each session has an nsjail of its own; starting one takes tens of milliseconds."""
+    BARE = "bare"
+    """No namespaces: the system call filter (no sockets, no signals), Landlock, limits, and for
+    root a user id per session. Only for ``allow_degraded=True``."""
 
 
-MODES = {Rung.ZYGOTE_USERNS: 0, Rung.ZYGOTE_ROOT: 1, Rung.NSJAIL_ONCE: 2}
-FIRST_UID = 0x60000000
-"""Of the user ids that sessions of a root zygote get: far from any that a machine gives out."""
+LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT, Rung.NSJAIL_ONCE)
+MODES = {Rung.ZYGOTE_USERNS: 0, Rung.ZYGOTE_ROOT: 1, Rung.NSJAIL_ONCE: 2, Rung.BARE: 3}
+FIRST_UID, NUM_UIDS = 0x60000000, 0x10000000
+"""The user ids that sessions of a root zygote get: far from any that a machine gives out."""
 
 
 def session_environment(template: Template) -> dict[str, str]:
@@ -71,7 +78,6 @@ def session_environment(template: Template) -> dict[str, str]:
 def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
     return {
-        "extension": EXTENSION_FILE,
         "site_dirs": list(template.site_dirs),
         "preload": list(template.preload),
         "python_env": session_environment(template),
@@ -85,7 +91,7 @@ def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> 
             limits.niceness,
         ],
         "mode": MODES[rung],
-        "filter": policy.build(memory_by_address_space=bounded).hex(),
+        "filter": policy.build(memory_by_address_space=bounded, alone=rung is not Rung.BARE).hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }
@@ -106,10 +112,11 @@ class Zygote:
         rung: Rung = Rung.ZYGOTE_USERNS,
         nsjail: str | None = None,
         bound_address_space: bool = True,
+        own_proc: bool = True,
     ) -> None:
-        self.template, self.limits, self.rung = template, limits, rung
-        self._uids = itertools.count(FIRST_UID)
-        self.nsjail = find_nsjail(nsjail)
+        self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
+        self._numbers = itertools.count()
+        self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
         remove_stale_scratch()
         mine = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}."
         self._scratch = tempfile.mkdtemp(prefix=mine)
@@ -119,9 +126,8 @@ class Zygote:
         try:
             with guest:
                 self.pid = self._launch(guest.fileno())
-            self.python_version = self._greet(
-                _settings(template, limits, rung, bound_address_space)
-            )
+            settings = _settings(template, limits, rung, bound_address_space)
+            self.python_version = self._greet(settings | self._places())
         except BaseException:
             self.close()
             raise
@@ -132,7 +138,9 @@ class Zygote:
         config = os.path.join(self._scratch, "nsjail.cfg")
         env = {"TMPDIR": self._scratch}
         argv = [self.nsjail, "--config", config]
-        if os.geteuid() == 0:
+        if self.rung is Rung.BARE:
+            argv, env = bare.command(self.template, self._scratch), dict(ENVIRONMENT)
+        elif os.geteuid() == 0:
             argv, binds = self._stage(argv, env, binds)
         with open(config, "w") as file:
             file.write(self._config(binds))
@@ -150,7 +158,15 @@ class Zygote:
         if self.rung is Rung.NSJAIL_ONCE:
             return session_config(self.template, binds, self.limits)
         own_users = self.rung is Rung.ZYGOTE_USERNS
-        return zygote_config(self.template, binds, own_users=own_users)
+        return zygote_config(self.template, binds, own_users=own_users, own_proc=self.own_proc)
+
+    def _places(self) -> dict[str, Any]:
+        """Where things are, as the zygote sees them."""
+        places: dict[str, Any] = {"own_proc": self.own_proc, "extension": EXTENSION_FILE}
+        if self.rung is Rung.BARE:
+            places |= {"extension": str(_C.__file__), "homes": self._scratch}
+            places["readable"] = bare.readable_paths(self.template)
+        return places
 
     def _stage(
         self, argv: list[str], env: dict[str, str], binds: list[Bind]
@@ -199,18 +215,24 @@ class Zygote:
         """What nsjail and the zygote wrote to their standard error."""
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
 
-    def spawn(self, group: Group | None = None) -> Channels:
+    def spawn(self, group: Group | None = None) -> tuple[Channels, Callable[[], None]]:
         """Start a session, in a control group if there is one; its interpreter is about to run.
+
+        Returns its descriptors, and what to call when it is over.
 
         Raises:
             SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
-        uid = next(self._uids) if self.rung is Rung.ZYGOTE_ROOT else JAIL_ID
+        number = next(self._numbers)
+        own_user = self.rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
+        uid = FIRST_UID + number % NUM_UIDS if own_user else JAIL_ID
+        if self.rung is Rung.BARE:
+            bare.make_home(self._scratch, number, uid)
         with Ends(uid if os.geteuid() == 0 else None) as ends:
             theirs = list(ends.theirs)
             attach = group.open_for_attaching() if group is not None else []
             try:
-                socket.send_fds(self._host, [b"%d" % uid], theirs + attach)
+                socket.send_fds(self._host, [b"%d %d" % (uid, number)], theirs + attach)
             except OSError as error:
                 raise SandboxInfraError(f"the zygote is gone ({error}): {self.log()}") from error
             finally:
@@ -218,7 +240,11 @@ class Zygote:
                     os.close(fd)
             ends.close_theirs()
             init, interpreter = await_ready(ends.status, 2)
-            return ends.detach(init, interpreter)
+            return ends.detach(init, interpreter), partial(self._clear_up, number)
+
+    def _clear_up(self, number: int) -> None:
+        if self.rung is Rung.BARE:
+            bare.remove_home(self._scratch, number)
 
     def alive(self) -> bool:
         """Whether its jail still runs."""
@@ -235,6 +261,8 @@ class Zygote:
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
+        if self.rung is Rung.BARE:
+            bare.remove_home(self._scratch, "")
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

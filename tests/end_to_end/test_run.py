@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.metrics import read_rollout
+from agentgrpo.records import read_rollout
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
 from tests import tiny
@@ -164,7 +164,7 @@ class TestWholeRun:
         ]
         record = json.loads((run / "run.json").read_text())
         assert record["config"]["rollout"]["tasks_per_step"] == 3
-        assert record["config"]["loss"]["mismatch_cap"] == 2.0, "defaults belong to the record"
+        assert record["config"]["loss"]["loss_type"] == "dapo", "defaults belong to the record"
         assert record["learner"]["weights"] == "shared"
         assert "python" in record["sandbox"]
         for step in range(1, STEPS + 1):

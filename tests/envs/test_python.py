@@ -141,6 +141,38 @@ def test_a_real_interpreter_remembers_between_steps_and_not_between_rollouts(
 
 
 @pytest.mark.nsjail
+def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
+    played = PythonEnv(env.pool, 1.0, stateless=True).reset(TASK)
+    try:
+        assert played.step(RunCode("x = open('f', 'w').write('kept')")).text == "(no output)"
+        seen = played.step(RunCode("import os; 'x' in globals(), os.listdir('.')"))
+        assert seen == Observation("(False, [])")
+        died = played.step(RunCode("import os; os._exit(3)"))
+        assert (died.failed, "restarted" in died.text) == (True, False)
+        assert played.step(RunCode("while True: pass")).failed
+        assert env.pool.metrics()["live"] == 0
+    finally:
+        played.close()
+
+
+@pytest.mark.nsjail
+def test_a_fork_has_the_state_and_goes_its_own_way(env: PythonEnv) -> None:
+    first = env.reset(TASK)
+    assert first.fork().step(RunCode("1")) == Observation("1")
+    first.step(RunCode("x = [1]\nopen('f', 'w').write('kept')"))
+    first.step(RunCode("x.append(2)"))
+    second = first.fork()
+    try:
+        assert second.step(RunCode("x.append(3); x, open('f').read()")) == Observation(
+            "([1, 2, 3], 'kept')"
+        )
+        assert first.step(RunCode("x")) == Observation("[1, 2]")
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.nsjail
 def test_a_real_interpreter_that_died_starts_anew(env: PythonEnv) -> None:
     played = env.reset(TASK)
     try:

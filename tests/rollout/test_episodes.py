@@ -88,7 +88,7 @@ def play(world: Any, *turns: str, agent: EchoAgent | None = None, **config: Any)
         agent or EchoAgent(),
         world,
         CHAT,
-        RolloutConfig(**{"max_turns": 9, "max_observation_tokens": 9, **config}),
+        RolloutConfig(**{"max_turns": 9, "max_observation_tokens": 9, "max_retries": 0, **config}),
     )
     groups, _ = sampler.play([TASK], 1, seed=0)
     return groups[0].rollouts[0]
@@ -147,7 +147,8 @@ def test_rewards_of_steps_belong_to_the_turns_that_earned_them() -> None:
         SpanReward(starts["three\n"], starts["three\n"] + 6, "syntax", -0.3),
         SpanReward(starts["three\n"], starts["three\n"] + 6, "luck", 1.0),
     ]
-    assert played.rewards == {"syntax": -0.6, "luck": 1.5}
+    assert played.rewards == {"luck": 0.5}
+    assert played.reward == pytest.approx(-0.3 - 0.3 + 1.0 + 0.5)
     assert (played.stats["late"], played.stats["tool_errors"]) == (2, 1)
 
 

@@ -1,11 +1,15 @@
 """On a machine that cannot isolate, nothing runs and the remedy is named."""
 
 import errno
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+from agentgrpo.sandbox import remedies
 
 pytestmark = pytest.mark.nsjail
 
@@ -73,3 +77,107 @@ def test_exhausted_user_namespaces_name_the_sysctl() -> None:
     code = "from agentgrpo.sandbox import SandboxPool; SandboxPool()"
     result = in_a_container(code, errno.ENOSPC)
     assert "user.max_user_namespaces" in result.stderr
+
+
+def in_a_mount_namespace(prepare: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code after shell commands that change what only it sees."""
+    if os.geteuid() != 0:
+        pytest.skip("changing the mounts of a process needs root")
+    script = f'{prepare}\nexec "$0" -c "$1"'
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-ec", script, sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+COVERED = "mount --bind /dev/null /proc/keys"  # as container runtimes do
+
+
+def test_where_proc_is_covered_sessions_go_without() -> None:
+    code = (
+        "from agentgrpo.sandbox import SandboxPool\n"
+        "with SandboxPool(min_idle=0, zygotes=1) as pool:\n"
+        " print(pool.describe()['rung'], pool.describe()['proc'][:5])\n"
+        " with pool.acquire() as session:\n"
+        "  print(session.step('import os; os.listdir(\"/proc\")').value)\n"
+        '  print(session.step(\'open("/proc/x", "w")\').error.name)\n'
+        '  print(session.step(\'import os; os.path.ismount("/proc"), os.system("true")\').value)\n'
+    )
+    done = in_a_mount_namespace(COVERED, code)
+    assert done.stdout.splitlines() == ["zygote-userns none:", "[]", "OSError", "(True, 0)"], done
+
+
+def test_doctor_says_that_proc_is_covered_and_what_to_change() -> None:
+    code = "from agentgrpo.sandbox import doctor; print(doctor.report()[0])"
+    shown = in_a_mount_namespace(COVERED, code).stdout
+    assert "MISS /proc            covered: /proc/keys" in shown
+    assert (
+        "ok   zygote-userns    a session was started and looked at from outside; without" in shown
+    )
+    assert "MISS nsjail-once" in shown
+    assert "Failed to mount mandatory point: '/proc'" in shown
+    assert shown.count("systempaths=unconfined") == 2
+
+
+def test_whole_suite_holds_without_proc() -> None:
+    code = (
+        "import runpy, sys\nsys.argv = ['x', 'selftest']\n"
+        "runpy.run_module('agentgrpo.sandbox', run_name='__main__')"
+    )
+    done = in_a_mount_namespace(COVERED, code)
+    assert done.returncode == 0, done.stdout
+    assert " 0 failed, 3 skipped" in done.stdout
+    assert done.stdout.count("(sessions have no /proc on this machine)") == 3
+
+
+FAILED = "clone: Operation not permitted"
+
+
+@pytest.mark.parametrize(
+    ("sysctls", "root", "container", "reason", "wanted"),
+    [
+        ({}, False, True, FAILED, "--security-opt seccomp=unconfined"),
+        ({}, True, True, FAILED, "--cap-add SYS_ADMIN"),
+        ({"user.max_user_namespaces": "0"}, False, False, FAILED, "user.max_user_namespaces"),
+        ({}, False, False, "clone: No space left on device", "max_live"),
+        ({"kernel.unprivileged_userns_clone": "0"}, False, False, FAILED, "userns_clone=1"),
+        ({"kernel.unprivileged_userns_clone": "0"}, True, False, FAILED, ""),
+        (
+            {"kernel.apparmor_restrict_unprivileged_userns": "1"},
+            False,
+            False,
+            "mount: Permission denied",
+            "nsjail flags=(unconfined) { userns, }' > /etc/apparmor.d/",
+        ),
+        ({"kernel.apparmor_restrict_unprivileged_userns": "1"}, True, False, FAILED, ""),
+        ({}, False, False, "x: Permission denied", "may read the interpreter"),
+        ({}, False, True, "nothing\n  remedy: known", ""),
+    ],
+)
+def test_each_usual_failure_has_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+    sysctls: dict[str, str],
+    root: bool,
+    container: bool,
+    reason: str,
+    wanted: str,
+) -> None:
+    monkeypatch.setattr(remedies, "_sysctl", sysctls.get)
+    monkeypatch.setattr(remedies, "_in_container", lambda: container)
+    monkeypatch.setattr(remedies, "masked_proc", list)
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    found = remedies.remedy(reason)
+    assert wanted in found
+    assert bool(wanted) == bool(found)
+
+
+def test_covered_parts_of_proc_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = (
+        "1 0 0:1 / /proc rw - proc proc rw\n2 1 0:2 /null /proc/kcore rw - tmpfs tmpfs rw\n"
+        "3 1 0:3 / /proc/sys/fs/binfmt_misc rw - binfmt_misc none rw\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda self: mounted)
+    assert remedies.masked_proc() == ["/proc/kcore"]

@@ -6,10 +6,11 @@ it, because everything in its memory is inherited by every later session.
 
 Protocol (SOCK_SEQPACKET): the host sends one JSON settings message; the zygote preloads and answers
 ``ready ...`` or ``failed ...``; from then on each message carries the descriptors of one new
-session and the user id it runs under, and nothing else.
+session, the user id it runs under and its number, and nothing else.
 """
 
 import array
+import contextlib
 import gc
 import importlib
 import importlib.machinery
@@ -29,7 +30,7 @@ from load import isolated  # type: ignore[import-not-found]
 HOST_FD = 8
 REPORT = struct.Struct("<Iiiiqq")
 REPORT_FAILED, SETUP_CLONE = 3, 0
-MODE_ROOT = 1
+MODE_ROOT, MODE_BARE = 1, 3
 UNLIMITED = 2**64 - 1
 
 
@@ -63,18 +64,45 @@ def address_space_in_use() -> int:
         return int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
-def spawn(extension: Any, settings: dict[str, Any], uid: int, fds: list[int]) -> bool:
-    """Make one session. Returns True in the session's interpreter, False in the zygote."""
+def private_files(settings: dict[str, Any], uid: int, number: int) -> tuple[str, ...]:
+    """Mount options of a session's private directories; without namespaces, paths instead."""
+    if settings["mode"] == MODE_BARE:
+        return f"{settings['homes']}/{number}", ":".join(settings["readable"]), ""
     owner = f",uid={uid},gid={uid}" if settings["mode"] == MODE_ROOT else ""
+    return tuple(options + owner for options in settings["tmpfs"])
+
+
+def limits_now(settings: dict[str, Any]) -> tuple[int, ...]:
+    """The limits of the next session. The kernel counts processes per user: where the session has
+    no user of its own, those that the user has already come on top.
+    """
+    memory, processes, *others = settings["limits"]
+    if settings["mode"] == MODE_BARE and os.geteuid() != 0:
+        processes += sum(map(tasks_of_user, filter(str.isdigit, os.listdir("/proc"))))
+    return (memory, processes, *others)
+
+
+def tasks_of_user(pid: str) -> int:
+    """Threads of a process, 0 if it is another user's or has ended."""
+    try:
+        mine = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+        return len(os.listdir(f"/proc/{pid}/task")) if mine else 0
+    except OSError:
+        return 0
+
+
+def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: list[int]) -> bool:
+    """Make one session. Returns True in the session's interpreter, False in the zygote."""
     try:
         return bool(
             extension.sandbox_spawn_session(
                 tuple(fds[:5]),
                 tuple([*fds[5:], -1, -1, -1][:3]),
-                tuple(options + owner for options in settings["tmpfs"]),
-                tuple(settings["limits"]),
+                private_files(settings, uid, number),
+                limits_now(settings),
                 settings["mode"],
                 uid,
+                settings["own_proc"],
                 settings["filter"],
             )
         )
@@ -84,8 +112,8 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, fds: list[int]) ->
         return False
 
 
-def receive(host: socket.socket) -> tuple[int, list[int]]:
-    """The user id and the descriptors of the next session to start."""
+def receive(host: socket.socket) -> tuple[int, int, list[int]]:
+    """The user id, the number and the descriptors of the next session to start."""
     message, ancillary, _, _ = host.recvmsg(64, socket.CMSG_SPACE(8 * 4))
     if not message:  # the host is gone, and with this process goes every session
         os._exit(0)
@@ -93,7 +121,22 @@ def receive(host: socket.socket) -> tuple[int, list[int]]:
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data)
-    return int(message), list(fds)
+    uid, number = message.split()
+    return int(uid), int(number), list(fds)
+
+
+def end_groups(_signal: int, _frame: object) -> None:
+    """Without namespaces: what is left of sessions whose init has ended."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it never made its group
+            os.killpg(ended.si_pid, signal.SIGKILL)  # not reaped yet: the number is its own
+        os.waitpid(ended.si_pid, 0)
 
 
 def prepare(settings: dict[str, Any]) -> None:
@@ -103,7 +146,9 @@ def prepare(settings: dict[str, Any]) -> None:
         settings["limits"][0] += address_space_in_use()
     else:
         settings["limits"][0] = UNLIMITED
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended sessions
+    bare = settings["mode"] == MODE_BARE
+    # else the kernel reaps ended sessions
+    signal.signal(signal.SIGCHLD, end_groups if bare else signal.SIG_IGN)
     gc.collect()
     gc.freeze()
 
@@ -112,8 +157,8 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None
     """Answer spawn requests; returns only in a new session's interpreter."""
     host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
     while True:
-        uid, fds = receive(host)
-        if spawn(extension, settings, uid, fds):
+        uid, number, fds = receive(host)
+        if spawn(extension, settings, uid, number, fds):
             return
         for fd in fds:
             os.close(fd)
@@ -122,6 +167,8 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None
 def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
+    with open("/proc/self/oom_score_adj", "w") as score:  # inherited: a machine without memory left
+        score.write("1000")  # ends sessions, not the trainer
     try:
         run = isolated("repl")["run"]
         for name in ("load", "console"):  # the names are the user's
@@ -136,6 +183,8 @@ def main() -> None:
     serve(host, extension, settings)
     host.detach()  # closed by the clone; its number may already mean something else
     sys.modules.pop("__main__", None)
+    if settings["mode"] == MODE_BARE:
+        settings["python_env"] |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
     run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
 
 

@@ -80,6 +80,12 @@ def still_works(session: Session) -> None:
     assert result.value == "120", f"the session did not go on: {result}"
 
 
+def needs_proc(session: Session) -> None:
+    """Skip the case where sessions have no /proc (spawner.NO_PROC)."""
+    if value_of(session, "import os; os.path.exists('/proc/self')") == "False":
+        raise Skip("sessions have no /proc on this machine")
+
+
 def value_of(session: Session, code: str) -> str:
     """The value of the last expression of code that must succeed."""
     result = expect(session.step(code), Status.OK)

@@ -4,7 +4,13 @@ import ast
 import os
 import secrets
 
-from agentgrpo.sandbox.hostile.case import expect, on_pool, on_session, value_of
+from agentgrpo.sandbox.hostile.case import (
+    expect,
+    needs_proc,
+    on_pool,
+    on_session,
+    value_of,
+)
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
@@ -34,6 +40,7 @@ def denied(session: Session, calls: dict[str, str]) -> None:
 @on_session
 def no_capabilities(s: Session) -> None:
     """There are no capabilities, no new privileges, and a filter."""
+    needs_proc(s)
     status = eval(
         value_of(s, "dict(l.split(':\\t') for l in open('/proc/self/status') if ':\\t' in l)")
     )
@@ -75,7 +82,7 @@ def environment_of_the_host(pool: SandboxPool) -> None:
 def host_processes(s: Session) -> None:
     """Only the session's own processes can be seen."""
     code = "import os; sorted(int(p) for p in os.listdir('/proc') if p.isdigit())"
-    assert value_of(s, code) == "[1, 2]"
+    assert value_of(s, code) in ("[1, 2]", "[]"), "none where there is no /proc"
 
 
 @on_session
@@ -85,7 +92,7 @@ def new_namespaces(s: Session) -> None:
     denied(s, {f"unshare {k}": f"272, {v}" for k, v in flags.items()})
     denied(s, {f"clone {k}": f"56, {v} | 17, 0, 0, 0, 0" for k, v in flags.items()})
     denied(s, {"clone3": "435, ctypes.create_string_buffer(88), 88",
-               "setns": "308, os.open('/proc/self/ns/net', 0), 0"})  # fmt: skip
+               "setns": "308, 0, 0"})  # fmt: skip
 
 
 @on_session
@@ -155,6 +162,9 @@ def kernel_attack_surface(s: Session) -> None:
         "landlock": "444, 0, 0, 1",
         "seccomp": "317, 1, 0, 0",
         "lookup_dcookie": "212, 0, 0, 0",
+        "inotify_init": "253",
+        "inotify_init1": "294, 0",
+        "inotify_add_watch": "254, 0, b'/tmp', 2",
         "a call of the future": "5000",
     })  # fmt: skip
 
@@ -176,6 +186,21 @@ def strange_sockets(s: Session) -> None:
     assert {family for family, _ in pairs} <= {1, 2, 10}, pairs
     assert not {(2, 3), (10, 3), (2, 5), (10, 5)} & set(pairs), pairs
     assert set(protocols) <= {0, 6, 17}, protocols
+
+
+@on_session
+def socket_options(s: Session) -> None:
+    """Options of sockets load no kernel modules and attach no programs."""
+    code = (
+        "import socket\na = socket.create_server(('127.0.0.1', 0))\n"
+        "s = socket.create_connection(a.getsockname())\ngot = []\n"
+        "for level, name, value in ((6, 31, b'tls'), (1, 26, b'\\0' * 16), (1, 50, b'\\0' * 4),\n"
+        "                           (1, 51, b'\\0' * 16), (1, 52, b'\\0' * 4)):\n"
+        " try: s.setsockopt(level, name, value); got.append(name)\n"
+        " except OSError as e: got += [name] * (e.errno != 92)\n"
+        "s.setsockopt(6, 1, 1); s.setsockopt(1, 7, 65536); s.setsockopt(0, 2, 64); got"
+    )
+    assert value_of(s, code) == "[]"
 
 
 @on_session
@@ -258,7 +283,7 @@ def neighbours_memory(pool: SandboxPool) -> None:
             "('/tmp', '/dev/shm', '/home/user')], len([p for p in os.listdir('/proc')"
             " if p.isdigit()])"
         )
-        assert value_of(b, code) == "(-1, [[], [], []], 2)"
+        assert value_of(b, code) in ("(-1, [[], [], []], 2)", "(-1, [[], [], []], 0)")
 
 
 @on_pool

@@ -1,6 +1,6 @@
 """Attacks on the channel to the host, on the loop that serves it, and on how an end is reported."""
 
-from agentgrpo.sandbox.hostile.case import expect, on_session, still_works, value_of
+from agentgrpo.sandbox.hostile.case import expect, needs_proc, on_session, still_works, value_of
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
 
@@ -281,13 +281,18 @@ def init_is_out_of_reach(s: Session) -> None:
 @on_session
 def only_its_own_descriptors(s: Session) -> None:
     """The interpreter holds its three streams and two pipes, and nothing else."""
-    code = "import os; sorted(int(f) for f in os.listdir('/proc/self/fd'))"
-    assert value_of(s, code) == "[0, 1, 2, 3, 4, 5]", "5 is the directory being listed"
+    code = (
+        "import fcntl\ngot = []\nfor fd in range(5000):\n"
+        " try: fcntl.fcntl(fd, fcntl.F_GETFD); got.append(fd)\n"
+        " except OSError: pass\ngot"
+    )
+    assert value_of(s, code) == "[0, 1, 2, 3, 4]"
 
 
 @on_session
 def children_do_not_inherit_the_channel(s: Session) -> None:
     """Child programs do not get the pipes of the protocol."""
+    needs_proc(s)
     code = "import subprocess; subprocess.run(['ls', '/proc/self/fd'], close_fds=False)"
     assert s.step(code).stdout.split() == ["0", "1", "2", "3"], "3 is the directory being listed"
 

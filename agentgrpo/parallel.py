@@ -1,0 +1,139 @@
+"""Several processes under torchrun, each with an engine of its own; everything is identity on one.
+
+Ranks play different tasks and then exchange all rollouts of the step, which are small (tokens and
+log-probabilities). From there on every rank knows the whole step: advantages, normalisers and
+batches are computed alike everywhere, and rank r works on batches r, r + W, r + 2W, ... So the data
+and the loss of a step are those of one rank, whatever W is. Weights, gradients and optimizer state
+are sharded by FSDP2 (fully_shard). docs/scale.md has the arithmetic.
+
+Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+T = TypeVar("T")
+
+RANK_SEED = 1_000_000_007
+"""How far the seeds of two ranks are apart."""
+
+
+def world_size() -> int:
+    """Processes of the run, as torchrun (or Slurm's equivalent) says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of them this is; rank 0 writes the records and checkpoints."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def start() -> None:
+    """Join the other ranks. Call before the engine is built: vLLM would make a world of one."""
+    if world_size() == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def stop() -> None:
+    """Leave."""
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. Pickled: of our own processes only."""
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def total(value: float) -> float:
+    """The sum over the ranks."""
+    return sum(gather(value))
+
+
+def largest(value: float) -> float:
+    """The largest over the ranks; nan wins."""
+    values = gather(value)
+    return next((v for v in values if v != v), max(values))
+
+
+def mine(items: Sequence[T]) -> list[T]:
+    """This rank's share: items rank, rank + W, ..."""
+    return list(items[rank() :: world_size()])
+
+
+def interleave(shares: Iterable[Sequence[T]]) -> list[T]:
+    """What mine() took apart, put together again."""
+    rows = list(shares)
+    longest = max(map(len, rows), default=0)
+    return [row[i] for i in range(longest) for row in rows if i < len(row)]
+
+
+def share(items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
+    """This rank's items as (index, item, counts), equally many on every rank.
+
+    A rank that has none left works on the first one again, with counts False, as sharded weights
+    are gathered by all ranks together.
+    """
+    for first in range(0, len(items), world_size()):
+        index = first + rank()
+        yield (index, items[index], True) if index < len(items) else (0, items[0], False)
+
+
+def shard(module: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Shard a module's parameters over all ranks, layer by layer; the rest is one more group."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"mesh": init_device_mesh(kind, (world_size(),))}
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters()):
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for part in (*layers, module):
+        fully_shard(part, **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, detached; others as they are. All ranks must call it."""
+    if world_size() == 1:
+        return tensor.detach()
+    from torch.distributed.tensor import DTensor
+
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(tensor: Tensor, example: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, sharded as the example is."""
+    if world_size() == 1:
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(example, DTensor):
+        return tensor
+    moved = tensor.to(example.device)
+    return distribute_tensor(moved, example.device_mesh, example.placements, src_data_rank=None)

@@ -1,0 +1,90 @@
+"""A reward for being right with few tool calls and few tokens, compared with one's own siblings.
+
+The reward of ET-Agent for rollout i of a group G that answers one question:
+
+    f_tool = 2 / (1 + exp(sigma_tool * (n_i - mean n)))         n: tool calls
+    f_len  = 2 / (1 + exp(sigma_length * z_i))                  z: tokens, standardised in G
+    R      = answer * f_tool * f_len + (0 if well formed else -1)
+
+It multiplies, so a wrong answer gains nothing by being short. Both factors lie in (0, 2) and are 1
+for the group's average. Sigmas decay to 0 in the course of a stage: efficient first, then accurate.
+What the factors add or take away is a part of its own, `efficiency`, so that `answer` still says
+whether the answer was right.
+
+Unlike the released code, only what the policy sampled is counted: a tool call is one that was
+parsed and carried out, and a long document that a search returned makes no rollout long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp
+from statistics import fmean, pstdev
+
+from agentgrpo.rewards import Reward
+from agentgrpo.types import Group, Rollout, Status
+
+
+def well_formed(rollout: Rollout) -> bool:
+    """It ended by answering in the asked form, and no turn of it was malformed."""
+    answered = rollout.status is Status.COMPLETED and rollout.answer is not None
+    return answered and not rollout.stats.get("malformed", 0.0)
+
+
+def efficiency_reward(
+    group: Group,
+    reward: Reward,
+    *,
+    sigma_tool: float = 0.2,
+    sigma_length: float = 0.5,
+    valid: Callable[[Rollout], bool] = well_formed,
+) -> Reward:
+    """The reward of the rollouts of one group, for score(group, ...).
+
+    Args:
+        group: its rollouts played to their end; those that the machine broke have no part in means.
+        reward: whose part `answer` (or else the environment's) is what the factors apply to; its
+            part `format` is replaced, others stay.
+        sigma_tool: how much a call above the group's mean costs; 0: nothing.
+        sigma_length: how much a standard deviation of tokens above the mean costs; 0: nothing.
+        valid: otherwise the part `format` is -1.
+
+    Raises:
+        ValueError: a sigma is negative; or, from the returned reward, nobody gave `answer`.
+    """
+    for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
+        if not sigma >= 0:
+            raise ValueError(f"{name}: expected 0 or more, got {sigma}")
+    valid_rollouts = [r for r in group.rollouts if r.status is not Status.INFRA_ERROR]
+    calls = [rollout.stats["tool_calls"] for rollout in valid_rollouts] or [0.0]
+    lengths = [rollout.num_sampled for rollout in valid_rollouts] or [0]
+    mean_calls, mean_length, deviation = fmean(calls), fmean(lengths), pstdev(lengths)
+
+    def score(rollout: Rollout) -> dict[str, float]:
+        parts = dict(reward(rollout))
+        answer = parts.get("answer", rollout.rewards.get("answer"))
+        if answer is None:
+            raise ValueError(
+                f"task {group.task.id}: efficiency needs a reward with the part 'answer', "
+                f"got {sorted(parts)}"
+            )
+        z = (rollout.num_sampled - mean_length) / deviation if deviation else 0.0
+        few_calls = _factor(sigma_tool * (rollout.stats["tool_calls"] - mean_calls))
+        parts["efficiency"] = answer * (few_calls * _factor(sigma_length * z) - 1.0)
+        parts["format"] = 0.0 if valid(rollout) else -1.0
+        return parts
+
+    return score
+
+
+def decay(step: int, steps: int) -> float:
+    """What the sigmas are multiplied by: 1 in the first step (0) of a stage, 0 in the last."""
+    return max(0.0, (steps - 1 - step) / (steps - 1)) if steps > 1 else 1.0
+
+
+def _factor(excess: float) -> float:
+    """2 / (1 + exp(excess)), without overflow."""
+    if excess > 0:
+        small = exp(-excess)
+        return 2.0 * small / (1.0 + small)
+    return 2.0 / (1.0 + exp(excess))

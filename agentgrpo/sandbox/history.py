@@ -1,0 +1,47 @@
+"""What a session was asked and what it showed, so that another can be brought to the same state."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from agentgrpo.sandbox.errors import SandboxException
+from agentgrpo.sandbox.result import Status, StepResult
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+
+
+class ReplayDiverged(SandboxException):
+    """A session's steps cannot be repeated, or showed something else the second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One step: what was sent, and a hash of what it showed."""
+
+    fields: tuple[bytes, ...]
+    timeout_s: float
+    status: Status | None
+    """None if a listener's exception hid how it ended."""
+    state_lost: bool
+    digest: str
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it ran to its own end: an interrupt hits elsewhere the next time."""
+        return self.status in (Status.OK, Status.ERROR, Status.EXIT) and not self.state_lost
+
+
+def digest(result: StepResult) -> str:
+    """A hash of what a policy could have been shown: addresses, times and costs do not count."""
+    error = result.error
+    shown = (
+        result.status,
+        result.state_lost,
+        result.stdout,
+        result.stderr,
+        result.value,
+        (error.name, error.value) if error is not None else None,
+        result.more,
+    )
+    text = _ADDRESS.sub("0x", repr(shown))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

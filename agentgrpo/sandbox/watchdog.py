@@ -1,0 +1,93 @@
+"""Bounds a session's memory as a whole where no control group does.
+
+The address space limit holds for each process; ten of them may use ten times as much. A thread adds
+up what the processes of each session use and kills a session that is over its limit. It looks every
+50 ms, less often when looking at all of them takes long.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.session import Session
+
+INTERVAL_S = 0.05
+SHARE = 0.1
+"""Of the time, at most this much is spent looking."""
+PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
+
+
+def private_kib(pid: int) -> int:
+    """Memory of a process that no file backs, pages shared with its parent counted in full."""
+    try:
+        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * PAGE_KIB
+
+
+def proportional_kib(pid: int) -> int:
+    """Memory of a process, each page divided by the number of processes that share it."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
+
+
+def socket_kib(pid: int) -> int:
+    """What the TCP sockets of a process's network namespace hold: no process has it mapped."""
+    total = 0
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        queues = (line.split()[4].split(":") for line in lines)
+        total += sum(int(sent, 16) + int(received, 16) for sent, received in queues)
+    return total >> 10
+
+
+def used_kib(init: int, enough_kib: int) -> int:
+    """What a session uses; not exact while it is below enough_kib, where exactness costs too much.
+
+    Forks share pages: their sum is an upper bound, which is cheap; only if that is too much is
+    every page counted once.
+    """
+    pids = process_tree(init)
+    sockets = socket_kib(init)
+    bound = sockets + sum(map(private_kib, pids))
+    return bound if bound <= enough_kib else sockets + sum(map(proportional_kib, pids))
+
+
+class MemoryWatchdog:
+    """Watches sessions until close().
+
+    Args:
+        limit_mib: what the processes of one session may use together.
+        sessions: those that live now.
+    """
+
+    def __init__(self, limit_mib: int, sessions: Callable[[], Iterable[Session]]) -> None:
+        self._limit_kib, self._sessions = limit_mib << 10, sessions
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sandbox-memory", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        pause = INTERVAL_S
+        while not self._stop.wait(pause):
+            started = time.thread_time()
+            for session in self._sessions():
+                used = used_kib(session.init_pid, self._limit_kib)
+                if used > self._limit_kib:
+                    session.end_for_memory(used)
+            pause = max(INTERVAL_S, (time.thread_time() - started) / SHARE)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join()

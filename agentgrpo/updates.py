@@ -1,0 +1,68 @@
+"""Groups of a step -> what each optimizer update trains on: mini-batches, packed and weighted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.losses import is_trained, token_weights
+from agentgrpo.packing import pack_tree
+from agentgrpo.types import Group, PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """One optimizer update. Its batches' weights are the normaliser of all of them together."""
+
+    batches: list[PackedBatch]
+    num_samples: int
+    """Rollouts that sample_N of the batches counts."""
+
+
+def plan_updates(
+    groups: Sequence[Group], config: TrainConfig, *, step: int, share_prefixes: bool = True
+) -> list[Update]:
+    """Divide a step's groups among config.loss.num_mini_batches updates and pack each.
+
+    Whole groups stay together, so that their prompt is computed once. Which go together is a
+    function of config.seed and step. Rollouts without an advantage are left out where nothing of
+    theirs moves the loss: always, unless there is a KL or an entropy term.
+
+    Args:
+        groups: all groups of the step, with advantages.
+        config: of the run.
+        step: counted from 0.
+        share_prefixes: False for models that must see every rollout alone.
+    """
+    parts = mini_batches(groups, config, step=step)
+    return [_update(part, config, share_prefixes) for part in parts]
+
+
+def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
+    """Which groups each update of a step trains on, those of them that are trained on."""
+    order = np.arange(len(groups))
+    if config.loss.num_mini_batches > 1:
+        np.random.default_rng((config.seed, step)).shuffle(order)
+    return [
+        [
+            Group(task=groups[i].task, rollouts=[r for r in groups[i].rollouts if is_trained(r)])
+            for i in sorted(part.tolist())
+        ]
+        for part in np.array_split(order, config.loss.num_mini_batches)
+    ]
+
+
+def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
+    loss = config.loss
+    weights = token_weights(trained, loss.loss_type, config.rollout.max_sampled_tokens)
+    batches = pack_tree(
+        trained,
+        max_tokens=config.learner.max_tokens,
+        weights=weights,
+        drop_zero_advantage=not (loss.beta or loss.entropy_coef),
+        share_prefixes=share_prefixes,
+    )
+    return Update(batches=batches, num_samples=len(weights))

@@ -1,0 +1,146 @@
+"""Control groups of version 2, on a real v2 tree where there is one, with the kernel's own rules.
+
+A machine that uses v1 has memory and pids there; on its v2 tree another controller stands in for
+them, so that delegation, moving, attaching and clearing up are the kernel's, and only the limit
+files are not.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentgrpo.sandbox import SandboxPool, cgroup
+from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
+from agentgrpo.sandbox.channels import process_tree
+
+pytestmark = pytest.mark.nsjail
+
+
+def v2_root() -> Path:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if " - cgroup2 " in line:
+            return Path(line.split()[4])
+    pytest.skip("no cgroup2 file system is mounted")
+
+
+@pytest.fixture
+def delegated() -> Iterator[tuple[Path, str]]:
+    """A group of ours in the v2 tree, with a controller to hand on."""
+    root = v2_root()
+    there = (root / "cgroup.controllers").read_text().split()
+    if not there or not os.access(root / "cgroup.subtree_control", os.W_OK):
+        pytest.skip(f"{root} has no controller to hand on, or is not writable")
+    before = (root / "cgroup.subtree_control").read_text().split()
+    (root / "cgroup.subtree_control").write_text(f"+{there[0]}")
+    own = root / f"agentgrpo-test-{os.getpid()}"
+    own.mkdir()
+    try:
+        yield own, there[0]
+    finally:
+        cgroup._remove_tree(own)
+        if there[0] not in before:
+            (root / "cgroup.subtree_control").write_text(f"-{there[0]}")
+    assert not own.exists()
+
+
+STAND_INS = """
+import os, sys
+from pathlib import Path
+from agentgrpo.sandbox import SandboxPool, cgroup
+own, controller = Path(sys.argv[1]), sys.argv[2]
+(own / "cgroup.procs").write_text("0")
+cgroup._mounted = lambda: {"": own / os.path.relpath(
+    next(l for l in open("/proc/self/cgroup") if l.startswith("0::"))[3:].strip(), "/" + own.name)}
+cgroup.V2_CONTROLLERS = (controller,)
+cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", False)
+cgroup.Group.set_limits = lambda self, memory, processes: None
+cgroup.Group.processes = lambda self: 2
+"""
+
+
+def run_in(own: Path, controller: str, code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_INS + textwrap.dedent(code), str(own), controller],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_sessions_run_in_groups_of_their_own(delegated: tuple[Path, str]) -> None:
+    own, controller = delegated
+    code = """
+        def where(pid):
+            return os.path.relpath(open(f"/proc/{pid}/cgroup").read().rpartition("0::")[2].strip(),
+                                   "/" + own.name)
+        for _ in range(2):  # the second pool finds this process in the leaf already
+            with SandboxPool(min_idle=0, zygotes=1) as pool:
+                print(where("self"), pool.describe()["memory_limit"].split(" per")[0])
+                with pool.acquire() as a, pool.acquire() as b:
+                    a.step("import os\\nif os.fork() == 0:\\n while True: pass")
+                    for session in (a, b):
+                        print(where(session.init_pid).count("/"), where(session._pid) ==
+                              where(session.init_pid), session._group.empty())
+                    print(where(a.init_pid) == where(b.init_pid))
+            print(sorted(path.name for path in own.iterdir() if path.is_dir()))
+    """
+    one = [
+        "agentgrpo-host control group (v2)",
+        "1 True False",
+        "1 True False",
+        "False",
+        "['agentgrpo-host']",
+    ]
+    assert run_in(own, controller, code) == 2 * one
+
+
+def test_controllers_that_were_not_delegated_are_named(delegated: tuple[Path, str]) -> None:
+    own, _ = delegated
+    code = """
+        cgroup.V2_CONTROLLERS = ("memory", "pids")
+        try: cgroup.Cgroups(1 << 20, 9)
+        except cgroup.CgroupsUnavailable as error: print(error)
+        print([path.name for path in own.iterdir() if path.is_dir()])
+    """
+    there = (own / "cgroup.controllers").read_text().split()
+    if {"memory", "pids"} <= set(there):
+        pytest.skip("this v2 tree has memory and pids")
+    shown = run_in(own, "memory", code)
+    assert shown == [f"{own} was not given the controllers memory and pids", "[]"]
+
+
+def test_no_groups_for_a_user_who_may_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(self: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(cgroup, "_mounted", lambda: {"": tmp_path})
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CgroupsUnavailable, match="Permission denied"):
+        Cgroups(1 << 20, 9)
+
+
+def test_no_cgroup_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_mounted", dict)
+    with pytest.raises(CgroupsUnavailable, match="no cgroup file system"):
+        Cgroups(1 << 20, 9)
+
+
+def test_sessions_together_weigh_no_more_than_the_machine(pool: SandboxPool) -> None:
+    groups = pool._spawner.cgroups
+    if groups is None or groups._cpu is None:
+        pytest.skip("no writable v1 cpu hierarchy")
+    assert (groups._cpu / "cpu.shares").read_text() == f"{1024 * (os.cpu_count() or 1)}\n"
+    members = set(map(int, (groups._cpu / "cgroup.procs").read_text().split()))
+    with pool.acquire() as session:
+        tree = process_tree(pool._spawner._zygotes[0].pid)
+        assert set(tree[:2]) <= members, "nsjail and its zygote"
+        members = set(map(int, (groups._cpu / "cgroup.procs").read_text().split()))
+        assert {session.init_pid, session._pid} <= members
+    assert os.getpid() not in members

@@ -1,0 +1,210 @@
+"""Sessions without namespaces: only on request, flagged in every result, and still bounded."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agentgrpo import _C
+from agentgrpo.sandbox import (
+    Limits,
+    NotSupportedException,
+    Sandbox,
+    SandboxPool,
+    SandboxUnavailable,
+    Session,
+    Status,
+    Template,
+)
+from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.grade import check_output
+from agentgrpo.sandbox.hostile.lifecycle import gone, pids
+from agentgrpo.sandbox.zygote import Rung
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+pytestmark = [
+    pytest.mark.nsjail,
+    pytest.mark.filterwarnings("ignore:sandbox degraded"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 and _C.sandbox_landlock_version() == 0, reason="no root and no Landlock"
+    ),
+]
+
+
+def make_pool(limits: Limits | None = None) -> SandboxPool:
+    """Where the interpreter is root's own, the system's is what other users can run."""
+    if os.geteuid() == 0 and not os.path.exists(SYSTEM_PYTHON):
+        pytest.skip(f"no {SYSTEM_PYTHON}")
+    template = Template(python=SYSTEM_PYTHON if os.geteuid() == 0 else "")
+    return SandboxPool(
+        rungs=(), allow_degraded=True, template=template, min_idle=0, zygotes=1, limits=limits
+    )
+
+
+@pytest.fixture(scope="module")
+def bare_pool() -> Iterator[SandboxPool]:
+    with make_pool(Limits(timeout_s=5.0, grace_s=0.5, memory_mib=128, processes=32)) as made:
+        yield made
+
+
+@pytest.fixture
+def bare(bare_pool: SandboxPool) -> Iterator[Session]:
+    with bare_pool.acquire() as session:
+        yield session
+
+
+def test_every_result_is_flagged(bare: Session) -> None:
+    endings = [
+        "1",
+        "1 / 0",
+        "import sys; sys.exit()",
+        "#" * (2 << 20),
+        "import os; os._exit(0)",
+        "1",
+    ]
+    results = [bare.step(code) for code in endings]
+    assert [r.status for r in results] == ["ok", "error", "exit", "error", "exit", "exit"]
+    assert all(result.degraded for result in results)
+
+
+def test_isolated_sessions_are_not_flagged(session: Session) -> None:
+    assert not session.step("1").degraded
+
+
+def test_the_pool_warns_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="sandbox degraded"):
+        pool = make_pool()
+    with pool:
+        assert pool.describe()["rung"] == "bare"
+        assert pool.describe()["degraded"] is True
+
+
+def test_the_weakest_rung_is_not_to_be_had_by_accident() -> None:
+    with pytest.raises(SandboxUnavailable):
+        SandboxPool(rungs=())
+    with pytest.raises(ValueError, match="allow_degraded"):
+        SandboxPool(rungs=[Rung.BARE])
+
+
+def test_a_better_rung_is_taken_where_there_is_one(pool: SandboxPool) -> None:
+    with SandboxPool(allow_degraded=True, min_idle=0, zygotes=1) as allowed:
+        assert allowed.describe()["rung"] == pool.describe()["rung"]
+        assert not allowed.run("1").degraded
+
+
+def test_what_needs_a_jail_is_refused(bare_pool: SandboxPool) -> None:
+    with pytest.raises(NotSupportedException):
+        Sandbox.create(pool=bare_pool)
+    with pytest.raises(NotSupportedException):
+        Sandbox.create(allow_degraded=True)
+    with pytest.raises(NotSupportedException):
+        check_output(bare_pool, "print(1)", "1")
+    assert bare_pool.metrics()["live"] == 0
+
+
+def test_state_files_and_programs(bare: Session) -> None:
+    bare.step("import os, subprocess; x = 1; open('f', 'w').write('kept')")
+    assert bare.step("x, open('f').read(), os.environ['HOME'] == os.getcwd()").value == (
+        "(1, 'kept', True)"
+    )
+    shown = bare.step("subprocess.run(['ls'], capture_output=True, text=True).stdout")
+    assert shown.value == "'f\\n'"
+
+
+@pytest.mark.skipif(_C.sandbox_landlock_version() == 0, reason="no Landlock in this kernel")
+def test_files_of_the_machine_are_out_of_reach(bare: Session) -> None:
+    code = (
+        "import os\ngot = []\n"
+        f"for p in ('/etc/passwd', '/etc/shadow', '/root', '/tmp', '/home', '/proc', '/', '/var',\n"
+        f"          '/proc/{os.getpid()}/environ', '/proc/{os.getpid()}/mem', {__file__!r},\n"
+        "          '/dev/shm', '/sys', '/run'):\n"
+        " for go in (os.listdir, lambda p: open(p).read(1), lambda p: open(p, 'r+b'),\n"
+        "            lambda p: open(p + '/x', 'w'), os.unlink):\n"
+        "  try: go(p); got.append(p)\n"
+        "  except OSError: pass\ngot"
+    )
+    assert bare.step(code).value == "[]"
+
+
+def test_neighbours_files_are_out_of_reach(bare_pool: SandboxPool) -> None:
+    with bare_pool.acquire() as a, bare_pool.acquire() as b:
+        home = a.step("import os; open('secret', 'w').write('s'); os.getcwd()").value
+        assert home is not None
+        for attempt in (f"open({home} + '/secret').read()", f"open({home} + '/x', 'w')"):
+            error = b.step(attempt).error
+            assert error is not None
+            assert error.name == "PermissionError"
+
+
+def test_other_processes_and_sockets_are_out_of_reach(
+    bare_pool: SandboxPool, bare: Session
+) -> None:
+    with bare_pool.acquire() as other:
+        _, victim = pids(other)
+        code = (
+            "import os, signal, socket, resource, fcntl\ngot = []\n"
+            f"for p in ({victim}, {os.getpid()}, {bare.init_pid}):\n"
+            " for go in (lambda: os.kill(p, 9), lambda: os.killpg(p, 9),\n"
+            "            lambda: signal.pidfd_send_signal(os.pidfd_open(p), 9),\n"
+            "            lambda: os.setpriority(os.PRIO_PROCESS, p, 19),\n"
+            "            lambda: os.sched_setaffinity(p, {0}), lambda: os.setpgid(0, p),\n"
+            "            lambda: resource.prlimit(p, resource.RLIMIT_NOFILE),\n"
+            "            lambda: fcntl.fcntl(0, fcntl.F_SETOWN, p)):\n"
+            "  try: go(); got.append(p)\n"
+            "  except OSError: pass\n"
+            "for go in (os.setsid, socket.socket, lambda: socket.socket(socket.AF_UNIX)):\n"
+            " try: go(); got.append(go)\n"
+            " except OSError: pass\ngot"
+        )
+        assert bare.step(code).value == "[]"
+        assert other.step("1").value == "1"
+
+
+def test_close_leaves_nothing(bare_pool: SandboxPool) -> None:
+    session = bare_pool.acquire()
+    home = session.step("import os; os.getcwd()").value
+    code = "import os\nfor _ in range(4):\n if os.fork() == 0:\n  if os.fork() == 0: os.fork()\n"
+    session.step(code + "  while 1: pass")
+    time.sleep(0.3)
+    tree = process_tree(session.init_pid)
+    assert len(tree) > 8
+    session.close()
+    assert all(gone(pid) for pid in tree)
+    assert home is not None
+    assert not os.path.exists(home.strip("'"))
+
+
+def test_orphans_do_not_outlive_an_interpreter_that_ends(bare: Session) -> None:
+    bare.step("import os\nfor _ in range(4):\n if os.fork() == 0:\n  while 1: pass")
+    tree = process_tree(bare.init_pid)
+    assert bare.step("os._exit(0)").status is Status.EXIT
+    assert all(gone(pid) for pid in tree)
+
+
+def test_bounds_hold(bare_pool: SandboxPool) -> None:
+    with bare_pool.acquire() as session:
+        session.step("x = 1")
+        assert session.step("while True: pass", 0.2).status is Status.TIMEOUT
+        assert session.step("x").value == "1"
+    with bare_pool.acquire() as session:
+        code = "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass"
+        started = time.monotonic()
+        assert session.step(code, 0.2).status is Status.TIMEOUT_KILLED
+        assert time.monotonic() - started < 4
+    for code, wanted in (
+        ("while True: print('x' * 1000)", {Status.OUTPUT_LIMIT}),
+        ("x = []\nwhile True: x.append(bytearray(1 << 20))", {Status.OOM, Status.ERROR}),
+        ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+         {Status.TIMEOUT, Status.TIMEOUT_KILLED}),
+    ):  # fmt: skip
+        assert bare_pool.run(code, 1.0).status in wanted
+    assert bare_pool.run("6 * 7").value == "42"
+
+
+def test_deep_directories_are_removed(bare_pool: SandboxPool) -> None:
+    with bare_pool.acquire() as session:
+        home = session.step("import os; os.getcwd()").value
+        session.step("for _ in range(1200): os.mkdir('d'); os.chdir('d')")
+    assert home is not None
+    assert not os.path.exists(home.strip("'"))

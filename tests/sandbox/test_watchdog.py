@@ -1,0 +1,141 @@
+"""Memory where no control group may be made: all processes of a session count together."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agentgrpo.sandbox import (
+    Limits,
+    SandboxPool,
+    SandboxUnavailable,
+    Session,
+    Status,
+    cgroup,
+    spawner,
+)
+from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.watchdog import proportional_kib, used_kib
+
+pytestmark = pytest.mark.nsjail
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def groupless() -> Iterator[SandboxPool]:
+    def refuse(memory: int, processes: int) -> cgroup.Cgroups:
+        raise cgroup.CgroupsUnavailable("refused by the test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawner, "Cgroups", refuse)
+        try:
+            pool = SandboxPool(limits=Limits(memory_mib=128, processes=32), min_idle=0, max_live=8)
+        except SandboxUnavailable as reason:
+            pytest.skip(str(reason))
+    with pool:
+        yield pool
+
+
+def spread(children: int, mib: int) -> str:
+    """Code that uses memory in several processes, none of which is over the limit by itself."""
+    return (
+        "import os, time\n"
+        f"for _ in range({children}):\n"
+        " if os.fork() == 0:\n"
+        f"  x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096])\n"
+        "  time.sleep(60); os._exit(0)\n"
+        "time.sleep(2)"
+    )
+
+
+def test_memory_of_many_processes_counts_together(groupless: SandboxPool) -> None:
+    with groupless.acquire() as session, groupless.acquire() as neighbour:
+        result = session.step(spread(8, 30), 20)
+        assert (result.status, result.state_lost) == (Status.OOM, True), result
+        assert result.max_memory_kib is not None
+        assert result.max_memory_kib > 128 << 10
+        assert "all processes together" in result.detail
+        assert session.step("1").status is Status.OOM
+        assert neighbour.step("1").value == "1"
+
+
+def test_memory_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
+    with groupless.acquire() as session:
+        assert session.step(spread(3, 20), 20).status is Status.OK
+
+
+def test_pages_that_forks_share_count_once(groupless: SandboxPool) -> None:
+    code = (
+        "import os, time\nx = bytearray(60 << 20); x[::4096] = b'1' * len(x[::4096])\n"
+        "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)\ntime.sleep(1)"
+    )
+    with groupless.acquire() as session:
+        assert session.step(code, 20).status is Status.OK
+        exact = used_kib(session.init_pid, 0)
+        assert 60 << 10 < exact < 90 << 10
+
+
+def test_between_steps_too(groupless: SandboxPool) -> None:
+    with groupless.acquire() as session:
+        session.step("import os, time\nif os.fork() == 0:\n time.sleep(0.3)\n" + spread(8, 30))
+        deadline = time.monotonic() + 10
+        while session.healthy() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert session.step("1").status is Status.OOM
+
+
+def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> None:
+    code = (
+        "import os, threading, time\n"
+        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n  time.sleep(60)\n"
+        "t = threading.Thread(target=far); t.start()\n"
+        "if os.fork() == 0:\n if os.fork() == 0: time.sleep(60)\n os._exit(0)\n"
+        "time.sleep(0.2)"
+    )
+    with groupless.acquire() as session:
+        session.step(code)
+        assert len(process_tree(session.init_pid)) == 6, "init, interpreter, 2, a zombie, an orphan"
+
+
+def test_proportional_memory_is_what_the_kernel_says() -> None:
+    code = (
+        "x = bytearray(50 << 20); x[::4096] = b'1' * len(x[::4096]); print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 50 << 10 <= proportional_kib(process.pid) < 80 << 10
+        process.kill()
+    assert proportional_kib(process.pid) == 0
+    assert process_tree(os.getpid())[0] == os.getpid()
+
+
+def test_watching_ends_with_the_pool(groupless: SandboxPool) -> None:
+    assert groupless._watchdog is not None
+    assert groupless._watchdog._thread.is_alive()
+    assert "watchdog" in groupless.describe()["memory_limit"]
+
+
+def test_with_control_groups_nothing_is_watched(pool: SandboxPool, session: Session) -> None:
+    if pool._spawner.cgroups is None:
+        pytest.skip("no control groups here")
+    assert pool._watchdog is None
+    assert session.step("1").processes_left == 0
+
+
+def test_what_sockets_buffer_counts_too(groupless: SandboxPool) -> None:
+    code = (
+        "import socket, time\nserver = socket.create_server(('127.0.0.1', 0), backlog=200)\n"
+        "keep = []; n = 0\nfor _ in range(120):\n"
+        " a = socket.create_connection(server.getsockname()); b, _ = server.accept()\n"
+        " a.setblocking(False); keep += [a, b]\n"
+        " try:\n  while True: n += a.send(b'x' * 65536)\n"
+        " except BlockingIOError: pass\ntime.sleep(2)"
+    )
+    with groupless.acquire() as session:
+        assert session.step(code, 20).status is Status.OOM

@@ -1,0 +1,482 @@
+"""Updates of a step against plain loops in float64: ratios, clipping, KL, epochs, adapters.
+
+The engine is a stand-in that only holds what it is given, so that no vLLM starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentgrpo.advantages import assign_advantages
+from agentgrpo.agreement import Disagreement
+from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.learner import Learner
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.updates import plan_updates
+from tests.tiny import VOCAB
+
+TASK = Task(id="t", messages=(), spec={})
+TEMPERATURE = 0.9
+EPS = 1e-3
+"""Of AdamW: large, so that a gradient of rounding errors stays one."""
+LR = 1e-2
+
+
+class Holder:
+    """An engine's part in learning: it is told of new weights."""
+
+    device = "cpu"
+    dtype = "float64"
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Module()
+        self.weights: dict[str, Tensor] = {}
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights |= {name: tensor.clone() for name, tensor in named}
+
+    def reset_prefix_cache(self) -> None: ...
+    def unpack(self) -> None: ...
+
+
+@pytest.fixture
+def make_learner(tiny_model: Path) -> Callable[..., Learner]:
+    def make(loss: LossConfig | None = None, **config: Any) -> Learner:
+        options = {"learning_rate": LR, "max_grad_norm": 1e9, "adapter": None, "reference": None}
+        options |= config
+        given = {name: options.pop(name) for name in ("adapter", "reference")}
+        engine: Any = Holder()
+        learner = Learner(
+            tiny_model, engine, LearnerConfig(**options), loss or LossConfig(), total_steps=4,
+            temperature=TEMPERATURE, weights="copy", dlogp_limit=9.0, **given,
+        )  # fmt: skip
+        learner._optimizer._adamw.param_groups[0]["eps"] = EPS
+        return learner
+
+    return make
+
+
+def logp_of(model: Any, rollout: Rollout) -> Tensor:
+    """Of the sampled tokens, through the whole model, one rollout alone."""
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+    logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
+    every = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    return every[torch.from_numpy(mask_of(rollout)[1:])]
+
+
+def mask_of(rollout: Rollout) -> Any:
+    return np.concatenate([np.full(len(s.token_ids), s.sampled) for s in rollout.segments])
+
+
+def sampled_logp(rollout: Rollout) -> Tensor:
+    parts = [s.logprobs for s in rollout.segments if s.logprobs is not None]
+    return torch.from_numpy(np.concatenate(parts)).double()
+
+
+def oracle_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+
+
+@pytest.fixture
+def groups(tiny_model: Path) -> list[Group]:
+    """Two groups of three two-turn rollouts, sampled by a policy a little off the learner's."""
+    rng = np.random.default_rng(3)
+    model, made = oracle_model(tiny_model), []
+    for g in range(2):
+        prompt = Segment(rng.integers(3, VOCAB, size=9, dtype=np.int32))
+        rollouts = []
+        for i in range(3):
+            segments = [prompt]
+            for length in (4, 3 + i):
+                ids = rng.integers(3, VOCAB, size=length, dtype=np.int32)
+                segments.append(Segment(ids, np.zeros(length, np.float32)))
+                segments.append(Segment(rng.integers(3, VOCAB, size=2, dtype=np.int32)))
+            played = Rollout(task=TASK, segments=segments, status=Status.COMPLETED)
+            with torch.no_grad():
+                logp = logp_of(model, played).numpy()
+            noisy = (logp + rng.normal(0, 0.4, len(logp))).astype(np.float32)
+            played.segments[1] = Segment(segments[1].token_ids, noisy[:4])
+            played.segments[3] = Segment(segments[3].token_ids, noisy[4:])
+            played.rewards = {"r": float(i * i + g)}  # no rollout at the mean
+            rollouts.append(played)
+        made.append(Group(task=TASK, rollouts=rollouts))
+    assign_advantages(made, LossConfig())
+    return made
+
+
+def run_config(loss: LossConfig, **learner: Any) -> TrainConfig:
+    return TrainConfig(
+        model="m", out_dir=Path("o"), loss=loss,
+        learner=LearnerConfig(**learner), rollout={"tasks_per_step": 2},
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def oracle_step(
+    folder: Path, groups: Sequence[Group], order: Sequence[Sequence[int]], *, iterations: int,
+    term: Callable[[Tensor, Tensor, Tensor, float], Tensor], old_is_sampler: bool = False,
+    cap: float | None = 2.0, beta: float = 0.0, lr: float = LR,
+) -> tuple[Any, list[float]]:  # fmt: skip
+    """The trained model and the losses; `term(logp, old, sampler, advantage)` per rollout."""
+    model, reference = oracle_model(folder), oracle_model(folder)
+    adamw = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, eps=EPS)
+    with torch.no_grad():
+        before = {id(r): logp_of(model, r) for g in groups for r in g.rollouts}
+    losses = []
+    for _ in range(iterations):
+        for chosen in order:
+            rollouts = [r for i in chosen for r in groups[i].rollouts]
+            tokens = sum(r.num_sampled for r in rollouts)
+            loss = torch.zeros((), dtype=torch.float64)
+            for rollout in rollouts:
+                logp, sampler = logp_of(model, rollout), sampled_logp(rollout)
+                old = sampler if old_is_sampler else before[id(rollout)]
+                advantage = float(np.float32(rollout.advantage))
+                each = term(logp, old, sampler, advantage)
+                if cap is not None:
+                    each = each * (old - sampler).exp().clamp(max=cap)
+                if beta:
+                    with torch.no_grad():
+                        gap = logp_of(reference, rollout)
+                    gap = gap - logp
+                    each = each + beta * (gap.exp() - gap - 1) * (logp - old).exp()
+                loss = loss + each.sum() / tokens
+            adamw.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            adamw.step()
+            losses.append(loss.item())
+    return model, losses
+
+
+def assert_same_model(ours: Any, theirs: Any, folder: Path) -> None:
+    """Equal but for float32 advantages, weights and norms: to 1e-4 of how far training moved."""
+    for (name, a), b, start in zip(
+        ours.named_parameters(), theirs.parameters(), oracle_model(folder).parameters(), strict=True
+    ):
+        moved = (b - start).abs().max().item()
+        assert moved > 1e-4, name
+        assert (a - b).abs().max().item() <= 1e-3 * moved, name
+
+
+DAPO = LossConfig()
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one update": ({}, {}),
+    "no correction": ({"vllm_importance_sampling_correction": False}, {"cap": None}),
+    "another cap": ({"vllm_importance_sampling_clip_max": 1.1}, {"cap": 1.1}),
+    "three passes": ({"num_iterations": 3}, {"iterations": 3}),
+    "clip higher": (
+        {"num_iterations": 3, "epsilon": 0.01, "epsilon_high": 0.05},
+        {"iterations": 3, "low": 0.01, "high": 0.05},
+    ),
+    "old from the sampler": (
+        {"num_iterations": 2, "old_logps": "sampler"},
+        {"iterations": 2, "old_is_sampler": True, "cap": None},
+    ),
+    "mini-batches": ({"num_mini_batches": 2, "num_iterations": 2}, {"iterations": 2, "split": 2}),
+    "kl": ({"beta": 0.3, "num_iterations": 2}, {"iterations": 2, "beta": 0.3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_formula(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group], case: str
+) -> None:
+    options, oracle = CASES[case]
+    options = {"loss_type": "dapo", **options}
+    loss = LossConfig(**options)
+    oracle = {"iterations": 1, **oracle}
+    low, high = oracle.pop("low", 0.2), oracle.pop("high", 0.2)
+    split = oracle.pop("split", 1)
+    learner = make_learner(loss)
+    updates = plan_updates(groups, run_config(loss), step=0)
+    assert len(updates) == split
+    metrics = learner.step(updates)
+    order: list[list[int]] = [[0, 1]]
+    if split == 2:  # which group comes first is the planner's business
+        prompts = [group.rollouts[0].token_ids[0] for group in groups]
+        first = updates[0].batches[0].input_ids_T[0]
+        order = [[0], [1]] if first == prompts[0] else [[1], [0]]
+    model, losses = oracle_step(
+        tiny_model, groups, order,
+        term=lambda logp, old, _, a: clipped((logp - old).exp(), a, low, high), **oracle,
+    )  # fmt: skip
+    assert metrics["updates"] == len(losses)
+    assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
+    assert_same_model(learner.model, model, tiny_model)
+
+
+def test_gspo_and_cispo_are_their_formulas(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    gspo = LossConfig(
+        importance_sampling_level="sequence", num_iterations=2, epsilon=0.005,
+        vllm_importance_sampling_correction=False,
+    )  # fmt: skip
+    cispo = LossConfig(
+        loss_type="cispo", epsilon_high=1.001, num_iterations=2,
+        vllm_importance_sampling_correction=False,
+    )  # fmt: skip
+
+    def of_gspo(logp: Tensor, old: Tensor, _: Tensor, a: float) -> Tensor:
+        return clipped((logp - old).mean().exp().expand(len(logp)), a, 0.005, 0.005)
+
+    def of_cispo(logp: Tensor, old: Tensor, _: Tensor, a: float) -> Tensor:
+        return -(logp - old).exp().detach().clamp(max=1.001) * a * logp
+
+    for loss, term in ((gspo, of_gspo), (cispo, of_cispo)):
+        learner = make_learner(loss)
+        metrics = learner.step(plan_updates(groups, run_config(loss), step=0))
+        model, losses = oracle_step(tiny_model, groups, [[0, 1]], iterations=2, term=term, cap=None)
+        assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
+        assert_same_model(learner.model, model, tiny_model)
+
+
+def test_span_advantages_reach_their_own_tokens(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    for i, rollout in enumerate(r for g in groups for r in g.rollouts):
+        rollout.segment_advantages = [9.0, 0.5 + i, 9.0, -1.0 - i, 9.0]
+    (update,) = plan_updates(groups, run_config(DAPO), step=0)
+    for batch in update.batches:
+        want = np.where(batch.turn_N == 0, 0.5 + batch.sample_N, -1.0 - batch.sample_N)
+        np.testing.assert_array_equal(batch.advantage_N, want.astype(np.float32))
+        sizes = np.bincount(batch.turn_N)
+        assert sizes.tolist() == [24, 24]
+
+
+def test_the_mismatch_is_logged_raw_and_by_turn(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    loss = LossConfig(vllm_importance_sampling_clip_max=1.2)
+    metrics = make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
+    model = oracle_model(tiny_model)
+    with torch.no_grad():
+        gaps = [logp_of(model, r) - sampled_logp(r) for g in groups for r in g.rollouts]
+    ratio = torch.cat(gaps).exp()
+    assert metrics["mismatch_ratio_max"] == pytest.approx(ratio.max().item(), rel=1e-5)
+    assert metrics["mismatch_ratio_min"] == pytest.approx(ratio.min().item(), rel=1e-5)
+    assert metrics["mismatch_ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
+    assert metrics["mismatch_modified"] == pytest.approx((ratio > 1.2).double().mean().item())
+    late = torch.cat([gap[4:] for gap in gaps])
+    assert metrics["mismatch_kl_turn_1"] == pytest.approx(
+        (late.expm1() - late).mean().item(), rel=1e-4
+    )
+
+
+def test_only_tokens_of_high_entropy_are_trained_on(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    loss = LossConfig(top_entropy_quantile=0.25, vllm_importance_sampling_correction=False)
+    learner = make_learner(loss)
+    metrics = learner.step(plan_updates(groups, run_config(loss), step=0))
+    model = oracle_model(tiny_model)
+    entropies, advantages = [], []
+    for rollout in (r for g in groups for r in g.rollouts):
+        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+        every = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+        mask = torch.from_numpy(mask_of(rollout)[1:])
+        entropies.append(-(every.exp() * every).sum(-1)[mask])
+        advantages.append(torch.full((rollout.num_sampled,), rollout.advantage))
+    entropy, advantage = torch.cat(entropies), torch.cat(advantages)
+    kept = entropy >= entropy.quantile(0.75)
+    assert 0.2 < kept.double().mean() < 0.3
+    assert metrics["loss"] == pytest.approx(-(advantage * kept).sum().item() / len(kept), abs=1e-6)
+
+
+def test_what_the_sampler_saw_is_checked_before_the_first_update(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    for options in ({}, {"num_iterations": 2}, {"old_logps": "sampler"}, {"num_mini_batches": 2}):
+        loss = LossConfig(**options)  # type: ignore[arg-type]
+        learner = make_learner(loss)
+        learner._dlogp_limit = 0.5
+        before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+        with pytest.raises(Disagreement, match="on the sampled tokens"):
+            learner.step(plan_updates(groups, run_config(loss), step=0))
+        assert all(torch.equal(p, before[n]) for n, p in learner.model.named_parameters())
+
+
+def test_dead_rollouts_are_laid_out_where_a_kl_moves_them(groups: list[Group]) -> None:
+    for rollout in groups[0].rollouts:
+        rollout.advantage = 0.0
+
+    def terms(loss: LossConfig) -> int:
+        updates = plan_updates(groups, run_config(loss), step=0)
+        return sum(len(b.row_N) for u in updates for b in u.batches)
+
+    alive = sum(r.num_sampled for r in groups[1].rollouts)
+    every = sum(r.num_sampled for g in groups for r in g.rollouts)
+    assert terms(LossConfig()) == alive
+    assert terms(LossConfig(beta=0.1)) == every
+    assert terms(LossConfig(entropy_coef=0.1)) == every
+    groups[0].rollouts[0].status = Status.INFRA_ERROR
+    assert terms(LossConfig(beta=0.1)) == every - groups[0].rollouts[0].num_sampled
+
+
+def test_mini_batches_are_a_function_of_seed_and_step(groups: list[Group]) -> None:
+    loss = LossConfig(num_mini_batches=2)
+    many = [
+        Group(task=TASK, rollouts=[replace(r, advantage=k + 1.0) for r in groups[0].rollouts])
+        for k in range(7)
+    ]
+
+    def plan(step: int) -> list[set[float]]:
+        updates = plan_updates(many, run_config(loss), step=step)
+        assert [u.num_samples for u in updates] == [12, 9]
+        shares = [set(np.concatenate([b.advantage_N for b in u.batches]).tolist()) for u in updates]
+        assert sorted(x for share in shares for x in share) == [1, 2, 3, 4, 5, 6, 7]
+        return shares
+
+    assert plan(3) == plan(3)
+    assert len({str(plan(step)) for step in range(8)}) > 1
+
+
+# Adapters
+
+
+def test_an_adapter_is_all_that_moves_and_is_published_merged(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    learner = make_learner(lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
+    engine: Any = learner._engine
+    learner.publish()
+    base = oracle_model(tiny_model).state_dict()
+    for name, tensor in engine.weights.items():
+        assert torch.equal(tensor, base[name]), "B = 0: nothing is changed yet"
+    assert len(engine.weights) == 14, "all linear layers of both blocks"
+    for _ in range(2):
+        learner.step(plan_updates(groups, run_config(DAPO), step=0))
+    learner.publish()
+    merged = oracle_model(tiny_model)
+    merged.load_state_dict(base | engine.weights)
+    ids = groups[0].rollouts[0].token_ids
+    whole = torch.from_numpy(ids.astype(np.int64))
+    want = torch.log_softmax(merged(whole[None]).logits[0, :-1], -1).gather(1, whole[1:, None])
+    np.testing.assert_allclose(learner.score(ids), want[:, 0].detach(), atol=1e-5)
+    assert (
+        engine.weights["model.layers.0.self_attn.q_proj.weight"]
+        - base["model.layers.0.self_attn.q_proj.weight"]
+    ).abs().max() > 1e-3
+    trained = learner.describe()["trained_parameters"]
+    assert (
+        trained
+        == sum(p.numel() for p in learner.trained)
+        < 0.3 * sum(p.numel() for p in base.values())
+    )
+
+
+def test_an_adapters_kl_is_to_the_policy_without_it(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    loss = LossConfig(beta=0.5)
+    learner = make_learner(loss, lora={"rank": 4}, learning_rate=1e-2)
+    assert learner._reference is None, "no second copy"
+    updates = plan_updates(groups, run_config(loss), step=0)
+    assert learner.step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert learner.step(updates)["ref_kl"] > 1e-4
+
+
+def test_a_resumed_adapter_repeats_the_bits(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path
+) -> None:
+    lora = {"rank": 2}
+    learner = make_learner(lora=lora)
+    updates = plan_updates(groups, run_config(DAPO), step=0)
+    learner.step(updates)
+    learner.save_model(tmp_path)
+    learner.save_state(tmp_path / "state.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "state.pt",
+    ]  # fmt: skip
+    learner.step(updates)
+    resumed = make_learner(lora=lora, adapter=tmp_path)
+    resumed.load_state(tmp_path / "state.pt")
+    resumed.step(updates)
+    theirs = learner.adapter.tensors() if learner.adapter else {}
+    ours = resumed.adapter.tensors() if resumed.adapter else {}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    with pytest.raises(ValueError, match=r"adapter of rank 2 .* says 3"):
+        make_learner(lora={"rank": 3}, adapter=tmp_path)
+    with pytest.raises(ValueError, match=r"holds no adapter: adapter_config.json"):
+        make_learner(lora=lora, adapter=tmp_path / "nothing")
+
+
+def test_layers_that_are_not_there_get_no_adapter(make_learner: Callable[..., Learner]) -> None:
+    with pytest.raises(ValueError, match=r"learner.lora.target_modules: .*nosuch"):
+        make_learner(lora={"rank": 2, "target_modules": ("nosuch",)})
+
+
+# Machinery
+
+
+def test_checkpointed_layers_train_alike(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    updates = plan_updates(groups, run_config(DAPO), step=0)
+    plain, checkpointed = make_learner(), make_learner(gradient_checkpointing=True)
+    assert plain.step(updates)["loss"] == checkpointed.step(updates)["loss"]
+    for a, b in zip(plain.trained, checkpointed.trained, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_offloaded_optimizer_trains_alike(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    updates = plan_updates(groups, run_config(DAPO), step=0)
+    plain, offloaded = make_learner(), make_learner(offload_optimizer=True)
+    for _ in range(2):
+        assert plain.step(updates)["loss"] == offloaded.step(updates)["loss"]
+    assert all(p.grad is None for p in offloaded.trained), "nor do gradients wait on the device"
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"decay": "constant"}, [1.0] * 5),
+        ({"decay": "linear", "final_learning_rate": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"decay": "cosine"}, [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+        ({"decay": "cosine", "final_learning_rate": 0.5, "warmup_steps": 2},
+         [0.5, 1.0, 1.0, 0.75, 0.5]),
+        ({"decay": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+    ],
+)  # fmt: skip
+def test_schedules(options: dict[str, Any], rates: list[float]) -> None:
+    config = LearnerConfig(learning_rate=1.0, **options)
+    assert [config.learning_rate_at(step, 4) for step in range(5)] == pytest.approx(rates)
+
+
+def test_8_bit_moments_need_a_gpu(make_learner: Callable[..., Learner]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="adamw_8bit' needs a CUDA device"):
+        make_learner(optimizer="adamw_8bit")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 half a zip"])
+def test_an_unreadable_state_says_which_file(
+    make_learner: Callable[..., Learner], tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "agentgrpo_state.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"agentgrpo_state\.pt"):
+        make_learner().load_state(path)
+    torch.save({"something": 1}, path)
+    with pytest.raises(ValueError, match=r"agentgrpo_state\.pt cannot be read as the state"):
+        make_learner().load_state(path)
