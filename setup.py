@@ -22,7 +22,9 @@ setup(
     python_requires=">=3.11",
     # namespace packages: kernels/ must not have an __init__.py (README, "Layout")
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
-    package_data={"agentgrpo": ["py.typed", "*.pyi", "configs/*.toml", "view/assets/*", "sandbox/guest/*.js"]},
+    package_data={
+        "agentgrpo": ["py.typed", "*.pyi", "configs/*.toml", "view/assets/*", "sandbox/guest/*.js"]
+    },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
     install_requires=[
         "gguf",

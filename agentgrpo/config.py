@@ -208,7 +208,7 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of sampling in training; evaluations are greedy."""
+    """Of sampling in training; evaluations have their own (EvaluationConfig)."""
     top_p: float = 1.0
     """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
     top_k: int = 0
@@ -437,11 +437,11 @@ class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
-    """At the first step."""
+    """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From learning_rate after the warm-up to final_learning_rate after the last step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """At the last step, if it decays."""
+    """After the last step, if it decays."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"

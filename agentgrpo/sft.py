@@ -32,9 +32,10 @@ import numpy as np
 from agentgrpo import checkpoint
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import TrainConfig, load_config_of
-from agentgrpo.metrics import RunLog, read_rollout
+from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
+from agentgrpo.records import read_rollout
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task

@@ -51,7 +51,8 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
         time = progress.lap()
         log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
         progress.step_done(step, sampled, learned, engine_metrics)
-        last, stop = learner.step_count == config.steps, parallel.largest(stopping()) > 0
+        last = learner.step_count == config.steps
+        stop = any(parallel.gather(stopping()))
         if learner.step_count % config.save_every == 0 or last or stop:
             with progress.phase("saving"):
                 progress.say(f"saved {parts.save(config)}")

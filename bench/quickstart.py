@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentgrpo.runtime import prepare_environment
-from agentgrpo.types import Int32
+from agentgrpo.types import Int32, Turn
 from bench.harness import append_row
 
 CONFIG = "quickstart"
@@ -99,33 +99,24 @@ class TransformersDecoder:
                 finish_reason="stop" if stopped else "length",
                 stop_reason=None,
                 num_cached_tokens=0,
+                account=Turn.of(prompt, new, "stop" if stopped else "length"),
             )
         ]
 
 
 def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> float:
     """Held-out solved share of a checkpoint without vLLM."""
-    from transformers import AutoTokenizer
-
-    from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import open_sandbox
+    from agentgrpo.build import set_stage
     from agentgrpo.config import load_config
-    from agentgrpo.data.sources import heldout_tasks
-    from agentgrpo.envs.python import PythonEnv
     from agentgrpo.evaluate import evaluate
-    from agentgrpo.registry import make_reward
-    from agentgrpo.rollout.delta import ChatTemplate
     from agentgrpo.rollout.sampler import Sampler
 
     config = load_config(CONFIG, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)
-    chat = ChatTemplate(AutoTokenizer.from_pretrained(checkpoint))
-    with open_sandbox(config.sandbox) as pool:
-        env = PythonEnv(pool, config.sandbox.timeout_s)
-        sampler = Sampler(decoder, CodeAgent(config.agent), env, chat, config.rollout)
-        _, metrics = evaluate(
-            sampler, heldout_tasks(config.data), make_reward(config.reward, chat.tokenizer)
-        )
+    stage = set_stage(config, model=str(checkpoint))
+    with stage.pool:
+        sampler = Sampler(decoder, stage.agent, stage.env, stage.chat, config.rollout)
+        _, metrics = evaluate(sampler, stage.heldout, stage.reward)
     return metrics["solved"]
 
 

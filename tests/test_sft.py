@@ -15,8 +15,8 @@ from agentgrpo.agents.base import RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.base import Observation
-from agentgrpo.metrics import rollout_record
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
+from agentgrpo.records import rollout_record
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.sft import (
     batch_of,

@@ -307,7 +307,7 @@ def test_a_signal_stops_after_the_step_and_returns_130(
         signal.raise_signal(number)
         return step(fake, batches)
 
-    fake.step = step_with_a_signal  # type: ignore[method-assign]
+    fake.step = step_with_a_signal  # type: ignore[method-assign, assignment]
     assert run_main(monkeypatch, fake, config, "steps=5") == 130
     assert fake.calls[-2:] == ["save 1", "close"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -325,7 +325,7 @@ def test_the_second_ctrl_c_stops_at_once(
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
 
-    fake.step = twice  # type: ignore[method-assign]
+    fake.step = twice  # type: ignore[method-assign, assignment]
     assert run_main(monkeypatch, fake, config) == 130
     assert not [call for call in fake.calls if call.startswith("save")]
     assert capsys.readouterr().err.startswith("interrupted. The same command continues")

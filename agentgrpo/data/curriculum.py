@@ -34,10 +34,10 @@ from agentgrpo.data.difficulty import DifficultyTasks
 from agentgrpo.data.pareto import contrast, select_groups
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.measures import kind_of, quality_by
-from agentgrpo.metrics import read_rollout, rollout_record
 from agentgrpo.recipe_config import RecipeConfig
-from agentgrpo.rewards import score
+from agentgrpo.records import read_rollout, rollout_record
 from agentgrpo.runtime import prepare_environment
+from agentgrpo.scoring import score_all
 from agentgrpo.sft import cli_errors
 from agentgrpo.types import Group, Task
 
@@ -163,8 +163,7 @@ def _chunks(
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
-            for group in groups:
-                score(group, player.reward)
+            score_all(groups, player.reward)
             _append(path, [rollout_record(r) for group in groups for r in group.rollouts])
             player.progress.say(
                 f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"

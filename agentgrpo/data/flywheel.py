@@ -373,7 +373,12 @@ class Models:
     def serve(self, work: Future[Any]) -> None:
         """Decode, the policy in this thread, until the work is done."""
         loops = [self.policy, *(loop for loop, _ in self._others.values())]
-        work.add_done_callback(lambda _: [loop.stop() for loop in loops])
+
+        def stop(_: Future[Any]) -> None:
+            for loop in loops:
+                loop.stop()
+
+        work.add_done_callback(stop)
         with ThreadPoolExecutor(max(1, len(loops) - 1), "engine") as threads:
             others = [threads.submit(loop.serve) for loop in loops[1:]]
             self.policy.serve()

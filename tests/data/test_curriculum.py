@@ -261,11 +261,9 @@ def test_other_settings_are_refused_but_more_stages_are_not(
 
 
 def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
-    from agentgrpo.data.tasks import JsonlTasks
+    from agentgrpo.data.tasks import RowTasks
 
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"question": "q", "answer": 1}\n')
-    rows = JsonlTasks(path)
+    rows = RowTasks([Task(id="t", messages=(), spec={"answer": 1})], source="t")
     assert difficulty_pools(make_recipe(tmp_path), rows) is rows
     asked = make_recipe(tmp_path, sampling="difficulty", easy_share=0.5)
     drawn = difficulty_pools(asked, rows)
