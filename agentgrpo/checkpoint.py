@@ -27,6 +27,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def folder_of(out_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return out_dir / "checkpoints" / f"step_{step:06d}"
+
+
 def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
     """Write a checkpoint through write(folder) and drop all but the newest `keep`.
 
@@ -37,7 +42,7 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
         OSError: it could not be written, for example because the disk is full; older checkpoints
             are untouched.
     """
-    final = out_dir / "checkpoints" / f"step_{step:06d}"
+    final = folder_of(out_dir, step)
     partial = final.with_name(f".partial-{final.name}")
     for rest in (*final.parent.glob(".partial-*"), *final.parent.glob(".removed-*")):
         shutil.rmtree(rest)  # of a process that was killed

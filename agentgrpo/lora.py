@@ -48,7 +48,9 @@ class Adapter:
                 r=config.rank, lora_alpha=config.alpha, target_modules=wanted, task_type="CAUSAL_LM"
             )
             try:
-                self._peft = peft.get_peft_model(model, options)
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)  # A is random: the same on every rank, of any number
+                    self._peft = peft.get_peft_model(model, options)
             except ValueError as error:
                 raise ValueError(f"learner.lora.target_modules: {error}") from error
         self._layers = {

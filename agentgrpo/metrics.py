@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from agentgrpo.types import Group, Metrics, Rollout, Segment, Status, Task
+from agentgrpo import parallel
+from agentgrpo.records import rollout_record
+from agentgrpo.types import Group, Metrics
 
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
 class RunLog:
-    """Appends to a run's records.
+    """Appends to a run's records; on ranks other than the first, writes nothing.
 
     Args:
         out_dir: created if missing.
@@ -50,6 +50,8 @@ class RunLog:
 
     def describe(self, **record: Any) -> None:
         """Write run.json: the resolved config, what was chosen, and the versions."""
+        if parallel.rank() > 0:
+            return
         text = json.dumps(record, indent=1, default=str)
         partial = self._out_dir / ".run.json.partial"
         partial.write_text(text + "\n")
@@ -72,6 +74,8 @@ class RunLog:
         Raises:
             ValueError: a record is shorter than it was then, so the run's history is incomplete.
         """
+        if parallel.rank() > 0:
+            return
         for name in FILES:
             path, kept = self._out_dir / name, offsets.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
@@ -81,56 +85,7 @@ class RunLog:
                 os.truncate(path, kept)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if parallel.rank() > 0:
+            return
         with (self._out_dir / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON values; read_rollout() gives it back exactly.
-
-    float32 log-probabilities are written as the shortest decimals that read back as the same bits.
-    """
-    return {
-        "task": {
-            "id": rollout.task.id,
-            "messages": [dict(message) for message in rollout.task.messages],
-            "spec": dict(rollout.task.spec),
-        },
-        "status": str(rollout.status),
-        "answer": rollout.answer,
-        "rewards": rollout.rewards,
-        "advantage": rollout.advantage,
-        "stats": rollout.stats,
-        "segments": [
-            {
-                "token_ids": segment.token_ids.tolist(),
-                "logprobs": None
-                if segment.logprobs is None
-                else [float(str(value)) for value in segment.logprobs],
-            }
-            for segment in rollout.segments
-        ],
-    }
-
-
-def read_rollout(record: dict[str, Any]) -> Rollout:
-    """The rollout that rollout_record() wrote."""
-    return Rollout(
-        task=Task(
-            id=record["task"]["id"],
-            messages=tuple(record["task"]["messages"]),
-            spec=record["task"]["spec"],
-        ),
-        status=Status(record["status"]),
-        answer=record["answer"],
-        rewards=record["rewards"],
-        advantage=record["advantage"],
-        stats=record["stats"],
-        segments=[
-            Segment(
-                np.array(segment["token_ids"], np.int32),
-                None if segment["logprobs"] is None else np.array(segment["logprobs"], np.float32),
-            )
-            for segment in record["segments"]
-        ],
-    )

@@ -72,15 +72,19 @@ def pack_tree(
             and field. Or `weights` has another length.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    segments = [segment for row in rows for segment in row]
+    rows_of = [len(rollout.rows) for rollout in rollouts]
     if weights is None:
         weights = [1.0] * len(rollouts)
+    if len(weights) != len(rollouts):
+        raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
     numbers, sizes = _C.pack_tree(
         [segment.token_ids for segment in segments],
         [segment.logprobs for segment in segments],
-        np.array([len(rollout.segments) for rollout in rollouts], np.int32),
-        np.array([_largest_advantage(rollout) for rollout in rollouts], np.float32),
-        np.array(weights, np.float32),
+        np.array([len(row) for row in rows], np.int32),
+        np.repeat(np.array([_largest_advantage(r) for r in rollouts], np.float32), rows_of),
+        np.repeat(np.array(weights, np.float32), rows_of),
         max_tokens,
         drop_zero_advantage,
         share_prefixes,
@@ -138,12 +142,13 @@ def _largest_advantage(rollout: Rollout) -> float:
     """
     if rollout.segment_advantages is None:
         return rollout.advantage
-    if len(rollout.segment_advantages) != len(rollout.segments):
+    segments = [segment for row in rollout.rows for segment in row]
+    if len(rollout.segment_advantages) != len(segments):
         raise ValueError(
-            f"task {rollout.task.id}: {len(rollout.segments)} segments need as many "
+            f"task {rollout.task.id}: {len(segments)} segments need as many "
             f"segment_advantages, got {len(rollout.segment_advantages)}"
         )
-    pairs = zip(rollout.segments, rollout.segment_advantages, strict=True)
+    pairs = zip(segments, rollout.segment_advantages, strict=True)
     sampled = [advantage for segment, advantage in pairs if segment.sampled]
     if not np.isfinite(sampled).all():
         return float("nan")
@@ -151,25 +156,27 @@ def _largest_advantage(rollout: Rollout) -> float:
 
 
 class _TokenLabels:
-    """Turn and advantage of every token of the step, found by rollout and position."""
+    """Rollout, turn and advantage of every token of the step, found by row and position."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
-        segments = [segment for rollout in rollouts for segment in rollout.segments]
-        turn, advantage = [], []
+        lengths, turn, advantage, sizes = [], [], [], []
         for rollout in rollouts:
-            sampled = [segment.sampled for segment in rollout.segments]
-            turn += (np.cumsum(sampled) - 1).tolist()
-            advantage += rollout.segment_advantages or [rollout.advantage] * len(sampled)
-        lengths = np.array([len(segment.token_ids) for segment in segments], np.int64)
-        ends = np.cumsum([0, *(len(rollout.segments) for rollout in rollouts)])
-        self._first = np.concatenate([[0], np.cumsum(lengths)])[ends]
+            segments = [segment for row in rollout.rows for segment in row]
+            lengths += [len(segment.token_ids) for segment in segments]
+            turn += (np.cumsum([segment.sampled for segment in segments]) - 1).tolist()
+            advantage += rollout.segment_advantages or [rollout.advantage] * len(segments)
+            sizes += [len(row) for row in rollout.rows]
+        ends = np.cumsum([0, *sizes])
+        self._first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[ends]
         self._turn = np.repeat(np.array(turn, np.int32), lengths)
         self._advantage = np.repeat(np.array(advantage, np.float32), lengths)
+        rows_of = [len(rollout.rows) for rollout in rollouts]
+        self._rollout = np.repeat(np.arange(len(rollouts), dtype=np.int32), rows_of)
 
-    def of(self, sample_N: Int32, position_N: Int32) -> tuple[Int32, Float32]:
-        """(turn, advantage) of the tokens at these positions of these rollouts."""
-        at = self._first[sample_N] + position_N
-        return self._turn[at], self._advantage[at]
+    def of(self, row_N: Int32, position_N: Int32) -> tuple[Int32, Int32, Float32]:
+        """(rollout, turn, advantage) of the tokens at these positions of these rows."""
+        at = self._first[row_N] + position_N
+        return self._rollout[row_N], self._turn[at], self._advantage[at]
 
 
 def _packed_batch(numbers: Int32, num_tokens: int, labels: _TokenLabels) -> PackedBatch:
@@ -177,14 +184,14 @@ def _packed_batch(numbers: Int32, num_tokens: int, labels: _TokenLabels) -> Pack
     per_token = numbers[: 3 * num_tokens].reshape(3, -1)
     per_term = numbers[3 * num_tokens :].reshape(6, -1)
     floats = per_term[3:].view(np.float32)
-    turn_N, advantage_N = labels.of(per_term[2], per_token[1][per_term[0]] + 1)
+    sample_N, turn_N, advantage_N = labels.of(per_term[2], per_token[1][per_term[0]] + 1)
     return PackedBatch(
         input_ids_T=per_token[0],
         positions_T=per_token[1],
         tout_T=per_token[2],
         row_N=per_term[0],
         target_N=per_term[1],
-        sample_N=per_term[2],
+        sample_N=sample_N,
         old_logp_N=floats[0],
         turn_N=turn_N,
         advantage_N=advantage_N,

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+RANK_SEED = 1_000_000_007
+"""How far the seeds of two ranks are apart."""
+
 
 def world_size() -> int:
     """Processes of the run, as torchrun (or Slurm's equivalent) says."""
@@ -105,13 +108,14 @@ def shard(module: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Shard a module's parameters over all ranks, layer by layer; the rest is one more group."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(kind, (world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)  # type: ignore[call-overload, unused-ignore]
-    fully_shard(module, mesh=mesh)  # type: ignore[call-overload, unused-ignore]
+    options: dict[str, Any] = {"mesh": init_device_mesh(kind, (world_size(),))}
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters()):
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for part in (*layers, module):
+        fully_shard(part, **options)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentgrpo import parallel
 from agentgrpo.types import Metrics
 
 
@@ -19,12 +20,14 @@ class Progress:
 
     Args:
         total_steps: of the run.
-        console: rich's; the default writes to stdout.
+        console: rich's; the default writes to stdout, on the first rank only.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self._total = total_steps
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(
+            highlight=False, soft_wrap=True, quiet=parallel.rank() > 0
+        )
         self._step_started: list[float] = []
         self._started = time.monotonic()
         self._solved: dict[int, float] = {}

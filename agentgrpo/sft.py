@@ -32,9 +32,10 @@ import numpy as np
 from agentgrpo import checkpoint
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import TrainConfig, load_config_of
-from agentgrpo.metrics import RunLog, read_rollout
+from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
+from agentgrpo.records import read_rollout
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
@@ -260,7 +261,7 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         FloatingPointError: a gradient is not finite.
         OSError: something cannot be read or written.
     """
-    from agentgrpo.build import locked, require_same_run
+    from agentgrpo.build import locked, require_same_run, set_stage
 
     config, data = settings_of(recipe), Path(recipe.sft.data or recipe.out_dir / "flywheel")
     data = data / "sft.jsonl" if not recipe.sft.data else data
@@ -268,14 +269,14 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         stack.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
-        chat, agent, model = _chat_and_agent(config, resumed)
+        parts = set_stage(config, model=str(resumed) if resumed else None, progress=progress)
+        parts.pool.close()
         examples = read_examples(
-            data, recipe.sft, chat, agent, max_tokens=config.engine.max_model_len
+            data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len
         )
         steps = recipe.sft.epochs * math.ceil(len(examples) / recipe.sft.batch_size)
-        progress = progress or Progress(steps)
-        learner = make_learner(model, config, steps)
-        run = _Run(recipe, config, chat, learner, examples, progress, steps)
+        learner = make_learner(parts.model, config, steps)
+        run = _Run(recipe, config, parts.chat, learner, examples, parts.progress, steps)
         run.restore(resumed)
         for step in range(learner.step_count, steps):
             run.step(step)
@@ -340,14 +341,6 @@ class _Run:
             self.config.out_dir, self.learner.step_count, write, keep=self.config.keep_checkpoints
         )
         self.progress.say(f"saved {saved}")
-
-
-def _chat_and_agent(config: TrainConfig, resumed: Path | None) -> tuple[ChatTemplate, Agent, str]:
-    from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import chat_of, resolve_model
-
-    model = str(resumed) if resumed else resolve_model(config.model)
-    return chat_of(model), CodeAgent(config.agent), model
 
 
 def main(arguments: list[str]) -> int:

@@ -9,18 +9,19 @@ import argparse
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from agentgrpo import parallel
 from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
-from agentgrpo.rewards import Reward, score
-from agentgrpo.rewards_efficiency import decay, efficiency_reward
+from agentgrpo.rewards_efficiency import add_efficiency, decay
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.scoring import RewardError, score_all
 from agentgrpo.types import Group, Metrics
 from agentgrpo.updates import plan_updates
 
@@ -52,9 +53,9 @@ def train(config: TrainConfig, parts: Parts) -> None:
 @contextlib.contextmanager
 def generating(parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    parts.engine.wake()
+    metrics = parts.engine.wake()
     try:
-        metrics = parts.learner.publish()
+        metrics |= parts.learner.publish()
         metrics |= check_agreement(
             parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
         )
@@ -70,15 +71,16 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     metrics: Metrics = {}
     for refill in range(1 + c.max_refills):
         with parts.progress.phase(f"playing {c.tasks_per_step} tasks x {c.group_size}"):
-            played, stats = parts.sampler.play(
-                parts.tasks.next(c.tasks_per_step), c.group_size, seed=config.seed_of(step, refill)
-            )
-        for group in played:
-            score(group, group_reward(config, parts.reward, group, step))
-        groups += played
+            tasks = parallel.mine(parts.tasks.next(c.tasks_per_step))
+            seed = config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
+            played, stats = parts.sampler.play(tasks, c.group_size, seed=seed)
+        score_all(played, parts.reward)
+        reward_efficiency(config, played, step)
+        groups += parallel.interleave(parallel.gather(played))
         assign_advantages(groups, config.loss, config.reward.weights)
-        for name, value in stats.metrics().items():
-            metrics[name] = metrics.get(name, 0.0) + value
+        for counts in parallel.gather(stats.metrics()):
+            for name, value in counts.items():
+                metrics[name] = metrics.get(name, 0.0) + value
         live = sum(map(has_gradient, groups))
         if live >= c.refill_below:
             break
@@ -86,19 +88,18 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
 
 
-def group_reward(config: TrainConfig, reward: Reward, group: Group, step: int) -> Reward:
-    """The reward of one group's rollouts, which may depend on how its other rollouts did."""
+def reward_efficiency(config: TrainConfig, groups: Sequence[Group], step: int) -> None:
+    """Compare rollouts with their groups by what they spent, where the config says so."""
     c = config.reward
     if not (c.sigma_tool or c.sigma_length):
-        return reward
+        return
     left = decay(step, config.steps) if c.decay_sigmas else 1.0
-    return efficiency_reward(
-        group, reward, sigma_tool=c.sigma_tool * left, sigma_length=c.sigma_length * left
-    )
+    for group in groups:
+        add_efficiency(group, sigma_tool=c.sigma_tool * left, sigma_length=c.sigma_length * left)
 
 
 def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
-    """Play the held-out tasks greedily; record and print what share was solved.
+    """Play the held-out tasks as config.evaluation says; record and print what share was solved.
 
     Due before the first step, after the last and every eval_every: a function of the step alone, so
     that a resumed run records what an uninterrupted one does.
@@ -106,7 +107,10 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
-        groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
+        groups, metrics = evaluate(
+            parts.sampler, parts.heldout, parts.reward, seed=config.seed,
+            temperature=config.evaluation.temperature, filters=config.evaluation.filters,
+        )  # fmt: skip
     parts.log.rollouts(step, groups, split="heldout")
     parts.log.write(step, eval=metrics)
     parts.progress.evaluated(step, metrics)
@@ -135,13 +139,14 @@ def main(arguments: list[str]) -> int:
 def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
     """Build the parts and train; says what went wrong. Returns the exit status."""
     try:
+        parallel.start()
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     try:
         train(config, parts)
-    except (Disagreement, InfrastructureError) as error:
+    except (Disagreement, InfrastructureError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
     except (FloatingPointError, OSError, ValueError) as error:
@@ -152,6 +157,7 @@ def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
         return 130
     finally:
         parts.close()
+        parallel.stop()
     return 0
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentgrpo.runtime import prepare_environment
@@ -58,15 +58,13 @@ class TransformersDecoder:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._queue: list[tuple[str, Int32, int, Sequence[str], Sequence[int]]] = []
 
-    def seed(self, seed: int) -> None:
-        """Nothing is drawn."""
-
     def abort(self, request_ids: Sequence[str]) -> None:
         self._queue = [request for request in self._queue if request[0] not in request_ids]
 
     def add_request(
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
-        stop: Sequence[str], stop_token_ids: Sequence[int],
+        seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
+        filters: Mapping[str, float],
     ) -> None:  # fmt: skip
         if temperature != 0.0:
             raise ValueError(f"temperature: expected 0, got {temperature}")
@@ -110,10 +108,12 @@ def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> floa
     from transformers import AutoTokenizer
 
     from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import heldout_tasks, make_reward, open_sandbox
+    from agentgrpo.build import open_sandbox
     from agentgrpo.config import load_config
+    from agentgrpo.data.sources import heldout_tasks
     from agentgrpo.envs.python import PythonEnv
     from agentgrpo.evaluate import evaluate
+    from agentgrpo.registry import make_reward
     from agentgrpo.rollout.delta import ChatTemplate
     from agentgrpo.rollout.sampler import Sampler
 
@@ -123,7 +123,9 @@ def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> floa
     with open_sandbox(config.sandbox) as pool:
         env = PythonEnv(pool, config.sandbox.timeout_s)
         sampler = Sampler(decoder, CodeAgent(config.agent), env, chat, config.rollout)
-        _, metrics = evaluate(sampler, heldout_tasks(config.data), make_reward(config.reward))
+        _, metrics = evaluate(
+            sampler, heldout_tasks(config.data), make_reward(config.reward, chat.tokenizer)
+        )
     return metrics["solved"]
 
 

@@ -277,7 +277,7 @@ def test_a_rollout_of_exactly_the_budget_fits() -> None:
 
 def test_bad_weights_are_refused() -> None:
     groups = [group(rollout(observed(1), sampled(2)))]
-    with pytest.raises(ValueError, match="1 rollouts, but 1 advantages and 2 weights"):
+    with pytest.raises(ValueError, match="1 rollouts, but 2 weights"):
         pack_tree(groups, max_tokens=9, weights=[1.0, 1.0])
     with pytest.raises(ValueError, match="rollout 0: weight is not finite"):
         pack_tree(groups, max_tokens=9, weights=[np.inf])

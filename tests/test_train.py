@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import agentgrpo.build
-from agentgrpo.agreement import Disagreement
+from agentgrpo.agreement import Disagreement, Probes
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.train import main, train
@@ -48,8 +48,9 @@ class FakeRun:
         self.heldout = [Task(id="h", messages=(), spec={})]
 
     # the engine
-    def wake(self) -> None:
+    def wake(self) -> dict[str, float]:
         self.calls.append("wake")
+        return {"rss_gib_awake": 1.0}
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -76,8 +77,9 @@ class FakeRun:
 
     # the sampler
     def play(
-        self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float | None = None
-    ) -> tuple[list[Group], FakeStats]:
+        self, tasks: Sequence[Task], group_size: int, *, seed: int,
+        temperature: float | None = None, filters: Mapping[str, float] = {},
+    ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
             assert (temperature, group_size) == (0.0, 1)
@@ -144,7 +146,7 @@ class FakeRun:
                 **dict.fromkeys(names, self),
                 reward=self.reward,
                 heldout=self.heldout,
-                probes=[np.array([1, 2, 3], np.int32)],
+                probes=Probes([np.array([1, 2, 3], np.int32)]),
                 agreement_threshold=1e-3,
                 save=self.save,
                 close=self.close,

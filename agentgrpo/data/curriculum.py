@@ -33,10 +33,10 @@ from agentgrpo.data.difficulty import DifficultyTasks
 from agentgrpo.data.pareto import contrast, select_groups
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.measures import kind_of, quality_by
-from agentgrpo.metrics import read_rollout, rollout_record
 from agentgrpo.recipe_config import RecipeConfig
-from agentgrpo.rewards import score
+from agentgrpo.records import read_rollout, rollout_record
 from agentgrpo.runtime import prepare_environment
+from agentgrpo.scoring import score_all
 from agentgrpo.sft import cli_errors
 from agentgrpo.types import Group, Task
 
@@ -75,10 +75,14 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
         ValueError: the recipe's settings do not fit; or see start_model().
     """
     folder = folder_of(recipe, stage)
+    if recipe.data.heldout == "split":
+        raise ValueError(
+            "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
+        )
     kept = {
         key: value
         for key, value in recipe.data.model_dump(exclude_unset=True).items()
-        if key not in ("levels", "promote_at")  # of the generated tasks
+        if key not in ("levels", "promote_at", "question", "answer", "id")  # of its own source
     }
     return recipe.of_run(
         model=start_model(recipe, stage),
@@ -162,8 +166,7 @@ def _chunks(
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
-            for group in groups:
-                score(group, player.reward)
+            score_all(groups, player.reward)
             _append(path, [rollout_record(r) for group in groups for r in group.rollouts])
             player.progress.say(
                 f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
@@ -275,7 +278,7 @@ def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
 
 def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     """One part, in this process; returns the exit status."""
-    from agentgrpo.build import build, build_player, training_tasks
+    from agentgrpo.build import build, set_stage, start_engine
 
     if part == "train":
         from agentgrpo.train import run
@@ -285,11 +288,16 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
             lambda config: build(config, draw=lambda tasks: difficulty_pools(recipe, tasks)),
         )
     config = recipe.of_run(model=start_model(recipe, stage))
-    player = build_player(config)
+    parts = set_stage(config)
     try:
-        select(recipe, stage, player, training_tasks(config.data, config.seed))
+        stream = parts.training_tasks(config)
+        player = start_engine(config, parts)
+        try:
+            select(recipe, stage, player, stream)
+        finally:
+            player.engine.shutdown()
     finally:
-        player.close()
+        parts.pool.close()
     return 0
 
 

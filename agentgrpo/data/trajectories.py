@@ -18,9 +18,10 @@ from agentgrpo.agents.base import Action, Agent, CallTools, Finish, Malformed
 from agentgrpo.endpoints import EngineLoop
 from agentgrpo.envs.base import AnyEpisode, Environment, Observation
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.metrics import rollout_record
-from agentgrpo.rewards import Reward, score
+from agentgrpo.records import rollout_record
+from agentgrpo.rewards import Reward
 from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.scoring import Scoring, score_all
 from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
 
 
@@ -113,7 +114,7 @@ class Player:
         agent: Agent,
         env: Environment,
         chat: ChatTemplate,
-        reward: Reward,
+        reward: Reward | Scoring,
         worlds: EpisodeRunner,
     ) -> None:
         self.loop, self.agent, self.env, self.chat = loop, agent, env, chat
@@ -173,7 +174,7 @@ class Player:
             self._worlds.close(attempt.episode).result()
             raise
         rollout = attempt.rollout(status, rewards)
-        score(Group(task=task, rollouts=[rollout]), self._reward)
+        score_all([Group(task=task, rollouts=[rollout])], self._reward)
         return Trajectory(
             turns=tuple(attempt.turns), rollout=rollout, operator=operator, parent=parent
         )

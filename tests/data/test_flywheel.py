@@ -15,9 +15,9 @@ import pytest
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig
 from agentgrpo.data.flywheel import kept, spin
-from agentgrpo.metrics import read_rollout
 from agentgrpo.progress import Progress
 from agentgrpo.recipe_config import RecipeConfig
+from agentgrpo.records import read_rollout
 from agentgrpo.rewards_efficiency import well_formed
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.types import Rollout, Task

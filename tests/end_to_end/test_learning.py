@@ -19,6 +19,7 @@ from agentgrpo.rewards import score
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Task
+from agentgrpo.updates import Update
 from tests.rollout.stubs import StubEnv
 
 ITERATIONS = 12
@@ -60,8 +61,9 @@ def test_the_mean_reward_of_a_toy_task_rises(
         engine.sleep()
         for group in groups:
             score(group, even_share)
-            assign_advantages(group)
+        assign_advantages(groups, LossConfig())
         weights = token_weights(groups, loss_type, config.max_sampled_tokens)
-        learner.step(pack_tree(groups, max_tokens=2048, weights=weights))
+        batches = pack_tree(groups, max_tokens=2048, weights=weights)
+        learner.step([Update(batches=batches, num_samples=32)])
         rewards.append(sum(r.reward for g in groups for r in g.rollouts) / 32)
     assert sum(rewards[-2:]) / 2 - sum(rewards[:2]) / 2 >= 0.15, rewards

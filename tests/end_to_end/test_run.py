@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.metrics import read_rollout
+from agentgrpo.records import read_rollout
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
 from tests import tiny

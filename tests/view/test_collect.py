@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentgrpo.metrics import read_rollout
+from agentgrpo.records import read_rollout
 from agentgrpo.view.collect import STREAMS, RunData, read_run
 from agentgrpo.view.page import finite, make_page
 from tests.view.runs import write_run

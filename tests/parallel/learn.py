@@ -1,0 +1,74 @@
+"""Steps of the learner on given groups, then a checkpoint: what test_parallel.py has ranks do.
+
+    torchrun --nproc_per_node=2 tests/parallel/learn.py JOBS.json
+
+JOBS.json is a list of keyword arguments of learn().
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.runtime import prepare_environment
+
+if __name__ == "__main__":
+    prepare_environment()
+
+from agentgrpo import parallel
+from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.learner import Learner
+from agentgrpo.updates import plan_updates
+from tests.test_updates import Holder
+
+
+def learn(
+    folder: str, name: str, loss: dict[str, Any], learner: dict[str, Any], source: str | None = None
+) -> None:
+    """Two steps on FOLDER/groups.pickle from FOLDER/model, or from the checkpoint `source`.
+
+    Leaves FOLDER/NAME.json and the checkpoint FOLDER/NAME.
+    """
+    here, base = Path(folder), Path(folder) / "model"
+    options = LearnerConfig(**{"learning_rate": 1e-3, "max_tokens": 128} | learner)
+    config = TrainConfig(
+        model="m", out_dir=here, loss=LossConfig(**loss), learner=options,
+        engine={"max_model_len": 128},
+    )  # type: ignore[arg-type]  # fmt: skip
+    saved = None if source is None else here / source
+    adapter = saved if options.lora.rank else None
+    engine: Any = Holder()
+    trained = Learner(
+        base if saved is None or adapter else saved, engine, options, config.loss, total_steps=8,
+        temperature=1.0, weights="copy", dlogp_limit=9.0, reference=base, adapter=adapter,
+    )  # fmt: skip
+    if saved is not None:
+        trained.load_state(saved / "state.pt")
+    groups = pickle.loads((here / "groups.pickle").read_bytes())
+    rows, batches = [], []
+    for _ in range(2):
+        updates = plan_updates(groups, config, step=trained.step_count)
+        batches += [len(update.batches) for update in updates]
+        rows.append(trained.step(updates))
+    trained.publish()
+    record = {
+        "rows": rows, "batches": batches, "ranks": trained.describe()["ranks"],
+        "score": trained.score(groups[0].rollouts[0].token_ids).tolist(),
+        "norms": {k: v.norm().item() for k, v in sorted(engine.weights.items())},
+    }  # fmt: skip
+    if parallel.rank() == 0:
+        (here / name).mkdir()
+    trained.save_model(here / name)
+    trained.save_state(here / name / "state.pt")
+    if parallel.rank() == 0:
+        (here / f"{name}.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    parallel.start()
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        learn(**job)
+    parallel.stop()

@@ -1,0 +1,154 @@
+"""Two ranks over gloo are one: same losses, same weights, one's checkpoint is the other's."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo import parallel
+from agentgrpo.advantages import assign_advantages
+from agentgrpo.config import LossConfig
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from tests import tiny
+from tests.parallel.learn import learn
+
+ROOT = Path(__file__).parent.parent.parent
+Record = dict[str, Any]
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=env, check=False, timeout=240
+    )
+
+
+def make_groups() -> list[Group]:
+    rng = np.random.default_rng(5)
+    groups = []
+    for _ in range(3):
+        prompt = Segment(rng.integers(3, tiny.VOCAB, size=30, dtype=np.int32))
+        rollouts = []
+        for i in range(3):
+            ids = rng.integers(3, tiny.VOCAB, size=12 + 3 * i, dtype=np.int32)
+            turn = Segment(ids, rng.normal(-5.5, 0.3, len(ids)).astype(np.float32))
+            rollouts.append(
+                Rollout(
+                    task=Task(id="t", messages=(), spec={}), segments=[prompt, turn],
+                    status=Status.COMPLETED, rewards={"r": float(i * i)},
+                )
+            )  # fmt: skip
+        groups.append(Group(task=rollouts[0].task, rollouts=rollouts))
+    assign_advantages(groups, LossConfig())
+    return groups
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"loss": {}, "learner": {}},
+    "updates": {
+        "loss": {
+            "num_iterations": 2, "num_mini_batches": 2, "beta": 0.1, "top_entropy_quantile": 0.5,
+        },
+        "learner": {"gradient_checkpointing": True},
+    },
+    "layers": {"loss": {}, "learner": {"trained_layers": 1}},
+    "adapter": {"loss": {"beta": 0.1}, "learner": {"lora": {"rank": 2}}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    """Two steps on one rank and on two; two more from either's checkpoint on the other."""
+    folder = tmp_path_factory.mktemp("parallel")
+    tiny.make_model_dir(folder / "model")
+    (folder / "groups.pickle").write_bytes(pickle.dumps(make_groups()))
+
+    def job(case: str, name: str, source: str | None = None) -> dict[str, Any]:
+        came_from = None if source is None else f"{case}-{source}"
+        return {"folder": str(folder), "name": f"{case}-{name}", "source": came_from, **CASES[case]}
+
+    for case in CASES:
+        learn(**job(case, "one"))
+    jobs = [job(case, *rest) for case in CASES for rest in (("two",), ("grown", "one"))]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    ran = torchrun(2, str(ROOT / "tests" / "parallel" / "learn.py"), str(folder / "jobs.json"))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    for case in CASES:
+        learn(**job(case, "whole", "one"))
+        learn(**job(case, "shrunk", "two"))
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*-*.json")}
+
+
+def assert_same(one: Record, two: Record) -> None:
+    for ours, theirs in zip(two["rows"], one["rows"], strict=True):
+        for name in ours.keys() - {"seconds"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-9), name
+    assert two["score"] == pytest.approx(one["score"], abs=1e-5)
+    assert two["norms"].keys() == one["norms"].keys()
+    for name, norm in two["norms"].items():
+        assert norm == pytest.approx(one["norms"][name], rel=1e-7), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_one(records: dict[str, Record], case: str) -> None:
+    one, two = records[f"{case}-one"], records[f"{case}-two"]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert any(count % 2 for count in one["batches"]), "one rank has a batch less"
+    assert_same(one, two)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(
+    records: dict[str, Record], case: str
+) -> None:
+    whole = records[f"{case}-whole"]
+    assert whole["rows"][0]["loss"] != records[f"{case}-one"]["rows"][0]["loss"]
+    assert_same(whole, records[f"{case}-shrunk"])
+    assert_same(whole, records[f"{case}-grown"])
+
+
+# On one rank everything is identity.
+
+
+def test_one_rank_is_identity() -> None:
+    assert (parallel.world_size(), parallel.rank()) == (1, 0)
+    assert parallel.gather("x") == ["x"]
+    assert parallel.total(2.5) == 2.5
+    assert list(parallel.share("ab")) == [(0, "a", True), (1, "b", True)]
+    parallel.start()
+    parallel.stop()
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_shares_are_equal_and_cover_everything_once(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    items, seen, lengths, apart = list(range(count)), [], set(), []
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        share = list(parallel.share(items))
+        assert all(items[index] == item for index, item, _ in share)
+        seen += [item for _, item, counts in share if counts]
+        lengths.add(len(share))
+        apart.append(parallel.mine(items))
+    assert sorted(seen) == items
+    assert len(lengths) == 1
+    assert parallel.interleave(apart) == items
+
+
+def test_the_largest_is_nan_if_any_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "gather", lambda value: [1.0, float("nan"), 2.0])
+    assert np.isnan(parallel.largest(0.0))
+    monkeypatch.setattr(parallel, "gather", lambda value: [1.0, 3.0, 2.0])
+    assert parallel.largest(0.0) == 3.0
