@@ -22,7 +22,6 @@ from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.learner import Learner
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
-from agentgrpo.registry import make_reward
 from agentgrpo.rewards import score
 from agentgrpo.rollout import generate
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
