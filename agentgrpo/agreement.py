@@ -8,6 +8,7 @@ stale prefix cache or a wrong dtype shows here before a rollout is wasted on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -45,39 +46,80 @@ PROMPT_TOKENS = 70  # over two cache blocks of 32: a stale prefix cache is hit
 NEW_TOKENS = 4
 
 
-def probe_prompts(vocab_size: int) -> list[Int32]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """A prompt with what the engine said after it, and what both sides gave for that."""
+
+    token_ids: Int32
+    sampler: Float32
+    learner: Float32
+
+
+class Probes(list[Int32]):
+    """Fixed prompts, and what both sides made of them when they last agreed."""
+
+    last: list[_Seen] | None = None
+
+
+def probe_prompts(vocab_size: int) -> Probes:
     """Fixed token sequences, the same in every run of a model."""
     rng = np.random.default_rng(0)
-    return [
+    return Probes(
         rng.integers(vocab_size, size=PROMPT_TOKENS, dtype=np.int32) for _ in range(NUM_PROMPTS)
-    ]
+    )
 
 
 def check_agreement(
-    engine: Prober, learner: Scorer, prompts: Sequence[Int32], *, threshold: float
+    engine: Prober, learner: Scorer, probes: Probes, *, threshold: float
 ) -> Metrics:
     """Compare both sides on the probes.
 
     Args:
         engine: samples the continuations.
         learner: scores them.
-        prompts: from probe_prompts().
+        probes: from probe_prompts(); remembers what was seen, if it passes.
         threshold: largest |delta logp| in nats that passes.
 
     Returns:
         `max_dlogp` and `mean_dlogp` in nats.
 
     Raises:
-        Disagreement: above the threshold, or not a number.
+        Disagreement: above the threshold, or not a number; it says which side has moved since they
+            last agreed.
     """
-    deltas = []
-    for prompt, turn in zip(prompts, engine.probe(prompts, NEW_TOKENS), strict=True):
-        scored = learner.score(np.concatenate([prompt, turn.token_ids]))
-        deltas.append(np.abs(scored[len(prompt) - 1 :] - turn.logprobs))
-    delta = np.concatenate(deltas)
+    seen = []
+    for prompt, turn in zip(probes, engine.probe(probes, NEW_TOKENS), strict=True):
+        ids = np.concatenate([prompt, turn.token_ids])
+        seen.append(_Seen(ids, turn.logprobs, learner.score(ids)[len(prompt) - 1 :]))
+    delta = np.concatenate([np.abs(s.learner - s.sampler) for s in seen])
     metrics = {"max_dlogp": float(delta.max()), "mean_dlogp": float(delta.mean())}
-    require_agreement(metrics["max_dlogp"], threshold, where="after the weight update")
+    if not metrics["max_dlogp"] <= threshold:
+        moved = _who_moved(probes.last, seen, learner)
+        where = f"after the weight update ({moved})"
+        require_agreement(metrics["max_dlogp"], threshold, where=where)
+    probes.last = seen
     return metrics
+
+
+def _who_moved(last: list[_Seen] | None, seen: list[_Seen], learner: Scorer) -> str:
+    if last is None:
+        return "they have never agreed in this run"
+    sampler = not all(
+        np.array_equal(then.token_ids, now.token_ids)
+        and np.allclose(then.sampler, now.sampler, rtol=0, atol=1e-6)
+        for then, now in zip(last, seen, strict=True)
+    )
+    trained = not all(
+        np.allclose(
+            learner.score(then.token_ids)[-len(then.learner) :], then.learner, rtol=0, atol=1e-6
+        )
+        for then in last
+    )
+    if trained and not sampler:
+        return "the learner has moved since they last agreed, the sampler has not"
+    if sampler and not trained:
+        return "the sampler has moved since they last agreed, the learner has not"
+    return f"{'both have' if sampler else 'neither has'} moved since they last agreed"
 
 
 def require_agreement(max_dlogp: float, threshold: float, *, where: str) -> None:

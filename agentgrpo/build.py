@@ -7,38 +7,45 @@ sandbox and the data before the model, the model before the engine.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint, parallel
-from agentgrpo.agents.base import RunCode
-from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import DataConfig, RewardConfig, SandboxConfig, TrainConfig
-from agentgrpo.data import word_problems
-from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
-from agentgrpo.envs.base import Observation
-from agentgrpo.envs.python import PythonEnv
+from agentgrpo.agents.base import Agent, CallTools, RunCode, ToolCall
+from agentgrpo.config import SandboxConfig, TrainConfig
+from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.data.tasks import RowTasks, Tasks
+from agentgrpo.envs.base import Environment, Observation
 from agentgrpo.losses import objective_of
+from agentgrpo.machine import require_packages
 from agentgrpo.metrics import RunLog
+from agentgrpo.plan import plan
 from agentgrpo.progress import Progress
-from agentgrpo.rewards import NumericReward, expected_answer
+from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
+from agentgrpo.rewards import expected_answer
+from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.scoring import Scoring
-from agentgrpo.types import Int32, Task
+from agentgrpo.trackers import open_trackers
+from agentgrpo.trackers import require as require_trackers
+from agentgrpo.types import Task
 
 if TYPE_CHECKING:
+    from agentgrpo.agreement import Probes
     from agentgrpo.engine import Engine
     from agentgrpo.learner import Learner
 
 
+NUM_LOOKED_AT = 256
+"""Training tasks whose prompts a dry run measures."""
 WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
@@ -49,15 +56,19 @@ class Player:
     model: str
     """The model directory or hub name that was loaded."""
     engine: Engine
-    sampler: Sampler
+    sampler: AnySampler
     pool: SandboxPool
+    env: Environment
     reward: Scoring
     heldout: list[Task]
     tokenizer: Any
     progress: Progress
 
     def close(self) -> None:
-        """Stop the sandbox and the engine."""
+        """Stop the sandbox, what else the environment holds, and the engine."""
+        close_env = getattr(self.env, "close", None)
+        if close_env is not None:
+            close_env()
         self.pool.close()
         self.engine.shutdown()
 
@@ -68,11 +79,16 @@ class Parts(Player):
 
     learner: Learner
     tasks: Tasks
-    probes: list[Int32]
+    probes: Probes
     agreement_threshold: float
     log: RunLog
     lock: IO[str]
     """Held on out_dir, so that no second run writes there."""
+
+    def close(self) -> None:
+        """As a Player's, and let the trackers finish."""
+        self.log.close()
+        Player.close(self)
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""
@@ -94,8 +110,12 @@ class Parts(Player):
         return checkpoint.folder_of(config.out_dir, step)
 
 
-def build(config: TrainConfig) -> Parts:
+def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
+
+    Args:
+        config: of the run.
+        draw: what becomes of the stream of training tasks before it is drawn from.
 
     Raises:
         ValueError: the config does not fit the data, the model or the machine.
@@ -103,85 +123,224 @@ def build(config: TrainConfig) -> Parts:
         OSError: the model or a data file cannot be read.
     """
     objective_of(config.loss)
-    tasks = _training_tasks(config.data, config.seed)
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(_locked(config.out_dir))
-        _require_same_run(config)
+        lock = undo.enter_context(locked(config.out_dir))
+        require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
         if resumed is not None:
             checkpoint.require_whole(resumed, adapter=config.learner.lora.rank > 0)
-        player = build_player(
-            config,
-            # an adapter's checkpoint holds no model: its base is config.model
-            model=None if resumed is None or config.learner.lora.rank else str(resumed),
-            train=tasks.rows if isinstance(tasks, JsonlTasks) else (),
-        )
+        # an adapter's checkpoint holds no model: its base is config.model
+        adapted = resumed is None or config.learner.lora.rank
+        stage = set_stage(config, model=None if adapted else str(resumed))
+        undo.callback(stage.pool.close)
+        tasks = draw(stage.training_tasks(config))
+        log = _restored_log(config, tasks, resumed)
+        player = start_engine(config, stage)
         undo.callback(player.close)
-        parts = _with_learner(config, player, tasks, resumed, lock)
+        parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
     return parts
 
 
-def build_player(
-    config: TrainConfig,
-    *,
-    model: str | None = None,
-    train: Sequence[Task] = (),
-    progress: Progress | None = None,
-) -> Player:
-    """Make what it takes to play tasks with `model`, or with config.model.
+def planned(config: TrainConfig) -> str:
+    """What a run would do, after all checks that it would make; writes nothing.
+
+    Raises:
+        As build().
+    """
+    require_same_run(config)
+    stage = set_stage(config)
+    with contextlib.closing(stage.pool):
+        train = stage.training_tasks(config).next(NUM_LOOKED_AT)
+        prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
+        return "the plan, nothing was trained:\n" + plan(config, stage, prompts)
+
+
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """All of a Player but its engine: what can be checked before the model is loaded."""
+
+    model: str
+    pool: SandboxPool
+    env: Environment
+    agent: Agent
+    chat: ChatTemplate
+    reward: Scoring
+    heldout: list[Task]
+    progress: Progress
+    user_sampler: RolloutSampler | None
+    """config.rollout.sampler, if one is named."""
+
+    def training_tasks(self, config: TrainConfig) -> Tasks:
+        """The stream to train on, checked as far as it is a list."""
+        answers = _with_answers(config, self.env)
+        tasks = training_tasks(config.data, config.seed, self.env, answers=answers)
+        if not isinstance(tasks, RowTasks):
+            return tasks
+        kept = RowTasks(
+            self.checked(config, tasks.rows, "data.train"), source=tasks.source, seed=config.seed
+        )
+        self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
+        return kept
+
+    def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
+        """The tasks whose prompts fit; that each can be shown and scored.
+
+        Raises:
+            ValueError: one has no answer, or a prompt leaves no room and data.max_prompt_tokens
+                does not say to leave it out.
+        """
+        limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
+        kept = []
+        for task in tasks:
+            if needs_answers(config.reward, self.env):
+                expected_answer(task)
+            length = prompt_length(self.agent, self.chat, task)
+            if limit is not None and length > limit:
+                continue
+            if length > longest:
+                raise ValueError(
+                    f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
+                    f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
+                )
+            kept.append(task)
+        if len(kept) < len(tasks):
+            self.progress.say(
+                f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out, their prompts "
+                f"are longer than data.max_prompt_tokens = {limit}"
+            )
+        if not kept:
+            raise ValueError(f"{key}: no prompt has at most {limit} tokens")
+        return kept
+
+
+def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
+    """Tokens of a task before the policy's first."""
+    prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
+    return len(prompt) + len(chat.text_ids(agent.prefill(task)))
+
+
+def set_stage(
+    config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
+) -> Stage:
+    """Make and check what it takes to play tasks, but the engine.
 
     Args:
         config: of the run.
         model: in place of config.model.
-        train: tasks to check along with the held-out ones.
         progress: where to say what is done; None: standard output.
 
     Raises:
         As build().
     """
-    heldout = heldout_tasks(config.data)
     progress = progress or Progress(config.steps)
-    agent = CodeAgent(config.agent)
+    require_packages()
+    require_trackers(config.trackers)
     progress.say("sandbox: checking that this machine can isolate code")
     pool = open_sandbox(config.sandbox)
     try:
         progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
+        progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
+        env = make_env(config, pool)
+        heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        chat = _chat(model)
-        _check_tasks(config, agent, chat, [*heldout, *train])
-        progress.say(f"engine: starting vLLM on {model}")
-        # here and not above: seconds of imports, after all that can fail quickly
-        from agentgrpo.engine import Engine
+        chat = chat_of(model)
+        _check_model(config, model)
+        read_calls = None
+        if config.agent.kind == "tools":
+            from agentgrpo.engine import tool_call_reader
 
-        engine = Engine(model, config.engine, seed=config.seed)
-    except ImportError as error:
-        pool.close()
-        raise ValueError(
-            f"a package is missing or broken: {error}; see requirements-cpu.txt"
-        ) from error
+            read_calls = tool_call_reader(config.agent.parser, chat.tokenizer)
+        stage = Stage(
+            model=model,
+            pool=pool,
+            env=env,
+            agent=make_agent(config, env, read_calls),
+            chat=chat,
+            reward=make_scoring(config, env, chat.tokenizer),
+            heldout=heldout,
+            progress=progress,
+            user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
+        )
+        _check_shown(config, stage.agent, chat)
+        _check_tools_shown(stage.agent, chat, heldout[0])
+        stage.heldout = stage.checked(config, heldout, "data.heldout")
     except BaseException:
         pool.close()
         raise
-    env = PythonEnv(pool, config.sandbox.timeout_s, stateless=config.sandbox.stateless)
+    return stage
+
+
+def start_engine(config: TrainConfig, stage: Stage) -> Player:
+    """Start vLLM for a stage.
+
+    Raises:
+        As build().
+    """
+    stage.progress.say(f"engine: starting vLLM on {stage.model}")
+    try:
+        # here and not above: seconds of imports, after all that can fail quickly
+        from agentgrpo.engine import Engine
+
+        engine = Engine(stage.model, config.engine, seed=config.seed)
+    except ImportError as error:
+        raise ValueError(
+            f"a package is missing or broken: {error}; see requirements-cpu.txt"
+        ) from error
     return Player(
-        model=model,
+        model=stage.model,
         engine=engine,
-        sampler=Sampler(engine, agent, env, chat, config.rollout, max_live=config.sandbox.max_live),
-        pool=pool,
-        reward=make_reward(config.reward, chat.tokenizer),
-        heldout=heldout,
-        tokenizer=chat.tokenizer,
-        progress=progress,
+        sampler=_sampler(config, stage, engine),
+        pool=stage.pool,
+        env=stage.env,
+        reward=stage.reward,
+        heldout=stage.heldout,
+        tokenizer=stage.chat.tokenizer,
+        progress=stage.progress,
     )
 
 
+def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
+    chat, rollout, live = stage.chat, config.rollout, config.sandbox.max_live
+    if stage.user_sampler is not None:
+        return CustomSampler(stage.user_sampler, engine, rollout, chat.stop_token_ids)
+    return Sampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
+
+
+def build_player(
+    config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
+) -> Player:
+    """Make what it takes to play tasks with `model`, or with config.model.
+
+    Args and Raises:
+        As set_stage().
+    """
+    stage = set_stage(config, model=model, progress=progress)
+    try:
+        return start_engine(config, stage)
+    except BaseException:
+        stage.pool.close()
+        raise
+
+
+def _with_answers(config: TrainConfig, env: Environment) -> bool:
+    """Whether rows must have an expected answer."""
+    judged = bool(getattr(env, "judges", False))
+    return config.reward.kind != "none" and not (judged and config.reward.kind == "auto")
+
+
 def _with_learner(
-    config: TrainConfig, player: Player, tasks: Tasks, resumed: Path | None, lock: IO[str]
+    config: TrainConfig,
+    player: Player,
+    tasks: Tasks,
+    resumed: Path | None,
+    log: RunLog,
+    lock: IO[str],
 ) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
+    from agentgrpo.preflight import preflight
 
     engine, progress = player.engine, player.progress
     agreement_threshold = config.engine.agreement_on(engine.device)
@@ -197,15 +356,16 @@ def _with_learner(
         reference=resolve_model(config.model) if config.loss.beta else None,
         adapter=resumed if config.learner.lora.rank else None,
     )
-    log = RunLog(config.out_dir)
-    if resumed is None:
-        log.cut_back({})
-    else:
-        state = learner.load_state(resumed / checkpoint.STATE)
-        tasks.load_state_dict(state["tasks"])
-        log.cut_back(state["log_offsets"])
+    if resumed is not None:
+        learner.load_state(resumed / checkpoint.STATE)
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
+    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
+        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
+            log.write(
+                learner.step_count,
+                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
+            )
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -224,8 +384,25 @@ def _with_learner(
     )
 
 
+def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
+    """The run's records and the position in its data, as the checkpoint remembers them."""
+    step = 0 if resumed is None else checkpoint.step_of(resumed)
+    settings = _flat(config.model_dump(mode="json"))
+    log = RunLog(config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step))
+    if resumed is None:
+        log.cut_back({})
+        return log
+    import torch
+
+    path = resumed / checkpoint.STATE
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    tasks.load_state_dict(state["tasks"])
+    log.cut_back(state["log_offsets"])
+    return log
+
+
 @contextlib.contextmanager
-def _locked(out_dir: Path) -> Iterator[IO[str]]:
+def locked(out_dir: Path) -> Iterator[IO[str]]:
     """Make out_dir this run's; the lock goes with rank 0's file object."""
     if parallel.rank() > 0:
         with Path(os.devnull).open("w") as file:
@@ -242,11 +419,11 @@ def _locked(out_dir: Path) -> Iterator[IO[str]]:
         yield file
 
 
-MAY_CHANGE = {"out_dir", "steps", "save_every", "eval_every", "keep_checkpoints"}
+MAY_CHANGE = {"out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints"}
 """Settings that a resumed run may have otherwise than it was started with."""
 
 
-def _require_same_run(config: TrainConfig) -> None:
+def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
     records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
@@ -273,26 +450,48 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_tasks(
-    config: TrainConfig, agent: CodeAgent, chat: ChatTemplate, tasks: Sequence[Task]
-) -> None:
-    """Every task can be shown and scored, and observations reach the policy."""
+def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
+    """Observations reach the policy."""
     mark = "observation-7f3a"
-    told = agent.observe(RunCode(""), Observation(mark))
+    action = CallTools((ToolCall("x", {}),)) if config.agent.kind == "tools" else RunCode("")
+    told = agent.observe(action, Observation(mark))
+    if isinstance(told, str):
+        return
     shown = chat.observation_ids(told, turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             f"agent.observation_role: the model's chat template does not show messages of role "
-            f"{config.agent.observation_role!r}; choose another role"
+            f"{told[0]['role']!r}; choose another role"
         )
-    for task in tasks:
-        expected_answer(task)
-        length = len(chat.prompt_ids(agent.messages(task)))
-        if length >= config.engine.max_model_len:
+
+
+def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
+    """The policy is told of its tools."""
+    schemas = agent.tools(task)
+    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
+    for schema in schemas:
+        name = str(schema["function"]["name"])
+        if name not in shown:
             raise ValueError(
-                f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
-                f"{config.engine.max_model_len}"
+                f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
+                "the prompt): take a model made for tool calls, or the code or inline agent"
             )
+
+
+def _check_model(config: TrainConfig, model: str) -> None:
+    """The model is as long and as deep as the config asks."""
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(model).get_text_config()
+    layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
+    if wanted is not None and wanted > layers:
+        raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
+    positions = getattr(shape, "max_position_embeddings", None)
+    if positions is not None and config.engine.max_model_len > positions:
+        raise ValueError(
+            f"engine.max_model_len must be at most {positions}, the positions that {model!r} "
+            f"knows, got {config.engine.max_model_len}"
+        )
 
 
 def cache_dir() -> Path:
@@ -324,40 +523,56 @@ def resolve_model(model: str) -> str:
     return model
 
 
-def _training_tasks(config: DataConfig, seed: int) -> Tasks:
-    if config.train == "word_problems":
-        return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
-    return JsonlTasks(config.train, seed=seed)
-
-
-def heldout_tasks(config: DataConfig) -> list[Task]:
-    """The tasks of every evaluation, in order."""
-    if config.heldout == "word_problems":
-        source = word_problems.generate("heldout", config.heldout_levels)
-        return list(islice(source, config.num_heldout))
-    rows = JsonlTasks(config.heldout, shuffle=False)
-    return rows.next(min(config.num_heldout, len(rows)))
-
-
-def make_reward(config: RewardConfig, tokenizer: Any) -> Scoring:
-    """What a rollout is worth."""
+def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
+    """What a rollout is worth besides what the environment gives it."""
 
     def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-    return Scoring(NumericReward(answer=config.answer, format=config.format), config, decode)
+    base = make_reward(config.reward, env)
+    return Scoring(base, config.reward, decode, total_steps=config.steps)
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
-    """The pool that code runs in; the caller closes it."""
+    """The pool that code runs in; the caller closes it.
+
+    Raises:
+        ValueError: there is no such template, directory or tool script; names the key.
+    """
     limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
+    try:
+        found = find_template(config.template)
+    except SandboxException as error:
+        raise ValueError(f"sandbox.template: {error}") from None
+    for path in config.site_dirs:
+        if Path(path).is_relative_to("/tmp") or Path(path).is_relative_to("/home/user"):
+            raise ValueError(
+                f"sandbox.site_dirs: {path} cannot be shown, sessions have a /tmp and a /home/user "
+                "of their own; move it elsewhere"
+            )
+    try:
+        template = dataclasses.replace(
+            found,
+            site_dirs=(*found.site_dirs, *config.site_dirs),
+            env={**found.env, **config.env},
+            setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("template.", "sandbox.")) from None
     return SandboxPool(
-        limits=limits, max_live=config.max_live, allow_degraded=config.allow_degraded
+        limits=limits,
+        template=template,
+        max_live=config.max_live,
+        allow_degraded=config.allow_degraded,
     )
 
 
-def _chat(model: str) -> ChatTemplate:
+def chat_of(model: str) -> ChatTemplate:
+    """The chat template of a model's tokenizer.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has no usable template.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import pydantic
 from pydantic import Field
 
+from agentgrpo.types import Status, Treatment
+
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
@@ -25,6 +27,11 @@ class Section(pydantic.BaseModel):
     """A frozen group of settings that knows no other keys."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _is_set(section: Section, key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 class Message(Section):
@@ -50,9 +57,21 @@ class EngineConfig(Section):
     weights: Literal["auto", "shared", "copy"] = "auto"
     """One replica shared with the learner, or an in-place copy after every step. auto: share, and
     say why where that cannot be."""
+    sleep_level: Literal[1, 2] = 1
+    """What becomes of copied weights while the engine sleeps (CUDA): 1 keeps them in host memory, 2
+    drops them, to be copied in again by the learner. Shared weights never sleep."""
     agreement_threshold: Annotated[float, Field(gt=0)] | None = None
     """Largest |delta logp| in nats between sampler and learner on the same tokens before the run
     stops. None: 1e-3 in float32, 1.0 in bfloat16 (measured spread: 5e-5 and 0.43)."""
+
+    @pydantic.model_validator(mode="after")
+    def _may_drop(self) -> EngineConfig:
+        if self.sleep_level == 2 and self.weights != "copy":
+            raise ValueError(
+                "engine.sleep_level 2 drops the weights: it needs engine.weights = 'copy', "
+                f"got {self.weights!r}"
+            )
+        return self
 
     def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
         """The dtype that `auto` means on a device."""
@@ -68,22 +87,117 @@ class EngineConfig(Section):
 
 
 class AgentConfig(Section):
-    """How the policy acts (agents/code.py)."""
+    """How the policy acts (agents/, docs/agents.md). Keys that a kind does not read are refused."""
 
-    system_prompt: str = (
-        "Solve the problem with Python. Write code between <code> and </code>; you will see what "
-        "it prints. Then reply with: Answer: NUMBER"
-    )
-    open_tag: Annotated[str, Field(min_length=1)] = "<code>"
-    close_tag: Annotated[str, Field(min_length=1)] = "</code>"
-    observation: Annotated[str, Field(pattern=r"\{output\}")] = "{output}"
-    """How the sandbox's answer is shown; {output} is replaced by stdout, value or error."""
-    observation_role: Literal["user", "tool"] = "user"
-    """Role of the message that carries an observation."""
-    answer_prefix: str = "Answer:"
-    """A reply that has this text and no code ends the rollout; what follows is the answer."""
+    kind: str = "code"
+    """code, repl, inline, tools, or your own `module:Class` (agents/base.py has the protocol)."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of your own class."""
+    system_prompt: str | None = None
+    """None: what the kind says of itself; "" says nothing."""
     shots: tuple[tuple[Message, ...], ...] = ()
     """Worked examples, each a list of messages, shown before the task."""
+    open_tag: Annotated[str, Field(min_length=1)] | None = None
+    """Begins an action. None: <code> (code), <fn> (inline)."""
+    close_tag: Annotated[str, Field(min_length=1)] | None = None
+    """Ends an action, and the turn. None: </code> (code), </fn> (inline)."""
+    observation: Annotated[str, Field(pattern=r"\{output\}")] | None = None
+    """How the world's answer is shown; {output} is replaced by it. None: {output} alone (code), in
+    <fn_results> or <fn_error> tags (inline, where {tag} is replaced by the one or the other)."""
+    observation_role: Literal["user", "tool", "assistant"] | None = None
+    """Role of the message that carries an answer. assistant: no message, the text goes into the
+    policy's own one, and its turn goes on (code only). None: user (code), tool (tools)."""
+    answer_prefix: str | None = None
+    """A reply that has this text and no action ends the rollout; what follows is the answer. "":
+    the whole reply is. None: "Answer:" (code, inline), "" (tools)."""
+    after_malformed: Literal["tell", "end"] = "tell"
+    """What becomes of a turn that tried to act and got the form wrong: the policy is told and goes
+    on, or the rollout ends there without an answer."""
+    language: Literal["python", "bash", "node"] = "python"
+    """What the policy writes between the tags (code)."""
+    show_tools: Literal["source", "signatures", "no"] = "source"
+    """What of sandbox.tools the system prompt shows: all, or def lines and docstrings (code)."""
+    banner: str | None = None
+    """What the terminal shows before its first prompt (repl). None: Python's own three lines."""
+    call_form: str = "python"
+    """How a call between the tags is written: python, `f("x", n=1)`; json, `{"name": "f",
+    "arguments": {...}}`; or your own `module:function` (inline; agents/inline.py)."""
+    parser: str = "hermes"
+    """Which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
+    llama3_json, mistral, pythonic ... (tools)."""
+    parallel_calls: bool = False
+    """Carry out all calls of a turn. False: the first; the others are answered with an error."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> AgentConfig:
+        known = _KEYS_OF_KIND.get(self.kind)
+        if known is None and ":" not in self.kind:
+            raise ValueError(
+                f"agent.kind: expected {', '.join(_KEYS_OF_KIND)} or 'module:Class', "
+                f"got {self.kind!r}"
+            )
+        unread = type(self).model_fields.keys() - {"kind", *(known or ("options",))}
+        wrong = [key for key in sorted(unread) if _is_set(self, key)]
+        if wrong:
+            raise ValueError(f"agent.{wrong[0]}: an agent of kind {self.kind!r} does not read it")
+        return self
+
+
+_PROMPTS = ("system_prompt", "shots")
+_TAGS = ("open_tag", "close_tag", "observation", "answer_prefix", "after_malformed")
+_KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
+    "code": (*_PROMPTS, *_TAGS, "observation_role", "language", "show_tools"),
+    "repl": (*_PROMPTS, "banner"),
+    "inline": (*_PROMPTS, *_TAGS, "call_form"),
+    "tools": (
+        *_PROMPTS,
+        *("observation_role", "answer_prefix", "after_malformed", "parser", "parallel_calls"),
+    ),
+}
+
+
+class EnvConfig(Section):
+    """What answers the policy (envs/, docs/agents.md)."""
+
+    kind: str = "auto"
+    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2, or
+    your own `module:Class`. auto: console for the repl agent, python for others."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment's class; an unknown one is refused by name."""
+
+
+FILTERS: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
+
+
+class BranchConfig(Section):
+    """Branching where the policy was unsure after a tool's answer (rollout/branch.py)."""
+
+    initial: NotNegative = 0
+    """Rollouts that a group begins with; the others up to group_size branch off them, or begin
+    alone where nothing branches. 0: no branching."""
+    probability: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Of branching where the entropy is what it was in the rollout's first turn."""
+    entropy_weight: Annotated[float, Field(ge=0)] = 0.2
+    """How much the probability grows with the entropy's growth, in units of ln(vocabulary)."""
+    entropy_tokens: Positive = 20
+    """Tokens of a turn over which the entropy is averaged."""
+    top_logprobs: Annotated[int, Field(ge=1, le=20)] = 20
+    """From how many of the likeliest tokens the entropy is computed; the others count as one."""
+    consecutive_penalty: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Each branching in an unbroken row of them lowers the next one's probability by this share."""
+    budget: Literal["fixed", "aepo"] = "fixed"
+    """aepo: how many begin alone is decided when the first of a group has seen a tool's answer:
+    group_size * sigmoid(aepo_beta * (entropy of its first turn - of its turns after tools))."""
+    aepo_beta: Annotated[float, Field(ge=0)] = 1.0
+    """See budget."""
 
 
 class RolloutConfig(Section):
@@ -94,11 +208,47 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling in training; evaluations have their own (EvaluationConfig)."""
+    top_p: float = 1.0
+    """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
+    top_k: int = 0
+    """As top_p: to be refused."""
+    min_p: float = 0.0
+    """As top_p: to be refused."""
+    repetition_penalty: float = 1.0
+    """As top_p: to be refused."""
+    presence_penalty: float = 0.0
+    """As top_p: to be refused."""
+    frequency_penalty: float = 0.0
+    """As top_p: to be refused."""
     max_turns: Positive = 3
+    """Turns of the policy in one rollout."""
     max_turn_tokens: Positive = 64
     """Tokens the policy may sample in one turn."""
-    max_observation_tokens: Positive = 64
-    """Longer observations keep their head and tail."""
+    max_response_tokens: Positive | None = None
+    """Tokens after the prompt, turns and observations together. None: engine.max_model_len."""
+    max_observation_tokens: NotNegative = 64
+    """Tokens of one tool's answer at most, the note that it was cut included."""
+    keep_observation: Literal["ends", "head", "tail"] = "ends"
+    """What is kept of an answer that is too long."""
+    max_tool_calls: NotNegative | None = None
+    """Tool calls of a rollout. One too many is refused, the policy is told once; the next ends it.
+    None: no limit but that of turns."""
+    max_calls_of: dict[str, NotNegative] = {}
+    """The same by tool; code runs under the name of its language: { python = 3 }."""
+    max_malformed: Positive | None = None
+    """Actions in a row whose form was wrong before the rollout ends. None: no limit."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Wall-clock seconds of a rollout. A tool that runs is not interrupted: it has its own."""
+    max_retries: NotNegative = 1
+    """Times that a rollout is played again whose treatment is "retry"."""
+    treatment: dict[Status, Treatment] = {}
+    """By status, what training makes of such rollouts where it is to be another than
+    rollout/limits.py says: { truncated_length = "mask" }."""
+    sampler: str = ""
+    """`module:Class` in place of rollout/sampler.py (see rollout/custom.py), or TRL's
+    `rollout_func:module:function` (rollout/trl.py). TRL's environment_factory is an env.kind."""
+    branching: BranchConfig = BranchConfig()
     refill_below: NotNegative = 0
     """Sample more tasks while fewer groups than this carry a gradient (DAPO's dynamic sampling,
     arXiv:2503.14476, 3.2); 0 never refills."""
@@ -106,12 +256,65 @@ class RolloutConfig(Section):
     """Extra rounds of sampling per step at most."""
     deterministic: pydantic.StrictBool = False
     """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
-    Costs the slowest tool call of each engine step."""
+    Costs the slowest tool call of each engine step. Without it each request's seed repeats, and
+    with it its tokens, but for rounding that differs with the batch it is computed in."""
 
     @property
     def max_sampled_tokens(self) -> int:
         """What one rollout may sample in all."""
         return self.max_turns * self.max_turn_tokens
+
+    @pydantic.model_validator(mode="after")
+    def _can_be_trained_on(self) -> RolloutConfig:
+        for name, neutral in FILTERS.items():
+            if (value := getattr(self, name)) != neutral:
+                raise ValueError(
+                    f"rollout.{name} must be {neutral:g}, got {value}: the sampler would "
+                    "renormalise over the tokens that are left, the learner does not, and every "
+                    "importance ratio would be biased; only temperature is exact "
+                    f"(evaluation.{name} is allowed)"
+                )
+        if self.treatment.get(Status.INFRA_ERROR) in (Treatment.TRAIN, Treatment.MASK):
+            raise ValueError(
+                "rollout.treatment.infra_error must be 'drop' or 'retry', got "
+                f"{str(self.treatment[Status.INFRA_ERROR])!r}: the machine failed, not the policy"
+            )
+        if self.branching.initial >= self.group_size:
+            raise ValueError(
+                f"rollout.branching.initial must be below rollout.group_size {self.group_size}, "
+                f"got {self.branching.initial}"
+            )
+        return self
+
+
+class EvaluationConfig(Section):
+    """How held-out tasks are played (evaluate.py). Nothing here is trained on.
+
+    top_p, top_k, min_p and penalties change the distribution in ways that the loss does not
+    account for: a sampled token's log-probability is then one of a renormalised distribution, off
+    by up to -log(top_p) from what the learner computes. So they are for evaluation only.
+    """
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that have this much probability together."""
+    top_k: NotNegative = 0
+    """0: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens below this share of the most likely one's probability."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Above 1: tokens that came before, prompt included, become less likely."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token that has been sampled."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token for each time it has been sampled."""
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """Those that do something, by vLLM's names."""
+        values = {name: getattr(self, name) for name in FILTERS}
+        return {name: value for name, value in values.items() if value != FILTERS[name]}
 
 
 class SandboxConfig(Section):
@@ -123,6 +326,15 @@ class SandboxConfig(Section):
     """Memory of one session."""
     max_live: Positive = 128
     """Sessions alive at once."""
+    template: str | None = None
+    """A template built by `python -m agentgrpo.sandbox template build`; None: plain Python."""
+    site_dirs: tuple[str, ...] = ()
+    """Directories of packages that sessions may import from, besides the template's."""
+    env: dict[str, str] = {}
+    """Environment variables of all code."""
+    tools: Path | None = None
+    """A Python script that every session runs first: its functions need no import. The code agent
+    shows it in its prompt (agent.show_tools)."""
     stateless: pydantic.StrictBool = False
     """Every code step starts anew: no variables and no files of the step before."""
     allow_degraded: pydantic.StrictBool = False
@@ -133,26 +345,63 @@ class DataConfig(Section):
     """What is trained and evaluated on (data/tasks.py)."""
 
     train: str = "word_problems"
-    """`word_problems` (generated) or a .jsonl file."""
+    """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
+    directory that Hugging Face's `save_to_disk` wrote."""
     heldout: str = "word_problems"
+    """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed, which
+    are then not trained on."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
+    split_seed: NotNegative = 0
+    """Another seed, another held-out `split`."""
+    question: str = "question"
+    """Column of a file that holds the question: text, or a list of chat messages."""
+    answer: str = "answer"
+    """Column of a file that holds the expected answer."""
+    id: str | None = None
+    """Column of a file that holds a unique id; None: the row's place in the file."""
+    max_prompt_tokens: Positive | None = None
+    """Leave longer prompts out, and say how many there were. None: a prompt that leaves no room in
+    engine.max_model_len is an error."""
     levels: Annotated[tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)] = (1, 2)
-    """Difficulty of the generated training tasks; easier levels come first."""
+    """Difficulty of the training tasks, easier ones first; for word_problems only."""
     promote_at: float = 0.7
     """Mean reward of the newest level's last 32 groups at which the next level joins."""
     heldout_levels: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)
     ] = (1, 2)
+    """Difficulty of the generated held-out tasks."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> DataConfig:
+        for source, keys in (("train", ("levels", "promote_at")), ("heldout", ("heldout_levels",))):
+            for key in keys:
+                if getattr(self, source) != "word_problems" and _is_set(self, key):
+                    raise ValueError(
+                        f"data.{key}: only data.{source} = 'word_problems' reads it, "
+                        f"and it is {getattr(self, source)!r}"
+                    )
+        if self.heldout == "split" and self.train in ("word_problems", "env"):
+            raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")
+        return self
 
 
 class RewardConfig(Section):
-    """What a rollout is worth: the weighted sum of its parts (rewards.py)."""
+    """What a rollout is worth besides what its environment gives it, in parts (rewards.py)."""
 
+    kind: str = "auto"
+    """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
+    match and token F1), none, or your own `module:function`. auto: numeric, or none where the
+    environment judges by itself."""
     answer: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Weight of a right final answer."""
     format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """Weight of having run code without an error and then answered in the asked form."""
+    """Weight of having acted without an error and then answered in the asked form."""
+    strict: bool = False
+    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
+    and ending with the right one does not pay."""
+    tool_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Taken off for every call of a tool and every run of code."""
     sigma_tool: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
     (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
@@ -177,6 +426,7 @@ class LoraConfig(Section):
     """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
 
     rank: NotNegative = 0
+    """Of the adapters; 0: none."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
@@ -187,15 +437,19 @@ class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
+    """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From learning_rate after the warm-up to final_learning_rate after the last step."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """After the last step, if it decays."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, as AdamW has it."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
     lora: LoraConfig = LoraConfig()
@@ -239,21 +493,31 @@ class LossConfig(Section):
     clip_ratio_c: float | None = None
     """Dual clip (verl's name)."""
     sapo_temperature_pos: float = 1.0
+    """Of the soft gate for tokens of positive advantage (sapo)."""
     sapo_temperature_neg: float = 1.05
+    """The same for negative advantage."""
     vespo_k_pos: float = 2.0
+    """Exponent of the weight for sequences of positive advantage (vespo)."""
     vespo_lambda_pos: float = 3.0
+    """Decay of that weight."""
     vespo_k_neg: float = 3.0
+    """Exponent for negative advantage."""
     vespo_lambda_neg: float = 2.0
+    """Decay for negative advantage."""
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
     lora the policy without its adapter. 0: none, and no copy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
     use_bias_correction_kl: pydantic.StrictBool = True
+    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
     entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Train on this share of the step's tokens only, those of highest entropy."""
     off_policy_mask_threshold: float | None = None
+    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
+    from the policy that sampled them. None: none are."""
     num_iterations: Positive = 1
     """Passes over the rollouts of a step."""
     num_mini_batches: Positive = 1
@@ -270,8 +534,11 @@ class LossConfig(Section):
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
         "geometric_truncate", "geometric_mask",
     ] = "token_truncate"  # fmt: skip
+    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
     vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of the weight."""
     vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
+    """Lower bound of the weight."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group, of the whole step, or not
@@ -323,15 +590,25 @@ class TrainConfig(Section):
     steps: Positive = 200
     """Optimizer steps."""
     seed: NotNegative = 0
+    """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Positive = 2
+    """Older ones are removed."""
     eval_every: NotNegative = 25
     """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
+
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Before the first step, play through the largest forward and backward pass and one sleep, to
+    learn at once what does not fit. auto: on CUDA; a CPU would swap rather than say so."""
 
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
+    env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
@@ -356,6 +633,11 @@ class TrainConfig(Section):
             )
         if self.learner.lora.rank and self.learner.trained_layers is not None:
             raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
+        if self.learner.lora.rank and self.engine.sleep_level == 2:
+            raise ValueError(
+                "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
+                f"learner.lora.rank {self.learner.lora.rank}"
+            )
         if self.learner.max_tokens < self.engine.max_model_len:
             raise ValueError(
                 f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
@@ -437,7 +719,7 @@ def _explain(error: dict[str, Any], kind: type[Section]) -> str:
         return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
     if error["type"] == "missing":
         return f"config key {where} is required"
-    if not where:
+    if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
     return f"config key {where}: {error['msg']}, got {error['input']!r}"
 

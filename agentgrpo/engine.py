@@ -8,31 +8,39 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   use: 20 s on CPU for a number that nobody reads.
 * vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
   no-op, for the whole process: the learner too would work on half of two cores.
-* On CUDA the weights stay out of vLLM's sleeping memory pool: the learner works on them while the
-  engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
+* A request's own seed crashes vLLM on CPU when its prompt is computed in chunks (CPU generators
+  have no offset to wind back). Here prompts are computed whole on CPU.
+* Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
+  the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import vllm.model_executor.layers.utils as vllm_layers
 import vllm.v1.sample.sampler as vllm_sampler
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.llm_engine import LLMEngine
 
+from agentgrpo.agents.base import Schema
+from agentgrpo.agents.tools import ReadCalls, Reading
 from agentgrpo.config import EngineConfig
-from agentgrpo.types import Float32, Int32
+from agentgrpo.memory import memory
+from agentgrpo.packing import ids_from_list
+from agentgrpo.rollout.branch import token_entropies
+from agentgrpo.types import Float32, Int32, Metrics, Turn
 
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 
@@ -46,11 +54,31 @@ class Completion:
     """The sampled ids, the stop token (or the whole token a stop string ended in) included."""
     logprobs: Float32
     """Log-probability of each sampled token under the tempered distribution, in nats."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: str
+    """"stop": the turn is whole. "length": max_tokens cut it. Anything else ("error", "abort",
+    "repetition"): the engine gave up, and the tokens are of no use."""
     stop_reason: int | str | None
     """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
     num_cached_tokens: int
     """How many prompt tokens the prefix cache served."""
+    account: Turn
+    """Hashes of the prompt that the engine reports having used and of what it sampled."""
+    entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Entropy in nats of the distribution each of the first tokens was drawn from; see
+    rollout/branch.py. Empty unless top_logprobs were asked for."""
+
+
+class State(Enum):
+    """What the engine can be asked for."""
+
+    AWAKE = "awake"
+    HOLLOW = "hollow"
+    """Awake but for its weights, which level 2 dropped: load_weights() comes first."""
+    ASLEEP = "asleep"
+
+
+class EngineStartError(ValueError):
+    """vLLM could not be started with this model and these settings; the message says why."""
 
 
 class Engine:
@@ -62,42 +90,75 @@ class Engine:
         seed: seeds vLLM (and, through it, python, numpy and torch in this process).
 
     Raises:
-        RuntimeError: add_request() or step() while asleep; sleep() with requests in flight.
+        EngineStartError: vLLM refused.
+        RuntimeError: add_request() or step() while asleep or hollow.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig, *, seed: int = 0) -> None:
         self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = config.dtype_on(self.device)
         self.max_model_len = config.max_model_len
-        self.asleep = False
+        self.state = State.AWAKE
+        self._sleep_level = config.sleep_level
         self._in_flight: set[str] = set()
+        self._memory: Metrics = {}
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-        with _plain_cpu_weights(), _weights_stay_awake():
-            self._engine = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=str(model),
-                    dtype=self.dtype,
-                    seed=seed,
-                    max_model_len=config.max_model_len,
-                    max_num_seqs=config.max_num_seqs,
-                    enforce_eager=self.device == "cpu" or config.enforce_eager,
-                    block_size=32 if self.device == "cpu" else None,
-                    kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
-                    logprobs_mode="processed_logprobs",
-                    generation_config="vllm",
-                    async_scheduling=False,
-                    enable_prefix_caching=True,
-                    enable_sleep_mode=self.device == "cuda",
-                    disable_log_stats=True,
-                    use_tqdm_on_load=False,
-                )
-            )
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
+        try:
+            with _plain_cpu_weights(), _weights_stay_awake(config.weights != "copy"):
+                self._llm = LLM(str(model), seed=seed, **self._settings(config))
+        except Exception as error:  # whatever vLLM raises, and it raises many kinds
+            raise EngineStartError(_explain_start(error, model, config)) from error
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
+        self._engine = self._llm.llm_engine
         if self.device == "cpu":
             vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
                 -1
             )
+
+    def _settings(self, config: EngineConfig) -> dict[str, Any]:
+        on_cpu = self.device == "cpu"
+        settings = {
+            "dtype": self.dtype,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "enforce_eager": on_cpu or config.enforce_eager,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "async_scheduling": False,
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": not on_cpu,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if on_cpu:
+            settings |= {
+                "block_size": 32,
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, config.max_model_len, config.max_num_seqs),
+            }
+        return settings
+
+    @property
+    def llm(self) -> LLM:
+        """VLLM's own object, for those who want `llm.chat(messages, tools=...)`.
+
+        Ask it for logprobs=0 to get what the policy's tokens were sampled with.
+
+        Raises:
+            RuntimeError: asleep, or requests of ours are in flight, whose results it would lose.
+        """
+        self._require_awake()
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests in flight: llm would lose them")
+        return self._llm
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the KV cache's memory is given back."""
+        return self.state is State.ASLEEP
 
     @property
     def model(self) -> torch.nn.Module:
@@ -106,11 +167,7 @@ class Engine:
         return runner.get_model()  # type: ignore[no-any-return]
 
     def seed(self, seed: int) -> None:
-        """Seed everything sampled from here on.
-
-        vLLM draws from torch's global generator. Its per-request seeds are not used: on CPU they
-        crash under chunked prefill, and one seed for a whole group would make it one rollout.
-        """
+        """Seed the stream shared by requests that have no seed of their own."""
         torch.manual_seed(seed)
 
     def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
@@ -148,10 +205,26 @@ class Engine:
         *,
         max_tokens: int,
         temperature: float,
+        seed: int | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        top_logprobs: int = 0,
+        filters: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Queue one continuation of prompt_ids; step() will return it when it is finished.
+
+        Args:
+            request_id: unique among those in flight.
+            prompt_ids: 1-d int32.
+            max_tokens: at most so many are sampled.
+            temperature: 0 is greedy.
+            seed: of this request's own random stream: what it samples depends on its seed and its
+                logits, not on which other requests run. None: a stream shared by all such.
+            stop: strings that end the turn.
+            stop_token_ids: tokens that end the turn.
+            top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
+            filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
+                what is trained on: EvaluationConfig says why.
 
         Raises:
             ValueError: request_id is in flight already, or prompt and max_tokens exceed
@@ -173,16 +246,22 @@ class Engine:
                 max_tokens=max_tokens,
                 stop=list(stop) or None,
                 stop_token_ids=list(stop_token_ids) or None,
-                logprobs=0,
+                seed=seed,
+                logprobs=top_logprobs,
                 flat_logprobs=True,
                 detokenize=bool(stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                **dict[str, Any](filters),
             ),
         )
         self._in_flight.add(request_id)
 
     def step(self) -> list[Completion]:
-        """Decode one token for every running request; return those that finished."""
+        """Decode one token for every running request; return those that finished.
+
+        Raises:
+            FloatingPointError: a sampled token's log-probability is nan or infinite.
+        """
         self._require_awake()
         done = [_completion(output) for output in self._engine.step() if output.finished]
         self._in_flight.difference_update(completion.request_id for completion in done)
@@ -194,47 +273,87 @@ class Engine:
         self._engine.abort_request(ids)
         self._in_flight.difference_update(ids)
 
+    def abort_all(self) -> None:
+        """Drop every request in flight."""
+        self.abort(list(self._in_flight))
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def sleep(self) -> None:
-        """Give the KV cache's memory back (CUDA); on CPU only the state changes.
+    def sleep(self, requests: Literal["refuse", "keep", "abort"] = "refuse") -> None:
+        """Give the KV cache's memory back; with copied weights, theirs too (EngineConfig).
+
+        On CPU vLLM has no memory to give back: its scheduler pauses, its prefix cache is reset and
+        the states are the same.
+
+        Args:
+            requests: what becomes of those in flight. keep: they go on after wake(), their cache
+                computed anew. abort: they are dropped.
 
         Raises:
-            RuntimeError: requests are in flight; vLLM would drop them and then wait for them.
+            RuntimeError: requests are in flight, and "refuse".
         """
-        if self._in_flight:
+        if self.asleep:
+            return
+        if self._in_flight and requests == "refuse":
             raise RuntimeError(
                 f"engine asked to sleep with {len(self._in_flight)} requests in flight"
             )
-        if not self.asleep and self.device == "cuda":
-            self._engine.sleep(1)
+        if requests == "abort":  # vLLM's own abort-on-sleep would have us wait for them for ever
+            self.abort_all()
+        before = memory(self.device)
+        self._engine.sleep(self._sleep_level, mode="keep")
+        if self.device == "cuda":
             torch.cuda.empty_cache()
-        self.asleep = True
+        after = memory(self.device)
+        self._memory = {f"{name}_before_sleep": value for name, value in before.items()}
+        self._memory |= {f"{name}_asleep": value for name, value in after.items()}
+        self.state = State.ASLEEP
 
-    def wake(self) -> None:
-        """Make the engine usable again after sleep()."""
-        if self.asleep and self.device == "cuda":
+    def wake(self) -> Metrics:
+        """Make the engine usable again after sleep(); after level 2, once it has weights again.
+
+        Returns:
+            Memory in GiB before and after the last sleep and now; empty if it was awake.
+        """
+        if not self.asleep:
+            return {}
+        if self.device == "cuda":
             torch.cuda.empty_cache()
+        if self._sleep_level == 2:
+            self._engine.wake_up(["weights"])
+            self.state = State.HOLLOW
+        else:
             self._engine.wake_up()
-        self.asleep = False
+            self.state = State.AWAKE
+        awake = {f"{name}_awake": value for name, value in memory(self.device).items()}
+        return self._memory | awake
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Forget every cached key and value: they belong to the weights before an update.
+
+        Args:
+            recompute_running: requests in flight keep their tokens and have theirs computed anew.
 
         Raises:
             RuntimeError: vLLM refused, which it does while requests run.
         """
-        if not self._engine.reset_prefix_cache():
+        if not self._engine.reset_prefix_cache(reset_running_requests=recompute_running):
             raise RuntimeError(
                 f"vLLM did not reset its prefix cache ({len(self._in_flight)} requests in flight); "
                 "rollouts would mix two policies"
             )
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy Hugging Face named tensors into vLLM's, in place (where they cannot be shared)."""
+        """Copy Hugging Face named tensors into vLLM's, in place, by vLLM's own loader."""
         self.model.load_weights(named)  # type: ignore[operator]
+
+    def weights_loaded(self) -> None:
+        """Say that the weights are all there again: a hollow engine wakes."""
+        if self.state is State.HOLLOW:
+            self._engine.wake_up(["kv_cache"])
+            self.state = State.AWAKE
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:
         """Sample num_tokens greedily after each prompt, through the same path as rollouts."""
@@ -248,7 +367,7 @@ class Engine:
             while self._in_flight:
                 done += self.step()
         finally:
-            self.abort(list(self._in_flight))
+            self.abort_all()
         return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
 
     def shutdown(self) -> None:
@@ -258,18 +377,43 @@ class Engine:
     def _require_awake(self) -> None:
         if self.asleep:
             raise RuntimeError("the engine sleeps: call wake() first")
+        if self.state is State.HOLLOW:
+            raise RuntimeError("sleep level 2 dropped the weights: publish them first")
 
 
 def _completion(output: Any) -> Completion:
     sampled = output.outputs[0]
     flat = sampled.logprobs
+    logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise FloatingPointError(
+            f"request {output.request_id!r}: the sampler gave its token {at} the log-probability "
+            f"{logprobs[at]}; the weights or an activation are no longer finite"
+        )
+    token_ids = ids_from_list(list(sampled.token_ids))
+    prompt_ids = ids_from_list(list(output.prompt_token_ids))
     return Completion(
         request_id=output.request_id,
-        token_ids=np.array(sampled.token_ids, dtype=np.int32),
-        logprobs=np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32),
-        finish_reason=sampled.finish_reason,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=str(sampled.finish_reason),
         stop_reason=sampled.stop_reason,
         num_cached_tokens=output.num_cached_tokens or 0,
+        account=Turn.of(prompt_ids, token_ids, str(sampled.finish_reason)),
+        entropies=token_entropies(
+            flat.logprobs, flat.token_ids, flat.start_indices, flat.end_indices
+        ),
+    )
+
+
+def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:
+    """What vLLM said last, and the settings it said it about."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (
+        f"vLLM cannot start on {str(model)!r} with engine.max_model_len {config.max_model_len}, "
+        f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
+        f"engine.dtype {config.dtype!r}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
     )
 
 
@@ -292,9 +436,9 @@ def _plain_cpu_weights() -> Any:
 
 
 @contextlib.contextmanager
-def _weights_stay_awake() -> Any:
-    """Load weights outside vLLM's sleeping pool, so that sleep(1) unmaps the KV cache only."""
-    if not torch.cuda.is_available():
+def _weights_stay_awake(shared: bool) -> Any:
+    """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
+    if not shared or not torch.cuda.is_available():
         yield
         return
     from vllm.v1.worker.gpu_worker import Worker
@@ -309,3 +453,63 @@ def _weights_stay_awake() -> Any:
         yield
     finally:
         Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]
+
+
+def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
+    """VLLM's own tool parser of a model family, for agents/tools.py.
+
+    Args:
+        parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
+        tokenizer: the model's, as transformers loads it.
+
+    Raises:
+        ValueError: vLLM has no parser of that name, or the parser refuses the tokenizer.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    # what the policy gets wrong is data, counted as malformed, and not a traceback on the terminal
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
+    try:
+        make = ToolParserManager.get_tool_parser(parser)
+    except KeyError:
+        known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
+        raise ValueError(
+            f"agent.parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
+        ) from None
+
+    def read(text: str, tools: Sequence[Schema]) -> Reading:
+        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
+        request = ChatCompletionRequest(**given)
+        shown: list[Any] | None = request.tools
+        reader = make(tokenizer, shown)  # a parser may keep state of the text it has read
+        found = reader.extract_tool_calls(text, request)
+        calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
+        content = (found.content or "") if calls else text
+        return Reading(content, calls, attempted=_is_marked(reader, text))
+
+    try:
+        read("", [])
+    except RuntimeError as error:  # a family's special tokens are not in this vocabulary
+        raise ValueError(f"agent.parser: {parser!r} does not fit the model: {error}") from error
+    return read
+
+
+_CALL_MARKS = (
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<\uff5ctool\u2581call",
+)
+"""Marks that begin a call in some family, whichever parser is chosen."""
+
+
+def _is_marked(reader: Any, text: str) -> bool:
+    own = [
+        value
+        for name, value in {**vars(type(reader)), **vars(reader)}.items()
+        if isinstance(value, str) and value and name.endswith(("start_token", "bot_token"))
+    ]
+    return any(mark in text for mark in (*_CALL_MARKS, *own))

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo import measures, parallel
@@ -23,7 +24,7 @@ from agentgrpo.endpoints import Endpoint, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.rewards import Reward
-from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.custom import AnySampler
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.scoring import Scoring, score_all
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    sampler: Sampler,
+    sampler: AnySampler,
     tasks: Sequence[Task],
     reward: Reward | Scoring,
     *,
     seed: int = 0,
     attempts: int = 1,
     temperature: float = 0.0,
+    filters: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[Group], Metrics]:
     """Play each task, once and greedily if not told otherwise, and score it; every rank its share.
 
@@ -48,7 +50,9 @@ def evaluate(
         The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
         rollouts whose answer was right. Those that the machine broke are counted and left out.
     """
-    played, _ = sampler.play(parallel.mine(tasks), attempts, seed=seed, temperature=temperature)
+    played, _ = sampler.play(
+        parallel.mine(tasks), attempts, seed=seed, temperature=temperature, filters=filters
+    )
     score_all(played, reward)
     groups = parallel.interleave(parallel.gather(played))
     return groups, summarize(groups)
@@ -75,14 +79,22 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     if not valid:
         return metrics
     metrics["reward"] = fmean(rollout.reward for rollout in valid)
-    metrics["solved"] = fmean(rollout.rewards.get("answer", 0.0) > 0 for rollout in valid)
+    metrics["solved"] = fmean(map(solved, valid))
     metrics["answered"] = fmean(rollout.answer is not None for rollout in valid)
     metrics["sampled_tokens"] = fmean(rollout.num_sampled for rollout in valid)
-    for name in valid[0].stats:
-        metrics[name] = fmean(rollout.stats[name] for rollout in valid)
+    for name in dict.fromkeys(name for rollout in valid for name in rollout.stats):
+        metrics[name] = fmean(rollout.stats.get(name, 0.0) for rollout in valid)
     for status in Status:
         metrics[f"status_{status}"] = fmean(rollout.status is status for rollout in valid)
     return metrics
+
+
+def solved(rollout: Rollout) -> bool:
+    """Whether the answer was right: the environment's word, else the reward's, else any reward."""
+    for name in ("solved", "answer"):
+        if name in rollout.rewards:
+            return rollout.rewards[name] > 0
+    return rollout.reward > 0
 
 
 def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
@@ -100,6 +112,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         seed=config.seed,
         attempts=c.attempts,
         temperature=c.temperature,
+        filters=config.evaluation.filters,
     )
     judge = _judge(config, c.judge, "measures.judge")
     votes = _judge(config, c.conciseness_judge, "measures.conciseness_judge")

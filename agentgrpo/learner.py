@@ -7,7 +7,7 @@ the sampler's log-probability.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from agentgrpo.policy import (
 from agentgrpo.step_record import Before, StepRecord
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
 from agentgrpo.updates import Update
+from agentgrpo.weights import InPlaceCopy
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Engine
@@ -96,6 +97,7 @@ class Learner:
         else:  # every weight is written to at each step
             self.num_packed = 0
             engine.unpack()
+            self._copy = InPlaceCopy(engine.model, engine.load_weights)
         self.step_count = 0
 
     def _prepare(self, config: LearnerConfig) -> tuple[Scorer, list[Tensor], int]:
@@ -136,10 +138,30 @@ class Learner:
     def publish(self) -> Metrics:
         """Make the sampler's policy this one: a copy unless shared, then forget its cached keys."""
         started = time.perf_counter()
+        metrics: Metrics = {}
         if self.weights != "shared":
-            self._engine.load_weights(self._named())
+            copied = self._copy(self._named())
+            self._engine.weights_loaded()
+            metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)
         self._engine.reset_prefix_cache()
-        return {"publish_s": time.perf_counter() - started}
+        return metrics | {"publish_s": time.perf_counter() - started}
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Forward and backward over one row of num_tokens tokens, all of them loss terms.
+
+        Changes nothing. What the optimizer has yet to allocate is held meanwhile.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        to_come = 0 if self.step_count else 8 * sum(p.numel() for p in self.trained)
+        held = torch.empty(to_come, dtype=torch.uint8, device=self.device)
+        try:
+            scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
+            (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
+        finally:
+            del held
+            self._optimizer.zero_grad()
 
     @torch.no_grad()
     def score(self, token_ids: Int32) -> Float32:
@@ -334,11 +356,11 @@ class Learner:
     def _plain(self) -> list[tuple[str, Tensor]]:
         return list(self.model.named_parameters())
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
         """Whole tensors under the names of the checkpoint, the adapter merged into them."""
         if self._adapter is not None:
             return self._adapter.merged()
-        return [(name, parallel.whole(p)) for name, p in self._plain()]
+        return ((name, parallel.whole(p)) for name, p in self._plain())
 
 
 def _whole(token_ids: Int32) -> PackedBatch:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig
 from agentgrpo.kernels.objective import Objective
-from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout, Status
+from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 
 PER_ROLLOUT = ("grpo", "sapo", "gmpo")
 PER_TOKEN = ("dapo", "bnpo", "cispo", "vespo")
@@ -36,7 +36,7 @@ def objective_of(config: LossConfig) -> Objective:
 
 def is_trained(rollout: Rollout) -> bool:
     """Whether the rollout counts in the loss."""
-    return rollout.status is not Status.INFRA_ERROR and rollout.num_sampled > 0
+    return rollout.trained and rollout.num_sampled > 0
 
 
 def token_weights(groups: Sequence[Group], loss_type: str, max_sampled_tokens: int) -> list[float]:

@@ -486,17 +486,15 @@ def rows_of(written: Mapping[str, Any]) -> list[TaskRow]:
 
 
 def markdown(written: Mapping[str, Any]) -> str:
-    """A report as a table: one row per measure, one column per kind of task, and one for all."""
-    kinds = written["kinds"]
-    heads = {"all": written, **(kinds if len(kinds) > 1 else {})}
-    lines = [
-        _line(["measure", *(f"{name} ({part['tasks']})" for name, part in heads.items())]),
-        _line(["---"] * (len(heads) + 1)),
-    ]
-    lines += [
-        _line([name, *(_shown(part["measures"][name]) for part in heads.values())])
-        for name in written["measures"]
-    ]
+    """A report as two tables: every measure over all tasks, and the values by kind of task."""
+    lines = [_line(["measure", f"all tasks ({written['tasks']})"]), _line(["---"] * 2)]
+    lines += [_line([name, _shown(seen)]) for name, seen in written["measures"].items()]
+    names = list(written["measures"])
+    lines += ["", _line(["kind of task", "tasks", *names]), _line(["---"] * (len(names) + 2))]
+    for kind, part in written["kinds"].items():
+        values = [part["measures"][name]["value"] for name in names]
+        shown = ["-" if value is None else f"{value:.3f}" for value in values]
+        lines.append(_line([kind, str(part["tasks"]), *shown]))
     return "\n".join(lines) + "\n"
 
 

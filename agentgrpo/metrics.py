@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from agentgrpo import parallel
-from agentgrpo.types import Group, Metrics, Rollout, Segment, Status, Task
+from agentgrpo.records import rollout_record
+from agentgrpo.trackers import Tracker
+from agentgrpo.types import Group, Metrics
 
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 
@@ -25,10 +25,12 @@ class RunLog:
 
     Args:
         out_dir: created if missing.
+        trackers: told every line of metrics.jsonl too.
     """
 
-    def __init__(self, out_dir: Path) -> None:
+    def __init__(self, out_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._out_dir = out_dir
+        self._trackers = trackers
         out_dir.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, **areas: Metrics) -> None:
@@ -37,6 +39,14 @@ class RunLog:
         for area, metrics in areas.items():
             line.update({f"{area}/{name}": value for name, value in metrics.items()})
         self._append("metrics.jsonl", [line])
+        numbers = {name: value for name, value in line.items() if name != "step"}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+
+    def close(self) -> None:
+        """Let the trackers finish."""
+        for tracker in self._trackers:
+            tracker.close()
 
     def rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """One line of rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
@@ -90,54 +100,3 @@ class RunLog:
             return
         with (self._out_dir / name).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON values; read_rollout() gives it back exactly.
-
-    float32 log-probabilities are written as the shortest decimals that read back as the same bits.
-    """
-    return {
-        "task": {
-            "id": rollout.task.id,
-            "messages": [dict(message) for message in rollout.task.messages],
-            "spec": dict(rollout.task.spec),
-        },
-        "status": str(rollout.status),
-        "answer": rollout.answer,
-        "rewards": rollout.rewards,
-        "advantage": rollout.advantage,
-        "stats": rollout.stats,
-        "segments": [
-            {
-                "token_ids": segment.token_ids.tolist(),
-                "logprobs": None
-                if segment.logprobs is None
-                else [float(str(value)) for value in segment.logprobs],
-            }
-            for segment in rollout.segments
-        ],
-    }
-
-
-def read_rollout(record: dict[str, Any]) -> Rollout:
-    """The rollout that rollout_record() wrote."""
-    return Rollout(
-        task=Task(
-            id=record["task"]["id"],
-            messages=tuple(record["task"]["messages"]),
-            spec=record["task"]["spec"],
-        ),
-        status=Status(record["status"]),
-        answer=record["answer"],
-        rewards=record["rewards"],
-        advantage=record["advantage"],
-        stats=record["stats"],
-        segments=[
-            Segment(
-                np.array(segment["token_ids"], np.int32),
-                None if segment["logprobs"] is None else np.array(segment["logprobs"], np.float32),
-            )
-            for segment in record["segments"]
-        ],
-    )

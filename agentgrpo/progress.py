@@ -1,22 +1,29 @@
-"""What the person at the terminal sees: a line per event, and a live status line on a TTY."""
+"""What the person at the terminal sees: a line per event, and on a terminal what happens now."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
 
 from agentgrpo import parallel
+from agentgrpo.stopwatch import Stopwatch
 from agentgrpo.types import Metrics
+
+REFRESH_HZ = 4
 
 
 class Progress:
-    """Says what the run is doing, and for how long it still will.
+    """Says what the run is doing, for how long it still will, and keeps the time.
 
-    Lines stay; the status line (spinner, phase, time left) exists on a terminal only.
+    Lines stay. On a terminal the last lines are live: the phase, and the numbers of the last step.
 
     Args:
         total_steps: of the run.
@@ -31,6 +38,14 @@ class Progress:
         self._step_started: list[float] = []
         self._started = time.monotonic()
         self._solved: dict[int, float] = {}
+        self._stopwatch = Stopwatch(rest="starting")
+        self._phases: list[tuple[str, float]] = []
+        self._numbers: dict[str, str] = {}
+        self._gauges: dict[str, Callable[[], str]] = {"memory": _memory}
+
+    def watch(self, name: str, read: Callable[[], str]) -> None:
+        """Show a number on the live display; read() is called from another thread."""
+        self._gauges[name] = read
 
     def say(self, line: str) -> None:
         """Print a line, with the seconds since the start before it."""
@@ -40,18 +55,29 @@ class Progress:
         """Note when a step starts: what the time left is computed from."""
         self._step_started.append(time.monotonic())
 
+    def lap(self) -> Metrics:
+        """Seconds since the last lap by phase, `other_s`, and `total_s`, their sum."""
+        return self._stopwatch.lap()
+
     def step_done(self, step: int, rollout: Metrics, learner: Metrics, engine: Metrics) -> None:
         """The line of a finished step."""
+        agreement = max(engine["max_dlogp"], learner.get("sampler_gap_max", 0.0))
+        left = self.time_left(step + 1)
+        self._numbers = _numbers(rollout, learner, agreement, left)
         self.say(
             f"step {step + 1}/{self._total}  reward {rollout['reward']:.3f}  "
             f"solved {rollout['solved']:.0%}  live groups {rollout['live_groups']:.0f}/"
             f"{rollout['groups']:.0f}  tool calls {rollout['tool_calls']:.2f}  "
             f"sampled {rollout['decode_s'] + rollout['idle_s']:.1f}s  "
             f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
-            f"{_infra(rollout)}"
-            f"agreement {max(engine['max_dlogp'], learner.get('sampler_gap_max', 0.0)):.1e}  "
-            f"left {self.time_left(step + 1)}"
+            f"{_infra(rollout)}agreement {agreement:.1e}  left {left}"
         )
+        if rollout["live_groups"] == 0:
+            self.say(
+                "no group had a gradient: the rollouts of each task all earned the same. Tasks "
+                "that are sometimes solved teach (data.levels, rollout.group_size, "
+                "rollout.refill_below)"
+            )
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """The line of an evaluation."""
@@ -75,6 +101,7 @@ class Progress:
             "checkpoints/": "Hugging Face model directories, loadable by transformers",
         }.items():
             self.say(f"  {name:16s} {what}")
+        self.say(f"look at it: agentgrpo view {out_dir}")
 
     def time_left(self, next_step: int) -> str:
         """Estimate from the mean of the steps so far; "?" before the first has ended."""
@@ -87,12 +114,68 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Show what is being done now (on a terminal)."""
-        if not self._console.is_terminal:
+        """Show what is being done now (on a terminal); its time goes by the first word."""
+        self._phases.append((what, time.monotonic()))
+        try:
+            with self._stopwatch.part(what.split()[0].strip(":,")), self._live():
+                yield
+        finally:
+            self._phases.pop()
+
+    @contextlib.contextmanager
+    def _live(self) -> Iterator[None]:
+        if not self._console.is_terminal or len(self._phases) > 1:
             yield
             return
-        with self._console.status(what):
+        with Live(
+            console=self._console,
+            get_renderable=self._now,
+            refresh_per_second=REFRESH_HZ,
+            transient=True,
+        ):
             yield
+
+    def _now(self) -> RenderableType:
+        """The live lines: the phase, then the last step's numbers and the gauges."""
+        what, since = self._phases[-1] if self._phases else ("", time.monotonic())
+        step = f"step {len(self._step_started)}/{self._total}, " if self._step_started else ""
+        line = Spinner("dots", f"{step}{what}, {time.monotonic() - since:.0f} s")
+        shown = {**self._numbers, **{name: read() for name, read in self._gauges.items()}}
+        table = Table.grid(padding=(0, 3))
+        names = list(shown)
+        for start in range(0, len(names), 5):
+            row = names[start : start + 5]
+            table.add_row(*(f"[dim]{name}[/dim] {shown[name]}" for name in row))
+        return Group(line, table)
+
+
+def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) -> dict[str, str]:
+    sampling_s = rollout["decode_s"] + rollout["idle_s"]
+    return {
+        "reward": f"{rollout['reward']:.3f}",
+        "solved": f"{rollout['solved']:.0%}",
+        "generation": _rate(rollout.get("total_sampled_tokens", 0.0), sampling_s),
+        "learning": _rate(learner["packed_tokens"], learner["seconds"]),
+        "engine idle": f"{rollout['idle_s'] / sampling_s:.0%}" if sampling_s else "-",
+        "agreement": f"{agreement:.1e}",
+        "left": left,
+    }
+
+
+def _rate(tokens: float, seconds: float) -> str:
+    return f"{tokens / seconds:,.0f} tokens/s" if seconds else "-"
+
+
+def _memory() -> str:
+    """Resident memory of this process, and what torch holds on a GPU."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    shown = f"{resident / 2**20:.1f} GiB"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        shown += f", GPU {(total - free) / 2**30:.1f} of {total / 2**30:.0f}"
+    return shown
 
 
 def _infra(metrics: Metrics) -> str:

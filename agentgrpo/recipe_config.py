@@ -48,12 +48,13 @@ class EndpointConfig(Section):
 
 
 class FlywheelConfig(Section):
-    """How trajectories are made, repaired and kept (data/flywheel.py)."""
+    """How trajectories are made, repaired and kept (data/flywheel.py).
+
+    The generator, which plays and continues, is the run's own model: its tokens are trained on.
+    """
 
     tasks: Positive = 64
     """Training tasks that are worked on, from the start of the stream."""
-    generator: str = "policy"
-    """Endpoint that plays and continues. Must be an engine: its tokens are what is trained on."""
     reflector: str = "policy"
     """Endpoint that analyses a flawed step and writes a new one."""
     critic: str = "policy"
@@ -104,6 +105,8 @@ class SftConfig(Section):
 class CurriculumConfig(Section):
     """Stages of rollout -> selection -> training from the last checkpoint (data/curriculum.py)."""
 
+    start: Literal["model", "sft"] = "model"
+    """What the first stage starts from: config.model, or the last checkpoint in out_dir/sft."""
     stages: Positive = 3
     candidates: Positive = 256
     """Training tasks that a stage's first policy plays, other ones in each stage."""
@@ -115,8 +118,9 @@ class CurriculumConfig(Section):
     """Candidates played between two records on disk: what a kill costs at most."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
     """Optimizer steps of each stage; the last number stands for all further ones."""
-    by_kind: bool = True
-    """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose."""
+    by_kind: pydantic.StrictBool = False
+    """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
+    that are right or wrong, whose correctness varies more."""
     sampling: Literal["shuffle", "difficulty"] = "shuffle"
     """How a stage draws from what was selected: each task once a round, or by pools of difficulty
     that follow the policy (data/difficulty.py)."""
@@ -183,7 +187,6 @@ class RecipeConfig(TrainConfig):
     @pydantic.model_validator(mode="after")
     def _names_its_endpoints(self) -> RecipeConfig:
         used = {
-            "flywheel.generator": self.flywheel.generator,
             "flywheel.reflector": self.flywheel.reflector,
             "flywheel.critic": self.flywheel.critic,
             "measures.judge": self.measures.judge,
@@ -193,11 +196,12 @@ class RecipeConfig(TrainConfig):
             if name and name != "policy" and name not in self.endpoints:
                 known = ", ".join(["policy", *self.endpoints])
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
-        generator = self.endpoints.get(self.flywheel.generator, EndpointConfig())
-        if generator.kind != "engine":
+        if "policy" in self.endpoints:
+            raise ValueError("endpoints.policy: the name is that of the run's own model")
+        if 3 * self.flywheel.concurrency > self.sandbox.max_live:
             raise ValueError(
-                f"flywheel.generator: must be an engine, {self.flywheel.generator!r} is of kind "
-                f"{generator.kind!r}"
+                f"flywheel.concurrency: {self.flywheel.concurrency} questions play up to three "
+                f"trajectories each at once, sandbox.max_live is {self.sandbox.max_live}"
             )
         return self
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -103,13 +104,122 @@ class NumericReward:
         expected = expected_answer(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
-        count = rollout.stats.get
-        ran_code = count("tool_calls", 0.0) > count("tool_errors", 0.0)
-        well_formed = number is not None and ran_code and not count("malformed", 0.0)
+        well_formed = number is not None and _acted_well(rollout)
         return {
             "answer": self.answer if number == expected else 0.0,
             "format": self.format if well_formed else 0.0,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentReward:
+    """Nothing for the answer, which the environment judges; `format` for acting well."""
+
+    answer: float = 1.0
+    """Not read: the environment's own rewards count as they are."""
+    format: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The part `format` where it is worth anything."""
+        return {"format": self.format * _acted_well(rollout)} if self.format else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathReward:
+    """`answer` for an answer equal to the expected one as mathematics, by the package math-verify.
+
+    Raises (when called):
+        ValueError: `task.spec["answer"]` is missing or cannot be read.
+    """
+
+    answer: float = 1.0
+    format: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer` and `format`, each its full value or 0.0."""
+        from math_verify import parse, verify
+
+        gold = str(_expected(rollout.task))
+        expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", **_UNTIMED)
+        if not expected:
+            raise ValueError(f"task {rollout.task.id}: cannot read the answer {gold!r}")
+        said = [] if rollout.answer is None else parse(rollout.answer, **_UNTIMED)
+        right = bool(said) and verify(expected, said, timeout_seconds=None)
+        return {
+            "answer": self.answer * right,
+            "format": self.format * (bool(said) and _acted_well(rollout)),
+        }
+
+
+_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # its timeouts are signals of the main thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReward:
+    """`answer` for an exact match, else that share of it that the token F1 is (SQuAD's measures).
+
+    Several expected answers in a list: the best counts. Compared without case, punctuation,
+    articles and repeated space; an answer of more than max_words words is worth nothing, so that
+    reciting everything does not pay.
+    """
+
+    answer: float = 1.0
+    format: float = 0.0
+    max_words: int = 32
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer`, in [0, answer], and `format`."""
+        expected = _expected(rollout.task)
+        golds = expected if isinstance(expected, list) else [expected]
+        said = [] if rollout.answer is None else words(rollout.answer)
+        score = max(token_f1(said, words(str(gold))) for gold in golds)
+        short = len(said) <= self.max_words
+        return {
+            "answer": self.answer * score * short,
+            "format": self.format * (bool(said) and short and _acted_well(rollout)),
+        }
+
+
+def words(text: str) -> list[str]:
+    """The words that answers are compared by.
+
+    >>> words("The  U.S. Open,")
+    ['us', 'open']
+    """
+    kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+def token_f1(said: list[str], expected: list[str]) -> float:
+    """F1 of two bags of words; two empty ones are equal."""
+    if not said or not expected:
+        return float(said == expected)
+    shared = sum((Counter(said) & Counter(expected)).values())
+    return 2 * shared / (len(said) + len(expected))
+
+
+def with_tool_cost(reward: Reward, cost: float) -> Reward:
+    """The reward, less `cost` for every call of a tool, as a part of its own."""
+    if not cost:
+        return reward
+
+    def costed(rollout: Rollout) -> dict[str, float]:
+        return {**reward(rollout), "tool_cost": -cost * rollout.stats.get("tool_calls", 0.0)}
+
+    return costed
+
+
+def _expected(task: Task) -> Any:
+    if "answer" not in task.spec:
+        raise ValueError(f"task {task.id}: its spec has no 'answer', only {sorted(task.spec)}")
+    return task.spec["answer"]
+
+
+def _acted_well(rollout: Rollout) -> bool:
+    """An action that worked, no malformed turn, and an answer."""
+    count = rollout.stats.get
+    worked = count("tool_calls", 0.0) > count("tool_errors", 0.0)
+    return worked and not count("malformed", 0.0) and rollout.answer is not None
 
 
 def load_reward(name: str) -> Reward:
@@ -142,9 +252,7 @@ def load_callable(name: str, *, key: str) -> Callable[..., Any]:
 
 def expected_answer(task: Task) -> Decimal:
     """The number that task.spec["answer"] holds; ValueError if it holds none."""
-    if "answer" not in task.spec:
-        raise ValueError(f"task {task.id}: its spec has no 'answer', only {sorted(task.spec)}")
-    expected = last_number(str(task.spec["answer"]))
+    expected = last_number(str(_expected(task)))
     if expected is None:
         raise ValueError(f"task {task.id}: no number in the answer {task.spec['answer']!r}")
     return expected

@@ -29,6 +29,7 @@ from typing import Any
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.rewards import Reward, load_callable, score
+from agentgrpo.rewards_efficiency import add_efficiency, decay
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
 
 Decode = Callable[[Sequence[int]], str]
@@ -148,10 +149,18 @@ class _Function:
     call: Callable[[RolloutView], Any]
 
 
-def score_all(groups: Sequence[Group], reward: Reward | Scoring) -> None:
-    """Set the rewards of all groups, by a run's scoring or by one function of a rollout."""
+def score_all(
+    groups: Sequence[Group], reward: Reward | Scoring, *, step: int | None = None
+) -> None:
+    """Set the rewards of all groups, by a run's scoring or by one function of a rollout.
+
+    Args:
+        groups: played.
+        reward: of the run.
+        step: of the training; None in an evaluation, where no rollout is compared with others.
+    """
     if isinstance(reward, Scoring):
-        reward.score(groups)
+        reward.score(groups, step=step)
         return
     for group in groups:
         score(group, reward)
@@ -164,19 +173,23 @@ class Scoring:
         base: the built-in reward.
         config: `functions` and `on_error`.
         decode: for RolloutView.
+        total_steps: of the run, over which the efficiency sigmas fall.
 
     Raises:
         ValueError: a function that is not there, or two of one name.
     """
 
-    def __init__(self, base: Reward, config: RewardConfig, decode: Decode) -> None:
+    def __init__(
+        self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1
+    ) -> None:
         self._base, self._decode, self._raise = base, decode, config.on_error == "raise"
+        self._config, self._total_steps = config, total_steps
         self._functions = [_load(name, weight) for name, weight in config.functions.items()]
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
 
-    def score(self, groups: Sequence[Group]) -> None:
+    def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
         """Set the rewards of every rollout that the machine did not break.
 
         Raises:
@@ -193,6 +206,17 @@ class Scoring:
             score(group, self._base)
         if self._functions:
             asyncio.run(self._apply_all(rollouts))
+        if step is not None:
+            for group in groups:
+                self._compare(group, step)
+
+    def _compare(self, group: Group, step: int) -> None:
+        """Reward spending less than one's siblings, where the config says so."""
+        c = self._config
+        if c.sigma_tool or c.sigma_length:
+            left = decay(step, self._total_steps) if c.decay_sigmas else 1.0
+            tool, length = c.sigma_tool * left, c.sigma_length * left
+            add_efficiency(group, sigma_tool=tool, sigma_length=length)
 
     async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         await asyncio.gather(*(self._apply(index, rollout) for index, rollout in rollouts))

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from agentgrpo import parallel
@@ -18,6 +18,7 @@ from agentgrpo.agreement import Disagreement, check_agreement
 from agentgrpo.config import TrainConfig, load_config, shipped_configs
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
+from agentgrpo.interrupt import stop_after_step
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.scoring import RewardError, score_all
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from agentgrpo.build import Parts
 
 
-def train(config: TrainConfig, parts: Parts) -> None:
-    """Run up to optimizer step config.steps, from the one the learner was resumed at."""
+def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lambda: False) -> None:
+    """Run up to optimizer step config.steps, from the one the learner was resumed at.
+
+    Ends earlier, with a checkpoint, after the step in which stopping() has become true.
+    """
     learner, log, progress = parts.learner, parts.log, parts.progress
     evaluate_if_due(config, parts, learner.step_count)
     for step in range(learner.step_count, config.steps):
@@ -37,14 +41,23 @@ def train(config: TrainConfig, parts: Parts) -> None:
         with generating(parts) as engine_metrics:
             groups, sampled = collect(config, parts, step)
         parts.tasks.feedback(groups)
-        updates = plan_updates(groups, config, step=step, share_prefixes=learner.shares_prefixes)
-        log.rollouts(step, groups)
+        with progress.phase("packing"):
+            shared = learner.shares_prefixes
+            updates = plan_updates(groups, config, step=step, share_prefixes=shared)
+        with progress.phase("recording"):
+            log.rollouts(step, groups)
         with progress.phase("learning"):
             learned = learner.step(updates)
-        log.write(step, rollout=sampled, learner=learned, engine=engine_metrics)
+        time = progress.lap()
+        log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
         progress.step_done(step, sampled, learned, engine_metrics)
-        if learner.step_count % config.save_every == 0 or learner.step_count == config.steps:
-            progress.say(f"saved {parts.save(config)}")
+        last = learner.step_count == config.steps
+        stop = any(parallel.gather(stopping()))
+        if learner.step_count % config.save_every == 0 or last or stop:
+            with progress.phase("saving"):
+                progress.say(f"saved {parts.save(config)}")
+        if stop and not last:
+            return
         evaluate_if_due(config, parts, learner.step_count)
     progress.finished(config.out_dir)
 
@@ -52,12 +65,14 @@ def train(config: TrainConfig, parts: Parts) -> None:
 @contextlib.contextmanager
 def generating(parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    parts.engine.wake()
+    with parts.progress.phase("waking the engine"):
+        metrics = parts.engine.wake()
     try:
-        metrics = parts.learner.publish()
-        metrics |= check_agreement(
-            parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
-        )
+        with parts.progress.phase("syncing the weights"):
+            metrics |= parts.learner.publish()
+            metrics |= check_agreement(
+                parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
+            )
         yield metrics
     finally:
         parts.engine.sleep()
@@ -73,7 +88,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
             tasks = parallel.mine(parts.tasks.next(c.tasks_per_step))
             seed = config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
             played, stats = parts.sampler.play(tasks, c.group_size, seed=seed)
-        score_all(played, parts.reward)
+        score_all(played, parts.reward, step=step)
         groups += parallel.interleave(parallel.gather(played))
         assign_advantages(groups, config.loss, config.reward.weights)
         for counts in parallel.gather(stats.metrics()):
@@ -87,7 +102,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
 
 
 def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
-    """Play the held-out tasks greedily; record and print what share was solved.
+    """Play the held-out tasks as config.evaluation says; record and print what share was solved.
 
     Due before the first step, after the last and every eval_every: a function of the step alone, so
     that a resumed run records what an uninterrupted one does.
@@ -95,9 +110,12 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
     with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
-        groups, metrics = evaluate(parts.sampler, parts.heldout, parts.reward, seed=config.seed)
+        groups, metrics = evaluate(
+            parts.sampler, parts.heldout, parts.reward, seed=config.seed,
+            temperature=config.evaluation.temperature, filters=config.evaluation.filters,
+        )  # fmt: skip
     parts.log.rollouts(step, groups, split="heldout")
-    parts.log.write(step, eval=metrics)
+    parts.log.write(step, eval=metrics, time=parts.progress.lap())
     parts.progress.evaluated(step, metrics)
 
 
@@ -106,22 +124,45 @@ CONTINUE = "The same command continues from the last checkpoint."
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="agentgrpo train", description="Train a policy; docs/config.md has every setting."
+    )
     parser.add_argument("config", help=f"a TOML file, or one of: {', '.join(shipped_configs())}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(arguments)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check config, data, template, sandbox, device and memory; print the plan; stop",
+    )
+    args = parser.parse_intermixed_args(arguments)
     prepare_environment()
-    from agentgrpo.build import build
+    from agentgrpo.build import build, planned
 
     try:
         config = load_config(args.config, args.overrides)
+        if args.dry_run:
+            print(planned(config))  # noqa: T201
+            return 0
+    except (ValueError, OSError, SandboxUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return run(config, build)
+
+
+def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train; says what went wrong. Returns the exit status."""
+    try:
         parallel.start()
         parts = build(config)
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        print("interrupted before the first step", file=sys.stderr)  # noqa: T201
+        return 130
     try:
-        train(config, parts)
+        with stop_after_step(parts.progress.say) as stopping:
+            train(config, parts, stopping)
     except (Disagreement, InfrastructureError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 3
@@ -134,6 +175,9 @@ def main(arguments: list[str]) -> int:
     finally:
         parts.close()
         parallel.stop()
+    if parts.learner.step_count < config.steps:
+        parts.progress.say(f"stopped. {CONTINUE}")
+        return 130
     return 0
 
 

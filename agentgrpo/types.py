@@ -6,6 +6,7 @@ Token ids and log-probabilities live in numpy arrays from the first token on.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +20,7 @@ Float32 = NDArray[np.float32]
 
 
 class Status(StrEnum):
-    """How a rollout ended."""
+    """How a rollout ended. What training makes of each: rollout/limits.py, TREATMENTS."""
 
     COMPLETED = "completed"
     """The agent or its environment said so."""
@@ -27,8 +28,27 @@ class Status(StrEnum):
     """No token budget left: the last turn was cut, or no further turn fits."""
     TRUNCATED_TURNS = "truncated_turns"
     """No turn budget left."""
+    TRUNCATED_CALLS = "truncated_calls"
+    """Asked for more tool calls than it had, was told so, and did it again."""
+    MALFORMED = "malformed"
+    """Too many actions in a row whose form was wrong."""
+    TIMED_OUT = "timed_out"
+    """Took more wall-clock time than it was given, which the machine's load has a part in."""
     INFRA_ERROR = "infra_error"
     """The machine failed, not the model: leaves the group and its baseline, is never trained on."""
+
+
+class Treatment(StrEnum):
+    """What training makes of a rollout."""
+
+    TRAIN = "train"
+    """Its reward counts in the group's baseline, its tokens are trained on."""
+    MASK = "mask"
+    """Its reward counts in the baseline; its tokens are neither trained on nor in a normaliser."""
+    DROP = "drop"
+    """As if it had not been played."""
+    RETRY = "retry"
+    """Played again, at most rollout.max_retries times; the last try is dropped if it too fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +107,44 @@ class SpanReward:
     value: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the engine itself says of one request: the proof that a record holds what it saw."""
+
+    row: int = 0
+    """Which of the rollout's rows it belongs to."""
+    prompt_tokens: int
+    prompt_hash: str
+    """token_hash() of the prompt's ids, as the engine reports them."""
+    sampled_tokens: int
+    sampled_hash: str
+    """token_hash() of the ids it sampled."""
+    finish_reason: str
+    replaced: list[int] = field(default_factory=list)
+    """The last of the sampled ids, where a prompt that was rendered anew had others (REALIGN)."""
+
+    @classmethod
+    def of(cls, prompt: Int32, sampled: Int32, finish_reason: str) -> Turn:
+        """The account of a request, from the ids that the engine itself gives."""
+        return cls(
+            prompt_tokens=len(prompt),
+            prompt_hash=token_hash(prompt),
+            sampled_tokens=len(sampled),
+            sampled_hash=token_hash(sampled),
+            finish_reason=finish_reason,
+        )
+
+
+def token_hash(token_ids: Int32) -> str:
+    """BLAKE2b-128 of the ids as little-endian int32, in hexadecimal digits.
+
+    >>> token_hash(np.array([1, 2], np.int32))
+    '2cc5e4d47c5f3c5fbe635a5a5b7bb392'
+    """
+    data = np.ascontiguousarray(token_ids, "<i4").tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rollout:
     """One attempt at a task: the prompt, then sampled and observed segments in turn."""
@@ -94,20 +152,45 @@ class Rollout:
     task: Task
     segments: list[Segment]
     status: Status
+    closed_rows: list[list[Segment]] = field(default_factory=list)
+    """Earlier rows, oldest first: where a template rewrote history too far, a row ends and the next
+    begins with the whole new prompt. Each sampled token is in one row; the rollout counts once."""
+    turns: list[Turn] = field(default_factory=list)
+    """The engine's own account of its requests, in order."""
     answer: str | None = None
     """What the policy answered in the end; None if it never did in the asked form."""
     error: str | None = None
     """What the machine said; only with Status.INFRA_ERROR."""
+    treatment: Treatment = Treatment.TRAIN
+    parent: int | None = None
+    """Index in the group of the rollout that this one branched off; None if it began alone."""
+    forked_at: int | None = None
+    """How many tokens it shares with its parent: the parent's segments up to there are its own."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the episode (turns, tool_calls, tool_errors, ...), for the metrics."""
     span_rewards: list[SpanReward] = field(default_factory=list)
     """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Where its time went, in seconds by name."""
+    learner_logprobs: list[Float32 | None] | None = None
+    """One per segment of all rows: the learner's log-probabilities, in nats, before the update."""
     advantage: float = 0.0
     segment_advantages: list[float] | None = None
-    """One per segment in place of `advantage`, where rewards of spans are credited to what was
-    sampled before them, or branches share segments; the policy's own segments alone are read."""
+    """One per segment of all rows in place of `advantage`, where rewards of spans are credited to
+    what was sampled before them, or branches share segments; of sampled segments alone read."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether its reward counts in the baseline."""
+        kept = self.treatment in (Treatment.TRAIN, Treatment.MASK)
+        return kept and self.status is not Status.INFRA_ERROR
+
+    @property
+    def trained(self) -> bool:
+        """Whether its tokens are trained on."""
+        return self.scored and self.treatment is Treatment.TRAIN
 
     @property
     def reward(self) -> float:
@@ -119,7 +202,12 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+        return sum(len(s.token_ids) for row in self.rows for s in row if s.sampled)
+
+    @property
+    def rows(self) -> list[list[Segment]]:
+        """What is trained on: the closed rows, then `segments`."""
+        return [*self.closed_rows, self.segments]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

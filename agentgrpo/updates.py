@@ -17,7 +17,7 @@ from agentgrpo.types import Group, PackedBatch
 class Update:
     """One optimizer update. Its batches' weights are the normaliser of all of them together."""
 
-    batches: list[PackedBatch]
+    batches: Sequence[PackedBatch]
     num_samples: int
     """Rollouts that sample_N of the batches counts."""
 
@@ -37,22 +37,26 @@ def plan_updates(
         step: counted from 0.
         share_prefixes: False for models that must see every rollout alone.
     """
-    loss = config.loss
+    parts = mini_batches(groups, config, step=step)
+    return [_update(part, config, share_prefixes) for part in parts]
+
+
+def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
+    """Which groups each update of a step trains on, those of them that are trained on."""
     order = np.arange(len(groups))
-    if loss.num_mini_batches > 1:
+    if config.loss.num_mini_batches > 1:
         np.random.default_rng((config.seed, step)).shuffle(order)
     return [
-        _update([groups[i] for i in sorted(part.tolist())], config, share_prefixes)
-        for part in np.array_split(order, loss.num_mini_batches)
+        [
+            Group(task=groups[i].task, rollouts=[r for r in groups[i].rollouts if is_trained(r)])
+            for i in sorted(part.tolist())
+        ]
+        for part in np.array_split(order, config.loss.num_mini_batches)
     ]
 
 
-def _update(groups: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
+def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
     loss = config.loss
-    trained = [
-        Group(task=group.task, rollouts=[r for r in group.rollouts if is_trained(r)])
-        for group in groups
-    ]
     weights = token_weights(trained, loss.loss_type, config.rollout.max_sampled_tokens)
     batches = pack_tree(
         trained,

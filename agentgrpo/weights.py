@@ -10,14 +10,55 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 class CannotShare(Exception):
     """These two models cannot hold one set of weights; the message says which tensor and why."""
+
+
+class Slices:
+    """Where in vLLM's tensors a Hugging Face parameter lies.
+
+    Args:
+        sampler: vLLM's model, unquantised, tensor-parallel size 1.
+    """
+
+    def __init__(self, sampler: nn.Module) -> None:
+        self._fused_of = {
+            part: (fused, index)
+            for fused, parts in (getattr(sampler, "packed_modules_mapping", None) or {}).items()
+            if list(parts) != [fused]
+            for index, part in enumerate(parts)
+        }
+        self.whole = dict(sampler.named_parameters())
+        """All of vLLM's parameters, by its own names."""
+        self._modules = dict(sampler.named_modules())
+
+    def find(self, name: str, shape: torch.Size) -> tuple[str, Tensor]:
+        """VLLM's name of the tensor that holds a parameter, and the slice of it.
+
+        Raises:
+            CannotShare: there is no slice of that shape.
+        """
+        path, _, leaf = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        fused, index = self._fused_of.get(module, (module, 0))
+        fused_path = f"{parent}.{fused}" if parent else fused
+        source, start, rows = name, 0, shape[0]
+        if fused != module and fused_path in self._modules:
+            sizes = list(self._modules[fused_path].output_sizes)
+            source, start, rows = f"{fused_path}.{leaf}", sum(sizes[:index]), sizes[index]
+        whole = self.whole.get(source)
+        if whole is None or whole.numel() == 0:
+            raise CannotShare(f"{name}: vLLM holds no tensor {source}")
+        if (rows, *whole.shape[1:]) != shape or whole.shape[0] < start + rows:
+            raise CannotShare(f"{name}: {tuple(shape)} is no slice of {tuple(whole.shape)}")
+        return source, whole.data.narrow(0, start, rows)
 
 
 def views_for(sampler: nn.Module, learner: nn.Module) -> dict[str, Tensor]:
@@ -30,35 +71,14 @@ def views_for(sampler: nn.Module, learner: nn.Module) -> dict[str, Tensor]:
     Raises:
         CannotShare: a parameter has no slice of its own shape, or a vLLM weight has no owner.
     """
-    fused_of = {
-        part: (fused, index)
-        for fused, parts in (getattr(sampler, "packed_modules_mapping", None) or {}).items()
-        if list(parts) != [fused]
-        for index, part in enumerate(parts)
-    }
-    theirs = dict(sampler.named_parameters())
-    modules = dict(sampler.named_modules())
+    slices = Slices(sampler)
     views: dict[str, Tensor] = {}
     owned: Counter[str] = Counter()
     for name, parameter in learner.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        parent, _, module = path.rpartition(".")
-        fused, index = fused_of.get(module, (module, 0))
-        fused_path = f"{parent}.{fused}" if parent else fused
-        source, start, rows = name, 0, parameter.shape[0]
-        if module in fused_of and fused_path in modules:
-            sizes = list(modules[fused_path].output_sizes)
-            source, start, rows = f"{fused_path}.{leaf}", sum(sizes[:index]), sizes[index]
-        whole = theirs.get(source)
-        if whole is None or whole.numel() == 0:
-            raise CannotShare(f"{name}: vLLM holds no tensor {source}")
-        if (rows, *whole.shape[1:]) != parameter.shape or whole.shape[0] < start + rows:
-            raise CannotShare(
-                f"{name}: {tuple(parameter.shape)} is no slice of {tuple(whole.shape)}"
-            )
-        views[name] = whole.data.narrow(0, start, rows)
-        owned[source] += len(whole) if source == name else rows  # padding needs no owner
-    if missed := sorted(name for name, whole in theirs.items() if owned[name] < len(whole)):
+        source, views[name] = slices.find(name, parameter.shape)
+        whole = slices.whole[source]
+        owned[source] += len(whole) if source == name else len(views[name])  # padding: no owner
+    if missed := sorted(name for name, t in slices.whole.items() if owned[name] < len(t)):
         raise CannotShare(f"the learner has no parameter for vLLM's {', '.join(missed[:3])}")
     return views
 
@@ -70,6 +90,56 @@ def install(learner: nn.Module, views: dict[str, Tensor]) -> None:
         for key, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[key] = new[id(parameter)]
+
+
+class InPlaceCopy:
+    """Writes a learner's tensors into the sampler's, which stay where they are.
+
+    For what cannot be shared: another dtype, sharded or adapted parameters (taken from an iterator
+    a bucket at a time, so that no second whole replica exists), or layouts that only vLLM's own
+    loader knows.
+
+    Args:
+        sampler: vLLM's model.
+        load: vLLM's loader of Hugging Face named tensors, for those that are no plain slice.
+        bucket_bytes: held at once.
+    """
+
+    def __init__(
+        self,
+        sampler: nn.Module,
+        load: Callable[[Iterable[tuple[str, Tensor]]], None],
+        *,
+        bucket_bytes: int = 256 * 2**20,
+    ) -> None:
+        self._slices, self._load, self._bucket_bytes = Slices(sampler), load, bucket_bytes
+
+    @torch.no_grad()
+    def __call__(self, named: Iterable[tuple[str, Tensor]]) -> int:
+        """Copy whole tensors under their Hugging Face names; returns the bytes that were read."""
+        copied = held = 0
+        bucket: list[tuple[str, Tensor]] = []
+        for name, tensor in named:
+            bucket.append((name, tensor))
+            held += tensor.nbytes
+            if held >= self._bucket_bytes:
+                self._copy(bucket)
+                bucket, copied, held = [], copied + held, 0
+        self._copy(bucket)
+        return copied + held
+
+    def _copy(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        into, values, rest = [], [], []
+        for name, tensor in bucket:
+            try:
+                into.append(self._slices.find(name, tensor.shape)[1])
+                values.append(tensor.detach())
+            except CannotShare:
+                rest.append((name, tensor.detach()))
+        if into:
+            torch._foreach_copy_(into, values)
+        if rest:
+            self._load(rest)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentgrpo.runtime import prepare_environment
-from agentgrpo.types import Int32
+from agentgrpo.types import Int32, Turn
 from bench.harness import append_row
 
 CONFIG = "quickstart"
@@ -58,15 +58,13 @@ class TransformersDecoder:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._queue: list[tuple[str, Int32, int, Sequence[str], Sequence[int]]] = []
 
-    def seed(self, seed: int) -> None:
-        """Nothing is drawn."""
-
     def abort(self, request_ids: Sequence[str]) -> None:
         self._queue = [request for request in self._queue if request[0] not in request_ids]
 
     def add_request(
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
-        stop: Sequence[str], stop_token_ids: Sequence[int],
+        seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
+        filters: Mapping[str, float],
     ) -> None:  # fmt: skip
         if temperature != 0.0:
             raise ValueError(f"temperature: expected 0, got {temperature}")
@@ -101,31 +99,24 @@ class TransformersDecoder:
                 finish_reason="stop" if stopped else "length",
                 stop_reason=None,
                 num_cached_tokens=0,
+                account=Turn.of(prompt, new, "stop" if stopped else "length"),
             )
         ]
 
 
 def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> float:
     """Held-out solved share of a checkpoint without vLLM."""
-    from transformers import AutoTokenizer
-
-    from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import heldout_tasks, make_reward, open_sandbox
+    from agentgrpo.build import set_stage
     from agentgrpo.config import load_config
-    from agentgrpo.envs.python import PythonEnv
     from agentgrpo.evaluate import evaluate
-    from agentgrpo.rollout.delta import ChatTemplate
     from agentgrpo.rollout.sampler import Sampler
 
     config = load_config(CONFIG, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)
-    chat = ChatTemplate(AutoTokenizer.from_pretrained(checkpoint))
-    with open_sandbox(config.sandbox) as pool:
-        env = PythonEnv(pool, config.sandbox.timeout_s)
-        sampler = Sampler(decoder, CodeAgent(config.agent), env, chat, config.rollout)
-        _, metrics = evaluate(
-            sampler, heldout_tasks(config.data), make_reward(config.reward, chat.tokenizer)
-        )
+    stage = set_stage(config, model=str(checkpoint))
+    with stage.pool:
+        sampler = Sampler(decoder, stage.agent, stage.env, stage.chat, config.rollout)
+        _, metrics = evaluate(sampler, stage.heldout, stage.reward)
     return metrics["solved"]
 
 

@@ -3,8 +3,8 @@
     python -m bench.sandbox [--only WORD] [--heavy SITE_DIR] [--ipykernel SITE_DIR] [--bwrap PATH]
 
 Every variant runs the same work: cold start to the value of ``1 + 1``; a step of a live session;
-create, three steps, destroy. Each row notes the load average it was measured under. Alternatives
-that are not installed are left out, with a line that says so.
+create, three steps, destroy. Each row notes the load average it was measured under, and the value
+of a bar counts only from an idle machine. Alternatives that are not installed are reported absent.
 """
 
 import argparse
@@ -20,8 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepLoop, Template
+from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.jail import find_nsjail
+from agentgrpo.sandbox.watchdog import private_kib
 from bench.harness import append_row
 
 PYTHON = "/usr/bin/python3"
@@ -39,6 +41,11 @@ def row(variant: str, values: list[float], unit: str = "ms", **shape: int) -> No
     append_row("sandbox", variant, values, unit=unit, shape=shape, note=load)
 
 
+def settle() -> None:
+    """Let the kernel take apart the namespaces of the last variant: that slows the next one."""
+    time.sleep(1.0)
+
+
 def run(*argv: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout == "2\n", done
@@ -49,10 +56,21 @@ def first_result(pool: SandboxPool) -> None:
         assert session.step("1 + 1").value == "2"
 
 
+def three_runs(argv: list[str]) -> None:
+    for _ in range(3):
+        run(*argv)
+
+
 def three_steps(pool: SandboxPool) -> None:
     with pool.acquire() as session:
         for _ in range(3):
             session.step("x = 1")
+
+
+def jailed() -> list[str]:
+    return [find_nsjail(), "-Mo", "--really_quiet", "--user", "65534:65534:1", "--group",
+            "65534:65534:1", "-R", "/usr", "-R", "/lib", "-R", "/lib64", "-R", "/bin",
+            "--rlimit_as", "inf", "--", PYTHON, "-I", "-S", "-c", CODE]  # fmt: skip
 
 
 def bench_cold(repeats: int) -> None:
@@ -62,12 +80,10 @@ def bench_cold(repeats: int) -> None:
         "cold: subprocess python, no isolation",
         [span(lambda: run(*python)) for _ in range(repeats)],
     )
-    jail = [find_nsjail(), "-Mo", "--really_quiet", "--user", "65534:65534:1", "--group",
-            "65534:65534:1", "-R", "/usr", "-R", "/lib", "-R", "/lib64", "-R", "/bin",
-            "--rlimit_as", "inf", "--", *python]  # fmt: skip
-    row("cold: nsjail per call", [span(lambda: run(*jail)) for _ in range(repeats)])
+    row("cold: nsjail per call", [span(lambda: run(*jailed())) for _ in range(repeats)])
     with SandboxPool(min_idle=0) as pool:
         first_result(pool)
+        settle()
         row("cold: session", [span(lambda: first_result(pool)) for _ in range(repeats)])
 
 
@@ -117,6 +133,7 @@ def bench_heavy(site: str, repeats: int) -> None:
     row("cold: subprocess python + numpy, sympy, pandas", values)
     with SandboxPool(template=template, limits=Limits(memory_mib=512), min_idle=0) as pool:
         first_result(pool)
+        settle()
         row("cold: session + numpy, sympy, pandas",
             [span(lambda: first_result(pool)) for _ in range(repeats)])  # fmt: skip
 
@@ -172,11 +189,15 @@ def pss_mib(session: Session) -> float:
 
 def bench_live(count: int) -> None:
     with SandboxPool(min_idle=0, max_live=count) as pool, live(pool, count) as sessions:
+        settle()
         values = [span(lambda s=s: s.step("x += 1")) for _ in range(5) for s in sessions]  # type: ignore[misc]
         row("step round trip", values, live=count)
         values.sort()
         row("step round trip, 99th percentile", [values[int(len(values) * 0.99)]], live=count)
         row("memory of a session (PSS)", [pss_mib(s) for s in sessions[:50]], "MiB", live=count)
+        answers = [s.step("x").value for s in sessions]
+        assert answers == ["5"] * count, "every one of them is alive and has its state"
+        row("live at once, all with their state", [float(len(sessions))], "sessions")
 
 
 def bench_loop(count: int, seconds: float = 3.0) -> None:
@@ -195,23 +216,82 @@ def bench_loop(count: int, seconds: float = 3.0) -> None:
             loop.wait()
 
 
+def per_second(work: Callable[[], object], seconds: float, threads: int) -> float:
+    """How often several threads together get work done."""
+    done = [0] * threads
+    stop = time.monotonic() + seconds
+
+    def turn(i: int) -> None:
+        while time.monotonic() < stop:
+            work()
+            done[i] += 1
+
+    workers = [threading.Thread(target=turn, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(done) / seconds
+
+
 def bench_throughput(seconds: float, threads: int) -> None:
     """Create, three steps, destroy, from several threads of one process."""
     with SandboxPool(min_idle=0) as pool:
-        done = [0] * threads
-        stop = time.monotonic() + seconds
+        grouped = "" if pool.describe()["memory_limit"].startswith("control") else ", no cgroups"
+        three_steps(pool)
+        settle()
+        rates = [per_second(lambda: three_steps(pool), seconds, threads) for _ in range(3)]
+        row(f"sessions (create, 3 steps, destroy){grouped}", rates, "1/s", threads=threads)
 
-        def turn(i: int) -> None:
-            while time.monotonic() < stop:
-                three_steps(pool)
-                done[i] += 1
 
-        workers = [threading.Thread(target=turn, args=(i,)) for i in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        row("sessions (create, 3 steps, destroy)", [sum(done) / seconds], "1/s", threads=threads)
+def bench_throughput_of_peers(seconds: float, threads: int) -> None:
+    """Without state each of the three steps is a process, or a jail, of its own."""
+    for name, argv in (("subprocess python", [PYTHON, "-I", "-S", "-c", CODE]),
+                       ("nsjail per call", jailed())):  # fmt: skip
+        rate = per_second(partial(three_runs, argv), seconds, threads)
+        row(f"sessions (3 runs): {name}", [rate], "1/s", threads=threads)
+
+
+def footprint(pool: SandboxPool) -> dict[str, int]:
+    """What could grow: of this process, its zygotes and the machine."""
+    own, spawner = os.getpid(), pool._spawner
+    groups = spawner.cgroups
+    zygotes = [zygote.pid for zygote in spawner._zygotes]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "processes": len(process_tree(own)),
+        "threads": threading.active_count(),
+        "control groups": len(groups._all) if groups is not None else 0,
+        "mounts": sum(Path(f"/proc/{pid}/mountinfo").read_text().count("\n")
+                      for zygote in zygotes for pid in (own, *process_tree(zygote))),
+        "KiB of this process": private_kib(own),
+        "KiB of the zygotes": sum(private_kib(p) for z in zygotes for p in process_tree(z)),
+    }  # fmt: skip
+
+
+def bench_churn(cycles: int, threads: int = 4) -> None:
+    """What sessions leave behind: growth over many, after a first hundred."""
+    with SandboxPool(min_idle=0) as pool:
+        left = iter(range(100))
+
+        def turn() -> None:
+            while next(left, None) is not None:
+                first_result(pool)
+
+        def all_turns() -> None:
+            workers = [threading.Thread(target=turn) for _ in range(threads)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            settle()
+
+        all_turns()
+        before = footprint(pool)
+        left = iter(range(cycles))
+        all_turns()
+        for name, value in footprint(pool).items():
+            row(f"growth: {name}", [float(value - before[name])], "1", cycles=cycles)
 
 
 def bench_limits(repeats: int) -> None:
@@ -268,7 +348,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--live", type=int, nargs="*", default=[200])
+    parser.add_argument("--live", type=int, nargs="*", default=[200, 1000])
+    parser.add_argument("--cycles", type=int, default=10_000)
     parser.add_argument("--heavy", help="a site directory with numpy, sympy and pandas")
     parser.add_argument("--ipykernel", help="a site directory with ipykernel")
     parser.add_argument("--bwrap", help="the bubblewrap binary")
@@ -278,7 +359,9 @@ def main() -> None:
         "cold": lambda: bench_cold(n),
         "steps": lambda: bench_steps(5 * n),
         "acquire": lambda: bench_acquire(n),
-        "throughput": lambda: each(lambda t: bench_throughput(5.0, t), (1, 4)),
+        "throughput": lambda: each(lambda t: bench_throughput(3.0, t), (1, 2, 4)),
+        "peers": lambda: bench_throughput_of_peers(3.0, 4),
+        "churn": lambda: bench_churn(given.cycles),
         "live": lambda: each(bench_live, given.live),
         "loop": lambda: each(bench_loop, given.live),
         "limits": lambda: bench_limits(max(5, n // 6)),
@@ -293,7 +376,7 @@ def main() -> None:
         if wanted:
             benches[name] = bench
         else:
-            print(f"{name}: left out, give --{name}")
+            print(f"sandbox {name}: absent, name it with --{name}")
     for name, bench in benches.items():
         if given.only in name:
             bench()

@@ -135,8 +135,6 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    signal(SIGPIPE, SIG_DFL); /* Python, whose copy this is, ignores these two */
-    signal(SIGXFSZ, SIG_DFL);
     setsid();
     if (parse_order(text, end, order, &directory, arguments, environment) < 0) {
         errno = EINVAL;
@@ -265,6 +263,9 @@ sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
         close(fd);
     }
     prctl(PR_SET_NAME, "sandbox-init");
+    for (int number = 1; number <= 64; number++) { /* Python's: the kernel would deliver to them */
+        signal(number, SIG_DFL);
+    }
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);

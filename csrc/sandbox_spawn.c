@@ -42,6 +42,8 @@ enum mode {
                     * work in, tmp_options the readable paths, joined by ":" */
 };
 enum { MAX_CGROUPS = 3 };
+/* They count for the owner of the namespace too: 96000 would be all that the host's user has. */
+enum { MAX_QUEUED_SIGNALS = 64 };
 
 struct session_spec {
     int status, request, response, out, err;
@@ -138,9 +140,10 @@ set_limits(const struct session_spec *spec)
     limit(spec, RLIMIT_NPROC, spec->processes);
     limit(spec, RLIMIT_FSIZE, spec->file_size);
     limit(spec, RLIMIT_CPU, spec->cpu_s);
-    limit(spec, RLIMIT_CORE, 0);
+    limit(spec, RLIMIT_CORE, 1); /* 0 would still start a core dump handler, 1 does not: core(5) */
     limit(spec, RLIMIT_MEMLOCK, 65536);
     limit(spec, RLIMIT_MSGQUEUE, 0);
+    limit(spec, RLIMIT_SIGPENDING, MAX_QUEUED_SIGNALS);
     /* under nice(1) the inherited value may be higher already, and may not be lowered */
     if (getpriority(PRIO_PROCESS, 0) < spec->niceness &&
         setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {

@@ -158,3 +158,58 @@ def test_seeds_of_steps_refills_and_runs_all_differ() -> None:
 
 def test_a_rollout_may_sample_all_its_turns() -> None:
     assert RolloutConfig(max_turns=3, max_turn_tokens=10).max_sampled_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "top_p=0.9",
+        "top_k=5",
+        "min_p=0.1",
+        "repetition_penalty=1.1",
+        "presence_penalty=0.5",
+        "frequency_penalty=-0.5",
+    ],
+)
+def test_what_bends_the_distribution_is_for_evaluation_only(toml: Path, override: str) -> None:
+    name, _, value = override.partition("=")
+    with pytest.raises(ValueError, match=rf"rollout\.{name} must be .*ratio would be biased.*eval"):
+        load_config(toml, [f"rollout.{override}"])
+    config = load_config(toml, [f"evaluation.{override}"])
+    assert config.evaluation.filters == {name: float(value)}
+
+
+def test_an_evaluation_is_greedy_and_unfiltered_if_not_told_otherwise(toml: Path) -> None:
+    config = load_config(toml)
+    assert config.evaluation.temperature == 0.0
+    assert config.evaluation.filters == {}
+
+
+@pytest.mark.parametrize("treatment", ["train", "mask"])
+def test_a_broken_machine_can_neither_teach_nor_be_compared_with(
+    toml: Path, treatment: str
+) -> None:
+    with pytest.raises(ValueError, match=r"infra_error must be 'drop' or 'retry'.*the machine"):
+        load_config(toml, [f'rollout.treatment={{infra_error="{treatment}"}}'])
+    load_config(toml, ['rollout.treatment={infra_error="drop", timed_out="mask"}'])
+
+
+@pytest.mark.parametrize("override", ['{oops="mask"}', '{completed="oops"}'])
+def test_treatments_and_statuses_must_exist(toml: Path, override: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.treatment"):
+        load_config(toml, [f"rollout.treatment={override}"])
+
+
+def test_a_group_cannot_begin_with_all_its_rollouts_and_branch(toml: Path) -> None:
+    with pytest.raises(ValueError, match=r"branching\.initial must be below .*group_size 8, got 8"):
+        load_config(toml, ["rollout.branching.initial=8"])
+    assert load_config(toml, ["rollout.branching.initial=7"]).rollout.branching.initial == 7
+
+
+def test_weights_that_are_shared_or_adapted_cannot_be_dropped(toml: Path) -> None:
+    with pytest.raises(ValueError, match=r"sleep_level 2 .* needs engine\.weights = 'copy'"):
+        load_config(toml, ["engine.sleep_level=2"])
+    copied = ["engine.sleep_level=2", "engine.weights=copy"]
+    assert load_config(toml, copied).engine.sleep_level == 2
+    with pytest.raises(ValueError, match=r"sleep_level 2 .* use 1 with learner\.lora\.rank 4"):
+        load_config(toml, [*copied, "learner.lora.rank=4"])

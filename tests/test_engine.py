@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -47,13 +47,17 @@ def finish(engine: Engine) -> dict[str, Completion]:
 
 
 def ask(
-    engine: Engine, *prompts: Int32, seed: int | None = None, **options: Any
+    engine: Engine,
+    *prompts: Int32,
+    seed: int | None = None,
+    request_seed: int | None = None,
+    **options: Any,
 ) -> list[Completion]:
     if seed is not None:
         engine.seed(seed)
     options = {"max_tokens": 24, "temperature": 1.0, **options}
     for index, ids in enumerate(prompts):
-        engine.add_request(str(index), ids, **options)
+        engine.add_request(str(index), ids, seed=request_seed, **options)
     done = finish(engine)
     return [done[str(index)] for index in range(len(prompts))]
 
@@ -238,3 +242,162 @@ def test_the_stub_of_the_fast_tests_has_the_same_fields() -> None:
         return [field.name for field in fields(kind)]
 
     assert names(stubs.Completion) == names(Completion)
+
+
+def test_a_request_with_a_seed_repeats_whatever_runs_beside_it(engine: Engine) -> None:
+    alone = ask(engine, prompt(40), request_seed=7)[0]
+    engine.reset_prefix_cache()
+    for index in range(6):
+        engine.add_request(f"other{index}", prompt(30, seed=index), max_tokens=20, temperature=1.0)
+    engine.step()
+    engine.add_request("mine", prompt(40), max_tokens=24, temperature=1.0, seed=7)
+    engine.add_request("next", prompt(40), max_tokens=24, temperature=1.0, seed=8)
+    done = finish(engine)
+    assert done["mine"].token_ids.tolist() == alone.token_ids.tolist()
+    assert done["next"].token_ids.tolist() != alone.token_ids.tolist()
+
+
+def test_requests_with_seeds_survive_more_prompts_than_one_batch_holds(engine: Engine) -> None:
+    """Prompts in chunks would crash vLLM's CPU backend: its generators have no offset."""
+    turns = ask(engine, *[prompt(200, seed=s) for s in range(60)], max_tokens=3, request_seed=1)
+    assert [len(turn.token_ids) for turn in turns] == [3] * 60
+
+
+def test_filters_cut_the_distribution_and_its_logprobs(engine: Engine, oracle: Score) -> None:
+    prompts = [prompt(20, seed=seed) for seed in range(8)]
+    for ids, turn in zip(prompts, ask(engine, *prompts, seed=1, filters={"top_k": 3}), strict=True):
+        table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)[len(ids) - 1 : -1]
+        best = np.sort(table, axis=-1)[:, -3:]
+        plain = picked(oracle(np.concatenate([ids, turn.token_ids]), 1.0), ids, turn.token_ids)
+        assert (plain >= best[:, 0] - 1e-5).all(), "not one of the three likeliest"
+        # renormalised over the three: why what is trained on must not be cut
+        np.testing.assert_allclose(turn.logprobs, plain - np.log(np.exp(best).sum(-1)), atol=1e-4)
+
+
+def test_entropies_are_those_of_the_policy(engine: Engine, oracle: Score) -> None:
+    (turn,) = ask(engine, prompt(20), max_tokens=6, seed=1, top_logprobs=20)
+    logp = oracle(np.concatenate([prompt(20), turn.token_ids]), 1.0)[19:-1]
+    top = np.sort(logp, axis=-1)[:, -20:]
+    exact = -(np.exp(logp) * logp).sum(-1)
+    assert len(turn.entropies) == 6
+    rest = 1 - np.exp(top).sum(-1)
+    assert (turn.entropies <= exact + 1e-4).all()
+    assert (exact - turn.entropies <= rest * np.log(VOCAB) + 1e-4).all()
+    assert len(ask(engine, prompt(20), max_tokens=2)[0].entropies) == 0
+
+
+def test_a_logprob_that_is_no_number_stops_the_run(engine: Engine) -> None:
+    with torch.no_grad():
+        next(iter(engine.model.parameters()))[:] = torch.nan
+    with pytest.raises(
+        FloatingPointError, match=r"request '0': the sampler gave its token 0 .* nan"
+    ):
+        ask(engine, prompt(20))
+
+
+def test_vllms_own_chat_can_be_used_and_not_over_our_requests(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
+    (said,) = engine.llm.chat(
+        cast(Any, [{"role": "user", "content": "hi"}]), params, tools=tools, use_tqdm=False
+    )
+    assert len(said.outputs[0].token_ids) == 4
+    assert said.outputs[0].logprobs is not None
+    engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0)
+    with pytest.raises(RuntimeError, match="1 requests in flight: llm would lose them"):
+        _ = engine.llm
+    assert list(finish(engine)) == ["a"]
+
+
+def test_kept_requests_go_on_after_sleep_and_aborted_ones_are_gone(
+    engine: Engine, oracle: Score
+) -> None:
+    engine.add_request("kept", prompt(40), max_tokens=12, temperature=1.0)
+    for _ in range(4):
+        engine.step()
+    engine.sleep("keep")
+    metrics = engine.wake()
+    assert metrics["rss_gib_awake"] > 0.1
+    assert {"rss_gib_before_sleep", "rss_gib_asleep", "rss_gib_awake"} == metrics.keys()
+    done = finish(engine)
+    assert len(done["kept"].token_ids) == 12
+    table = oracle(np.concatenate([prompt(40), done["kept"].token_ids]), 1.0)
+    np.testing.assert_allclose(
+        done["kept"].logprobs, picked(table, prompt(40), done["kept"].token_ids), atol=1e-5
+    )
+    engine.add_request("gone", prompt(40), max_tokens=12, temperature=1.0)
+    engine.step()
+    engine.sleep("abort")
+    engine.wake()
+    assert engine.num_in_flight == 0
+    assert len(ask(engine, prompt(9), max_tokens=2)) == 1
+
+
+def test_kept_requests_see_the_new_weights_when_their_cache_is_recomputed(
+    engine: Engine, oracle: Score
+) -> None:
+    engine.add_request("a", prompt(40), max_tokens=9, temperature=0.0)
+    for _ in range(3):
+        engine.step()
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(1.05)
+    engine.reset_prefix_cache(recompute_running=True)
+    moved = finish(engine)["a"]
+    ids = np.concatenate([prompt(40), moved.token_ids])
+    before = picked(oracle(ids, 1.0), prompt(40), moved.token_ids)
+    np.testing.assert_allclose(moved.logprobs[:3], before[:3], atol=1e-5)
+    assert np.abs(moved.logprobs[3:] - before[3:]).max() > 1e-3
+    # what the rest would have been with the new weights from the first token on
+    engine.reset_prefix_cache()
+    engine.add_request("b", ids[:43], max_tokens=6, temperature=0.0)
+    again = finish(engine)["b"]
+    assert again.token_ids.tolist() == moved.token_ids[3:].tolist()
+    np.testing.assert_allclose(again.logprobs, moved.logprobs[3:], atol=1e-5)
+
+
+def test_dropped_weights_must_come_back_before_anything_is_asked(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    expected = ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist()
+    monkeypatch.setattr(engine, "_sleep_level", 2)
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(RuntimeError, match="sleep level 2 dropped the weights: publish them first"):
+        ask(engine, prompt(30))
+    engine.load_weights(
+        (name, value[:VOCAB] if "embed" in name else value)
+        for name, value in weights.items()
+        if "qkv" not in name and "gate_up" not in name
+    )
+    engine.weights_loaded()
+    assert ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist() == expected
+
+
+def test_fifty_nights_leave_nothing_behind(engine: Engine) -> None:
+    """Residual memory is flat, and the last day's work is that of the first."""
+    rss: list[float] = []
+    for _ in range(50):
+        turns = ask(engine, prompt(100), prompt(50, seed=1), temperature=0.0, max_tokens=8)
+        engine.sleep()
+        rss.append(engine.wake()["rss_gib_asleep"])
+        assert engine._engine.has_unfinished_requests() is False
+    first = ask(engine, prompt(100), prompt(50, seed=1), temperature=0.0, max_tokens=8)
+    assert [t.token_ids.tolist() for t in first] == [t.token_ids.tolist() for t in turns]
+    assert max(rss[25:]) - max(rss[5:25]) < 0.01, "it grew by over 10 MiB in 25 nights"
+
+
+def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -> None:
+    from agentgrpo.config import EngineConfig
+    from agentgrpo.engine import EngineStartError
+
+    (tmp_path / "config.json").write_text("{}")
+    threads = torch.get_num_threads()
+    with pytest.raises(
+        EngineStartError, match=r"cannot start on .* engine.max_model_len 128, .*: "
+    ):
+        Engine(tmp_path, EngineConfig(max_model_len=128))
+    assert torch.get_num_threads() == threads

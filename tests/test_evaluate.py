@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -46,6 +46,9 @@ def test_shares_are_of_valid_rollouts(rollout: Callable[..., Rollout]) -> None:
             "status_completed": 2 / 3,
             "status_truncated_length": 1 / 3,
             "status_truncated_turns": 0,
+            "status_truncated_calls": 0,
+            "status_malformed": 0,
+            "status_timed_out": 0,
             "status_infra_error": 0,
         }
     )
@@ -63,9 +66,10 @@ def test_of_broken_rollouts_only_their_number_is_known(rollout: Callable[..., Ro
 def test_each_task_is_played_once_greedily_and_scored(rollout: Callable[..., Rollout]) -> None:
     class FakeSampler:
         def play(
-            self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float
-        ) -> tuple[list[Group], None]:
-            assert (group_size, seed, temperature) == (1, 7, 0.0)
+            self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float,
+            filters: Mapping[str, float],
+        ) -> tuple[list[Group], None]:  # fmt: skip
+            assert (group_size, seed, temperature, filters) == (1, 7, 0.0, {})
             return [Group(task=t, rollouts=[rollout(answer=t.id)]) for t in tasks], None
 
     tasks = [Task(id=name, messages=(), spec={}) for name in "abc"]

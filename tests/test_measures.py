@@ -266,7 +266,10 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     write_report(tmp_path / "b", later, tmp_path / "a" / "report.json")
     text = (tmp_path / "b" / "report.md").read_text()
     assert text.startswith("Model: m1\n")
-    assert "| measure | all (4) | l (2) | k (2) |" in text
+    assert "| measure | all tasks (4) |" in text
+    assert "| solved | 0.750 [0.301, 0.954] |" in text
+    assert "| kind of task | tasks | quality | solved |" in text
+    assert "| l | 2 | 0.500 | 0.500 |" in text
     assert "| solved | 0.500 [0.150, 0.850] | 0.750 [0.301, 0.954] | 0.250 [" in text
     assert markdown_of_comparison(earlier, later) in text
     (tmp_path / "x.json").write_text("[]")

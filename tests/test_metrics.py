@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.metrics import RunLog, read_rollout, rollout_record
+from agentgrpo.metrics import RunLog
+from agentgrpo.records import read_rollout, rollout_record
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)

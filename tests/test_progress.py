@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from agentgrpo.progress import Progress
 
@@ -36,3 +37,66 @@ def test_the_end_names_every_file_a_run_leaves() -> None:
     assert str(Path("run").resolve()) in said
     for name in ("run.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints/"):
         assert name in said
+
+
+STEP = (
+    {
+        "reward": 0.5, "solved": 0.25, "live_groups": 3, "groups": 4, "tool_calls": 1.5,
+        "decode_s": 3.0, "idle_s": 1.0, "total_sampled_tokens": 800.0, "infra_errors": 0,
+    },
+    {"seconds": 2.0, "packed_tokens": 500.0, "sampler_gap_max": 2e-5},
+    {"max_dlogp": 1e-5},
+)  # fmt: skip
+
+
+def terminal(*, height: int = 40) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, height=height, highlight=False)
+    return Progress(12, console), out
+
+
+def test_the_live_lines_show_the_phase_and_the_last_steps_numbers() -> None:
+    progress, out = terminal()
+    progress.watch("sandbox", lambda: "7 of 128 sessions")
+    progress.begin_step()
+    progress.step_done(0, *STEP)
+    with progress.phase("playing 12 tasks x 8"):
+        pass
+    shown = Text.from_ansi(out.getvalue()).plain
+    for number in (
+        "step 1/12, playing 12 tasks x 8, 0 s",
+        "reward 0.500",
+        "solved 25%",
+        "generation 200 tokens/s",
+        "learning 250 tokens/s",
+        "engine idle 25%",
+        "agreement 2.0e-05",
+        "sandbox 7 of 128 sessions",
+    ):
+        assert number in shown
+    assert " GiB" in shown
+
+
+def test_nothing_is_live_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out))
+    progress.watch("sandbox", lambda: 1 / 0 and "")  # never asked
+    with progress.phase("playing 12 tasks x 8"):
+        progress.say("a line")
+    assert out.getvalue().split() == ["0s", "a", "line"]
+
+
+def test_the_time_of_a_phase_goes_by_its_first_word() -> None:
+    progress = Progress(12, Console(file=io.StringIO()))
+    with progress.phase("playing 12 tasks x 8"), progress.phase("preflight: the largest pass"):
+        pass
+    lap = progress.lap()
+    assert lap.keys() == {"starting_s", "playing_s", "preflight_s", "total_s"}
+    assert lap["total_s"] == sum(seconds for name, seconds in lap.items() if name != "total_s")
+
+
+def test_a_step_without_any_gradient_says_what_to_change() -> None:
+    progress = Progress(12, Console(file=(out := io.StringIO()), soft_wrap=True))
+    progress.step_done(0, {**STEP[0], "live_groups": 0}, *STEP[1:])
+    assert "no group had a gradient" in out.getvalue()
+    assert "rollout.group_size" in out.getvalue()

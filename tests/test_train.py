@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import agentgrpo.build
-from agentgrpo.agreement import Disagreement
+from agentgrpo.agreement import Disagreement, Probes
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.train import main, train
@@ -48,8 +49,9 @@ class FakeRun:
         self.heldout = [Task(id="h", messages=(), spec={})]
 
     # the engine
-    def wake(self) -> None:
+    def wake(self) -> dict[str, float]:
         self.calls.append("wake")
+        return {"rss_gib_awake": 1.0}
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -76,8 +78,9 @@ class FakeRun:
 
     # the sampler
     def play(
-        self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float | None = None
-    ) -> tuple[list[Group], FakeStats]:
+        self, tasks: Sequence[Task], group_size: int, *, seed: int,
+        temperature: float | None = None, filters: Mapping[str, float] = {},
+    ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
             assert (temperature, group_size) == (0.0, 1)
@@ -128,6 +131,8 @@ class FakeRun:
     def evaluated(self, step: int, metrics: dict[str, float]) -> None: ...
     def step_done(self, *args: object) -> None: ...
     def finished(self, out_dir: Path) -> None: ...
+    def lap(self) -> dict[str, float]:
+        return {}
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
@@ -144,7 +149,7 @@ class FakeRun:
                 **dict.fromkeys(names, self),
                 reward=self.reward,
                 heldout=self.heldout,
-                probes=[np.array([1, 2, 3], np.int32)],
+                probes=Probes([np.array([1, 2, 3], np.int32)]),
                 agreement_threshold=1e-3,
                 save=self.save,
                 close=self.close,
@@ -172,7 +177,7 @@ EVALUATE = [*GENERATE, "evaluate", "sleep"]
 def step_calls(step: int, *more: str) -> list[str]:
     return [
         *GENERATE,
-        *["sample", "sleep", "feedback 2", "learn", f"log {step} rollout+learner+engine"],
+        *["sample", "sleep", "feedback 2", "learn", f"log {step} rollout+learner+engine+time"],
         *more,
     ]
 
@@ -181,10 +186,10 @@ def test_the_order_of_everything(config: Callable[..., TrainConfig]) -> None:
     fake = FakeRun()
     train(config(), fake.parts())
     assert fake.calls == [
-        *[*EVALUATE, "log 0 eval"],
+        *[*EVALUATE, "log 0 eval+time"],
         *step_calls(0),
         *step_calls(1, "save 2"),
-        *[*EVALUATE, "log 2 eval"],
+        *[*EVALUATE, "log 2 eval+time"],
     ]
     assert fake.recorded == [
         (0, "heldout", 1),
@@ -202,10 +207,10 @@ def test_saves_and_evaluations_come_when_they_are_due(config: Callable[..., Trai
         "save 4",
         "save 5",
     ]
-    assert [call for call in fake.calls if call.endswith("eval")] == [
-        "log 0 eval",
-        "log 3 eval",
-        "log 5 eval",
+    assert [call for call in fake.calls if call.endswith("eval+time")] == [
+        "log 0 eval+time",
+        "log 3 eval+time",
+        "log 5 eval+time",
     ]
 
 
@@ -274,6 +279,58 @@ def test_refilling_while_too_few_groups_carry_a_gradient(
     assert sampled["decode_s"] == 1.0 * rounds
 
 
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves(
+    config: Callable[..., TrainConfig],
+) -> None:
+    fake = FakeRun()
+    train(config("steps=9"), fake.parts(), lambda: fake.step_count == 2)
+    assert fake.step_count == 2
+    assert fake.calls[-2:] == ["log 1 rollout+learner+engine+time", "save 2"]
+
+
+def test_a_run_asked_to_stop_in_its_last_step_ends_as_it_would_have(
+    config: Callable[..., TrainConfig],
+) -> None:
+    asked, not_asked = FakeRun(), FakeRun()
+    train(config(), asked.parts(), lambda: asked.step_count == 2)
+    train(config(), not_asked.parts())
+    assert asked.calls == not_asked.calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_step_and_returns_130(
+    monkeypatch: pytest.MonkeyPatch, config: Callable[..., TrainConfig], number: signal.Signals
+) -> None:
+    fake, step = FakeRun(), FakeRun.step
+
+    def step_with_a_signal(batches: Any) -> dict[str, float]:
+        signal.raise_signal(number)
+        return step(fake, batches)
+
+    fake.step = step_with_a_signal  # type: ignore[method-assign, assignment]
+    assert run_main(monkeypatch, fake, config, "steps=5") == 130
+    assert fake.calls[-2:] == ["save 1", "close"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_second_ctrl_c_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Callable[..., TrainConfig],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = FakeRun()
+
+    def twice(batches: Any) -> dict[str, float]:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    fake.step = twice  # type: ignore[method-assign, assignment]
+    assert run_main(monkeypatch, fake, config) == 130
+    assert not [call for call in fake.calls if call.startswith("save")]
+    assert capsys.readouterr().err.startswith("interrupted. The same command continues")
+
+
 @pytest.mark.parametrize("gap", [0.5, float("nan")])
 def test_disagreement_stops_before_anything_is_sampled_or_updated(
     config: Callable[..., TrainConfig], gap: float
@@ -286,11 +343,14 @@ def test_disagreement_stops_before_anything_is_sampled_or_updated(
 
 
 def run_main(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeRun, config: Callable[..., TrainConfig]
+    monkeypatch: pytest.MonkeyPatch,
+    fake: FakeRun,
+    config: Callable[..., TrainConfig],
+    *overrides: str,
 ) -> int:
     config()  # writes the file
     monkeypatch.setattr(agentgrpo.build, "build", lambda _: fake.parts())
-    return main([str(config().out_dir / "c.toml"), "steps=1"])
+    return main([str(config().out_dir / "c.toml"), *(overrides or ["steps=1"])])
 
 
 def test_a_run_that_ends_well_returns_0(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentgrpo.engine import Engine
-from agentgrpo.weights import CannotShare, install, parameters_on_meta, views_for
+from agentgrpo.weights import CannotShare, InPlaceCopy, install, parameters_on_meta, views_for
 from tests.tiny import VOCAB
 
 
@@ -175,3 +175,45 @@ def test_a_part_of_a_fused_tensor_that_nobody_owns_is_named() -> None:
 def test_a_part_of_another_size_than_vllms_is_refused(k: int) -> None:
     with pytest.raises(CannotShare, match=r"k\.weight: "):
         views_for(Fused(), Plain(k=k))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_copy_is_written_into_the_tensors_that_are_there(
+    bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    sampler, learner = Fused(), Plain().to(dtype)
+    before = {name: tensor.data_ptr() for name, tensor in sampler.named_parameters()}
+    loaded: list[str] = []
+    copy = InPlaceCopy(
+        sampler, lambda named: loaded.extend(n for n, _ in named), bucket_bytes=bucket_bytes
+    )
+    named = list(learner.named_parameters())
+    assert copy(iter(named)) == sum(p.nbytes for _, p in named)
+    assert loaded == []
+    for name, view in views_for(sampler, learner).items():
+        assert torch.equal(view, dict(named)[name].float()), name
+    assert {name: tensor.data_ptr() for name, tensor in sampler.named_parameters()} == before
+
+
+def test_no_more_is_held_than_a_bucket() -> None:
+    """An iterator is drawn on only as far as a bucket reaches before its tensors are written."""
+    sampler, learner = Fused(), Plain()
+    written: list[bool] = []
+
+    def drawn() -> Any:
+        for name, parameter in learner.named_parameters():
+            yield name, parameter + 1
+            written.append(torch.equal(views_for(sampler, learner)[name], parameter + 1))
+
+    InPlaceCopy(sampler, lambda named: None, bucket_bytes=1)(drawn())
+    assert written == [True] * 9
+
+
+def test_what_is_no_slice_goes_through_vllms_own_loader() -> None:
+    sampler, learner = Fused(), Plain()
+    emptied(sampler)
+    loaded: dict[str, Tensor] = {}
+    InPlaceCopy(sampler, loaded.update)(learner.named_parameters())
+    assert loaded.keys() == {"same.weight"}
+    assert torch.equal(sampler.qkv.weight[:6], learner.q.weight)

@@ -41,6 +41,8 @@ class CallTools:
     """The policy wants these tools called, in this order."""
 
     calls: tuple[ToolCall, ...]
+    refused: tuple[ToolCall, ...] = ()
+    """Calls beyond the one that the agent may make in a turn: answered with an error, not made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +100,17 @@ class Agent(Protocol):
             Messages close the policy's turn and are rendered by the chat template before the next.
             A str is appended as it is to the same assistant message, and the turn goes on.
         """
+
+
+def answer_in(text: str, prefix: str) -> str | None:
+    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
+
+    >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
+    ('4', '4')
+    >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
+    ('all of it', None)
+    """
+    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
+    if prefix.startswith("<") and prefix.endswith(">"):
+        answer = answer.partition(f"</{prefix[1:]}")[0]
+    return answer.strip() if found else None

@@ -273,13 +273,14 @@ def _write_model(gguf_path: Path, out_dir: Path) -> None:
     config = model_config(metadata, tied=tied)
     _write_json(out_dir / "config.json", config)
     _write_json(out_dir / "generation_config.json", _special_ids(metadata))
-    _write_tokenizer(metadata, out_dir)
+    write_tokenizer(metadata, out_dir)
     model = out_dir / "model.safetensors"
     save_file(weights(reader, config), model, metadata={"format": "pt"})
     model.chmod((out_dir / "config.json").stat().st_mode)  # safetensors writes it owner-only
 
 
-def _write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
+def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
+    """Write the tokenizer's files, the chat template with them, into out_dir."""
     build_tokenizer(metadata).save(str(out_dir / "tokenizer.json"))
     tokens = metadata["tokenizer.ggml.tokens"]
     named = {key.replace("_id", ""): tokens[i] for key, i in _special_ids(metadata).items()}

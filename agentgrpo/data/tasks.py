@@ -10,11 +10,9 @@ Any object with these four methods can stand in for the two streams here.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -135,59 +133,69 @@ class WordProblemTasks:
         return f"word problems {templates}, levels {list(self.levels)}, seed {self.seed}"
 
 
-class JsonlTasks:
-    """The rows of a JSON-lines file, shuffled anew each time round.
-
-    A row is an object. Its question becomes the user's message, or is a list of chat messages; the
-    whole row but the question becomes the spec, with the answer under "answer".
+class RowTasks:
+    """A list of tasks, shuffled anew each time round.
 
     Args:
-        path: the file; blank lines are skipped.
-        question: the column of the question: text, or a list of {"role", "content"}.
-        answer: the column of the expected answer.
-        id: the column of a unique id; None numbers the lines: "name.jsonl:17".
-        shuffle: False keeps the file's order.
+        tasks: what one round has, with different ids.
+        source: what they were read from, for the check on resuming.
+        shuffle: False keeps their order.
         seed: another seed, another order.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file has no rows, or one is bad; the message starts with file:line.
+        ValueError: there are none, or an id appears twice.
     """
 
     def __init__(
-        self,
-        path: Path | str,
-        *,
-        question: str = "question",
-        answer: str = "answer",
-        id: str | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
+        self, tasks: Sequence[Task], *, source: str, shuffle: bool = True, seed: int = 0
     ) -> None:
-        content = Path(path).read_bytes()
-        self.path = Path(path)
+        if not tasks:
+            raise ValueError(f"{source}: no tasks")
+        twice = [id for id, times in Counter(task.id for task in tasks).items() if times > 1]
+        if twice:
+            raise ValueError(f"{source}: the id {twice[0]!r} appears twice")
+        self.rows = list(tasks)
+        self.source = source
         self.shuffle = shuffle
         self.seed = seed
-        self._tasks = _parse_rows(self.path, content, question=question, answer=answer, id=id)
-        self._digest = hashlib.sha256(content).hexdigest()
         self._drawn = 0
         self._order: tuple[int, list[int]] = (-1, [])  # of the round it was last computed for
 
-    @property
-    def rows(self) -> list[Task]:
-        """All tasks, in the file's order."""
-        return list(self._tasks)
-
     def __len__(self) -> int:
         """How many tasks one round has."""
-        return len(self._tasks)
+        return len(self.rows)
+
+    def only(self, keep: Callable[[Task], bool]) -> RowTasks:
+        """The tasks that `keep` is true of, in the same order.
+
+        Raises:
+            ValueError: it is true of none.
+        """
+        kept = [task for task in self.rows if keep(task)]
+        return RowTasks(kept, source=self.source, shuffle=self.shuffle, seed=self.seed)
+
+    def split(self, count: int, seed: int) -> tuple[list[Task], RowTasks]:
+        """`count` tasks set aside, a function of the rows and the seed alone, and the others.
+
+        Raises:
+            ValueError: that would leave none.
+        """
+        if count >= len(self):
+            raise ValueError(
+                f"{self.source}: {len(self)} tasks, of which {count} cannot be held out; "
+                "lower data.num_heldout"
+            )
+        aside = set(random.Random(f"{seed}/split").sample(range(len(self)), count))
+        held = [task for i, task in enumerate(self.rows) if i in aside]
+        held_ids = {task.id for task in held}
+        return held, self.only(lambda task: task.id not in held_ids)
 
     def next(self, count: int) -> list[Task]:
         start, self._drawn = self._drawn, self._drawn + count
         return [self._at(position) for position in range(start, start + count)]
 
     def feedback(self, groups: Sequence[Group]) -> None:
-        """Nothing: the order of a file does not depend on how its tasks went."""
+        """Nothing: the order does not depend on how the tasks went."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"source": self._source(), "drawn": self._drawn}
@@ -197,74 +205,18 @@ class JsonlTasks:
         self._drawn = state["drawn"]
 
     def _at(self, position: int) -> Task:
-        turn, place = divmod(position, len(self._tasks))
+        turn, place = divmod(position, len(self.rows))
         if not self.shuffle:
-            return self._tasks[place]
+            return self.rows[place]
         if self._order[0] != turn:
-            order = list(range(len(self._tasks)))
+            order = list(range(len(self.rows)))
             random.Random(f"{self.seed}/round {turn}").shuffle(order)
             self._order = (turn, order)
-        return self._tasks[self._order[1][place]]
+        return self.rows[self._order[1][place]]
 
     def _source(self) -> str:
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in order"
-        return f"{len(self)} rows of SHA-256 {self._digest}, {order}"
-
-
-def _parse_rows(
-    path: Path, content: bytes, *, question: str, answer: str, id: str | None
-) -> list[Task]:
-    tasks: dict[str, Task] = {}
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = _row(line, columns=(c for c in (question, answer, id) if c is not None))
-            task = Task(
-                id=f"{path.name}:{number}" if id is None else str(row[id]),
-                messages=_messages(row[question], column=question),
-                spec={**{c: v for c, v in row.items() if c != question}, "answer": row[answer]},
-            )
-            if task.id in tasks:
-                raise ValueError(f"the id {task.id!r} appears twice")
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
-        tasks[task.id] = task
-    if not tasks:
-        raise ValueError(f"{path}: no rows; expected one JSON object a line")
-    return list(tasks.values())
-
-
-def _row(line: bytes, columns: Iterable[str]) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    for column in columns:
-        if row.get(column) is None:
-            raise ValueError(f"no column {column!r}; the row has {sorted(row)}")
-    return row
-
-
-def _messages(question: Any, *, column: str) -> tuple[dict[str, str], ...]:
-    if isinstance(question, str) and question.strip():
-        return ({"role": "user", "content": question},)
-    if isinstance(question, list) and question and all(map(_is_message, question)):
-        return tuple({"role": m["role"], "content": m["content"]} for m in question)
-    raise ValueError(
-        f"column {column!r}: expected text or a list of "
-        f"{{'role': text, 'content': text}}, got {question!r:.80}"
-    )
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"role", "content"}
-        and all(isinstance(part, str) for part in value.values())
-    )
+        return f"{len(self)} rows of {self.source}, {order}"
 
 
 def _require_same_source(saved: str, current: str) -> None:

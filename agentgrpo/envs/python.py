@@ -1,92 +1,204 @@
-"""A Python interpreter in the sandbox: each rollout has its own session, whose state persists."""
+"""An interpreter in the sandbox: each rollout has its own session, whose state persists or not.
+
+What a task may bring in its spec: `files`, {path: text}, is put into the session before the first
+code; `expected_files`, {path: text}, is compared with what lies there in the end (reward `files`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.sandbox import SandboxException, SandboxPool, Session, StepResult
+from agentgrpo.sandbox import FileNotFoundException, SandboxException, SandboxPool
+from agentgrpo.sandbox import Session as PythonSession
+from agentgrpo.sandbox.contexts import start_context
+from agentgrpo.sandbox.files import Files
+from agentgrpo.sandbox.history import ReplayDiverged
+from agentgrpo.sandbox.result import StepResult
+from agentgrpo.sandbox.zygote import session_environment
 from agentgrpo.types import Task
+
+Style = Literal["terminal", "labelled"]
 
 
 class PythonEnv:
-    """Episodes whose actions are code steps.
+    """Episodes whose actions are code steps, in Python, bash or Node.js.
 
     Args:
         pool: where sessions come from; the caller closes it.
         timeout_s: wall-clock seconds of one step.
-        stateless: a session for each step instead of one for each rollout.
+        stateless: every step has a fresh session. Otherwise variables and files live as long as
+            the rollout.
+        style: "terminal": what a person at a terminal would have seen. "labelled": one line
+            `stdout:`, `stderr:`, `value:`, `error:` or `timeout:` before each part.
+        max_chars: of each part; a longer one keeps its head and its tail.
+
+    Raises:
+        ValueError: an argument is out of range; names it.
     """
 
-    def __init__(self, pool: SandboxPool, timeout_s: float, *, stateless: bool = False) -> None:
-        self._pool, self._timeout_s, self._stateless = pool, timeout_s, stateless
+    def __init__(
+        self,
+        pool: SandboxPool,
+        timeout_s: float,
+        *,
+        stateless: bool = False,
+        style: Style = "terminal",
+        max_chars: int = 20_000,
+    ) -> None:
+        if style not in ("terminal", "labelled"):
+            raise ValueError(f"style: expected 'terminal' or 'labelled', got {style!r}")
+        if not isinstance(max_chars, int) or max_chars < 2:
+            raise ValueError(f"max_chars: expected a number of at least 2, got {max_chars!r}")
+        self.pool, self.timeout_s = pool, timeout_s
+        self.stateless, self.style, self.max_chars = stateless, style, max_chars
 
     def reset(self, task: Task) -> PythonEpisode:
         """An episode without a session yet: most rollouts that never run code need none."""
-        return PythonEpisode(self._pool, self._timeout_s, stateless=self._stateless)
+        return PythonEpisode(self, task)
 
 
 class PythonEpisode:
-    """One rollout's interpreter."""
+    """One rollout's interpreters."""
 
-    def __init__(self, pool: SandboxPool, timeout_s: float, *, stateless: bool = False) -> None:
-        self._pool, self._timeout_s, self._stateless = pool, timeout_s, stateless
-        self._session: Session | None = None
+    def __init__(self, env: PythonEnv, task: Task) -> None:
+        self._env, self._task, self._spec = env, task, task.spec
+        self._session: PythonSession | None = None
+        self._contexts: dict[str, PythonSession] = {}
 
     def step(self, action: Action) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told so."""
-        assert isinstance(action, RunCode), action
+        if not isinstance(action, RunCode):
+            raise TypeError(f"the environment runs code, got {action}")
         fresh = self._session is None
-        result = self._run(action.code)
+        result = self._run(action)
         if result.status == "infra_error" and fresh:  # no state is lost by another try
             self.close()
-            result = self._run(action.code)
+            result = self._run(action)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
-        text = render(result)
-        if result.state_lost and not self._stateless:
-            self.close()
+        text = render(result, style=self._env.style, max_chars=self._env.max_chars)
+        if result.state_lost and not self._env.stateless:
             text += "\n(the interpreter was restarted: its variables are gone)"
+        if self._env.stateless or (result.state_lost and action.language == "python"):
+            self.close()
+        elif result.state_lost:
+            self._contexts.pop(action.language).close()
         return Observation(text, failed=result.status != "ok")
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say."""
-        return {}
+        """`files`: 1.0 if all expected files of the task's spec are there as they should be."""
+        expected: Mapping[str, str] = self._spec.get("expected_files", {})
+        if not expected:
+            return {}
+        found = {path: self.read(path) for path in expected} if self._session else {}
+        return {"files": float(found == dict(expected))}
 
-    def _run(self, code: str) -> StepResult:
+    def read(self, path: str) -> str | None:
+        """Download a text file of the session; None if there is none."""
+        if self._session is None or not self._session.alive:
+            return None
+        files = Files(*self._session.root_and_owner())
         try:
-            if self._stateless:
-                return self._pool.run(code, timeout_s=self._timeout_s)
+            return files.read(path)
+        except (FileNotFoundException, UnicodeDecodeError):
+            return None
+        except SandboxException:  # a directory, a link to nowhere, a file that is too large
+            return None
+        finally:
+            files.close()
+
+    def _run(self, action: RunCode) -> StepResult:
+        try:
             if self._session is None:
-                self._session = self._pool.acquire()
-            return self._session.step(code, timeout_s=self._timeout_s)
+                self._session = self._env.pool.acquire()
+                self._upload(self._session, self._spec.get("files", {}))
+            session = self._interpreter(self._session, action.language)
+            return session.step(action.code, timeout_s=self._env.timeout_s)
         except SandboxException as error:
             raise InfrastructureError(str(error)) from error
+
+    def _upload(self, session: PythonSession, files: Mapping[str, str]) -> None:
+        if files:
+            writer = Files(*session.root_and_owner())
+            try:
+                for path, content in files.items():
+                    writer.write(path, content)
+            finally:
+                writer.close()
+
+    def _interpreter(self, session: PythonSession, language: str) -> PythonSession:
+        if language == "python":
+            return session
+        if language not in self._contexts:
+            channels = session.channels
+            if channels is None:
+                raise InfrastructureError("the session ended before its second interpreter began")
+            template = self._env.pool.template
+            self._contexts[language] = start_context(
+                channels,
+                language,
+                template=template,
+                limits=self._env.pool.limits,
+                env=session_environment(template),
+                directory="/home/user",
+                owner=session.root_and_owner()[1],
+            )
+        return self._contexts[language]
 
     def fork(self) -> PythonEpisode:
         """Another episode whose interpreter is in the state of this one's.
 
         Raises:
-            ReplayDiverged: the steps so far cannot be repeated (sandbox/history.py).
+            ReplayDiverged: the steps so far cannot be repeated (sandbox/history.py): the task
+                brought files, or another language than Python was run.
         """
-        other = PythonEpisode(self._pool, self._timeout_s, stateless=self._stateless)
+        other = type(self)(self._env, self._task)
         if self._session is not None:
-            other._session = self._pool.fork(self._session)
+            if self._contexts or self._task.spec.get("files"):
+                raise ReplayDiverged("files that were uploaded and other languages do not replay")
+            other._session = self._env.pool.fork(self._session)
         return other
 
     def close(self) -> None:
         """End the session, if there is one."""
+        for context in self._contexts.values():
+            context.close()
+        self._contexts = {}
         if self._session is not None:
             self._session.close()
             self._session = None
 
 
-def render(result: StepResult) -> str:
-    """What a person at a terminal would have seen, without the traceback's frames."""
-    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n"), result.value or ""]
+def render(result: StepResult, *, style: Style = "terminal", max_chars: int = 20_000) -> str:
+    """What a step showed, without the traceback's frames; see PythonEnv for style and max_chars."""
+    parts = {
+        "stdout": result.stdout.rstrip("\n"),
+        "stderr": result.stderr.rstrip("\n"),
+        "value": result.value or "",
+    }
     if result.error is not None:
-        parts.append(f"{result.error.name}: {result.error.value}".rstrip(": "))
+        parts["error"] = f"{result.error.name}: {result.error.value}".rstrip(": ")
+    elif result.status in ("timeout", "timeout_killed"):
+        parts["timeout"] = f"Error: {result.status.replace('_', ' ')}"
     elif result.status != "ok":
-        parts.append(f"Error: {result.status.replace('_', ' ')}")
-    return "\n".join(part for part in parts if part) or "(no output)"
+        parts["error"] = f"Error: {result.status.replace('_', ' ')}"
+    shown = {name: head_and_tail(text, max_chars) for name, text in parts.items() if text}
+    if style == "labelled":
+        return "\n".join(f"{name}:\n{text}" for name, text in shown.items()) or "(no output)"
+    return "\n".join(shown.values()) or "(no output)"
+
+
+def head_and_tail(text: str, max_chars: int) -> str:
+    r"""Text cut to max_chars, head and tail kept, the cut marked.
+
+    >>> head_and_tail("abcdefgh", 4)
+    'ab\n... 4 characters left out ...\ngh'
+    """
+    if len(text) <= max_chars:
+        return text
+    tail = max_chars // 2
+    head, left_out = max_chars - tail, len(text) - max_chars
+    return f"{text[:head]}\n... {left_out} characters left out ...\n{text[-tail:]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +30,11 @@ class EpisodeRunner:
     def step(self, episode: AnyEpisode, action: Action) -> Future[Observation]:
         """Begin a step."""
         return self._start(episode.step, action)
+
+    def replay(self, episode: AnyEpisode, actions: Sequence[Action]) -> Future[list[Observation]]:
+        """Begin to carry out actions one after another, as they were in another episode."""
+        run = _replay_async if _is_async(episode.step) else _replay
+        return self._start(run, episode, actions)
 
     def finish(self, episode: AnyEpisode, answer: str | None) -> Future[Mapping[str, float]]:
         """Begin the end of an episode: its rewards, then, whatever came of that, its closing."""
@@ -77,6 +82,14 @@ class EpisodeRunner:
 
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function)
+
+
+def _replay(episode: Any, actions: Sequence[Action]) -> list[Observation]:
+    return [episode.step(action) for action in actions]
+
+
+async def _replay_async(episode: Any, actions: Sequence[Action]) -> list[Observation]:
+    return [await episode.step(action) for action in actions]
 
 
 def _finish(episode: Any, answer: str | None) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 
@@ -24,6 +24,9 @@ from agentgrpo.types import Int32
 Message = Mapping[str, Any]
 _MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
 _USER = {"role": "user", "content": "x"}
+
+
+Keep = Literal["ends", "head", "tail"]
 
 
 class ChatTemplate:
@@ -138,10 +141,10 @@ class ChatTemplate:
         plain, mark = self._encoder.shield(text)
         return self._encoder.encode(self._end_of_turn + plain, mark)[1:]
 
-    def clip(self, text: str, max_tokens: int) -> str:
-        """Text of at most max_tokens: its head and tail, the cut marked.
+    def clip(self, text: str, max_tokens: int, keep: Keep = "ends") -> str:
+        """Text of at most max_tokens: its head and tail, or the one of them; the cut is marked.
 
-        Where the mark would take more than half of it, only the head is kept.
+        Where the mark would take more than half of it, there is none, and of both ends the head.
         """
         total = len(self.text_ids(text))
         if total <= max_tokens:
@@ -152,11 +155,10 @@ class ChatTemplate:
         marked = 2 * room >= max_tokens
         room = min(room if marked else max_tokens, len(ends))
         while room > 0:
-            head, tail = ((room + 1) // 2, room // 2) if marked else (room, 0)
-            note = f" ... [{total - room} tokens cut] ... "
-            clipped = text[: ends[head - 1]]
-            if marked:
-                clipped += note + (text[starts[-tail] :] if tail else "")
+            tail = room if keep == "tail" else room // 2 if keep == "ends" and marked else 0
+            note = f" ... [{total - room} tokens cut] ... " if marked else ""
+            head = text[: ends[room - tail - 1]] if room > tail else ""
+            clipped = head + note + (text[starts[-tail] :] if tail else "")
             excess = len(self.text_ids(clipped)) - max_tokens
             if excess <= 0:
                 return clipped

@@ -67,9 +67,9 @@ def build(arguments: argparse.Namespace) -> None:
     )
 
 
-def main() -> int:
-    """Run the command that was asked for; 0 if all is well."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.sandbox", description=__doc__)
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that was asked for (None: of the command line); 0 if all is well."""
+    parser = argparse.ArgumentParser(prog="agentgrpo sandbox", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what this machine allows, and what to change")
     commands.add_parser("selftest", help="attack the sandbox, before trusting this machine")
@@ -87,18 +87,18 @@ def main() -> int:
     maker.add_argument("--tool", action="append", default=[], type=Path, help="script to run first")
     maker.add_argument("--mount", action="append", default=[], help="path to show read-only")
     maker.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     try:
-        if arguments.command == "doctor":
+        if chosen.command == "doctor":
             text, usable = doctor.report()
             print(text)
             return 0 if usable else 1
-        if arguments.command == "selftest":
+        if chosen.command == "selftest":
             return 1 if selftest() else 0
-        if arguments.command == "template":
-            build(arguments)
+        if chosen.command == "template":
+            build(chosen)
             return 0
-        bench(arguments.sessions)
+        bench(chosen.sessions)
     except SandboxUnavailable as error:
         print(error, file=sys.stderr)
         return 1

@@ -14,10 +14,12 @@ import errno
 import os
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 OWNER = "agentgrpo-sandbox"
+TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 HOST_LEAF = "agentgrpo-host"
 V2_CONTROLLERS = ("memory", "pids")
 MIB = 1 << 20
@@ -124,6 +126,8 @@ class Group:
         with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
             swap = memory_bytes if layout.swap_is_total else 0
             (memory / layout.swap_limit).write_text(str(swap))
+        with contextlib.suppress(FileNotFoundError):  # v1 counts what TCP buffers apart
+            (memory / TCP_LIMIT).write_text(str(memory_bytes // 4))
         (self._directories["pids"] / "pids.max").write_text(str(processes))
 
     def empty(self) -> bool:
@@ -165,6 +169,8 @@ class Cgroups:
             mounted[""] = _without_leaf(mounted[""])
         name = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}.{id(self):x}"
         self._parents = {key: mounted[key] / name for key in wanted}
+        self._cpu: Path | None = None
+        self.cpu_shared = False
         try:
             for path in self._parents.values():
                 remove_stale(path.parent)
@@ -172,6 +178,7 @@ class Cgroups:
             if self.version == 2:
                 _delegate(mounted[""])
                 _delegate(self._parents[""])
+            self._share_cpu(mounted.get("cpu"), name)
             self._all = [self._make()]
         except OSError as error:
             self.close()
@@ -180,6 +187,30 @@ class Cgroups:
             self.close()
             raise
         self._used.append(self._all[0])
+
+    def _share_cpu(self, hierarchy: Path | None, name: str) -> None:
+        """Let all sessions together weigh as much as one busy thread per processor, not more.
+
+        Where that hierarchy is not ours to write, they have their niceness only (cpu_shared).
+        """
+        processors = os.cpu_count() or 1
+        if self.version == 2:
+            weight = self._parents[""] / "cpu.weight"
+            if weight.exists():
+                weight.write_text(str(min(10_000, 100 * processors)))
+                self.cpu_shared = True
+        elif hierarchy is not None and os.access(hierarchy, os.W_OK):
+            self.cpu_shared = True
+            remove_stale(hierarchy)
+            self._cpu = hierarchy / name
+            self._cpu.mkdir()
+            (self._cpu / "cpu.shares").write_text(str(min(1 << 18, 1024 * processors)))
+
+    def adopt(self, pids: Iterable[int]) -> None:
+        """Let these processes and what they start share the sessions' part of the processors."""
+        if self._cpu is not None:
+            for pid in pids:
+                (self._cpu / "cgroup.procs").write_text(str(pid))
 
     def _make(self) -> Group:
         self._count += 1
@@ -213,6 +244,8 @@ class Cgroups:
         with self._lock:
             for path in getattr(self, "_parents", {}).values():
                 _remove_tree(path)
+            if self._cpu is not None:
+                _remove_tree(self._cpu)
 
 
 def _without_leaf(own: Path) -> Path:
@@ -230,7 +263,8 @@ def _delegate(group: Path) -> None:
     there = (group / "cgroup.controllers").read_text().split()
     if missing := [name for name in V2_CONTROLLERS if name not in there]:
         raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")
-    enable = " ".join(f"+{name}" for name in V2_CONTROLLERS)
+    wanted = (*V2_CONTROLLERS, "cpu") if "cpu" in there else V2_CONTROLLERS
+    enable = " ".join(f"+{name}" for name in wanted)
     for _ in range(10):  # processes may fork while they are moved
         try:
             (group / "cgroup.subtree_control").write_text(enable)

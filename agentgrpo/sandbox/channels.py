@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGKILL, pidfd_send_signal
 from types import TracebackType
 from typing import Self
@@ -42,6 +43,19 @@ def pid_of(pidfd: int) -> int:
     """The process id behind a pidfd, as this process sees it; -1 if it has ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return int(next(line.split()[1] for line in info if line.startswith("Pid:")))
+
+
+def process_tree(root: int) -> list[int]:
+    """A process and all its descendants. Orphans of a session are its init's children."""
+    found = [root]
+    for pid in found:
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                text = Path(f"/proc/{pid}/task/{task}/children").read_text()
+                found += map(int, text.split())
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)

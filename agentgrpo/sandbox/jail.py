@@ -228,7 +228,7 @@ def _config(
         "clone_newnet: true clone_newns: true clone_newpid: true",
         "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
         *_identity(own_users=own_users),
-        "rlimit_core: 0 rlimit_nofile: 4096 rlimit_fsize_type: INF rlimit_as_type: INF",
+        "rlimit_core: 1 rlimit_nofile: 4096 rlimit_fsize_type: INF rlimit_as_type: INF",
         "rlimit_cpu_type: INF rlimit_nproc_type: SOFT",
         "rlimit_stack: 8 rlimit_stack_type: VALUE rlimit_memlock: 64 rlimit_memlock_type: VALUE",
         "rlimit_msgqueue: 0 rlimit_msgqueue_type: VALUE",

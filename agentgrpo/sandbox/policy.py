@@ -1,8 +1,10 @@
 """The system calls that untrusted code may make, as a seccomp program.
 
 An allow-list: what is not named here answers ENOSYS, as on a kernel that does not have it, so that
-libraries take their fallbacks and system calls of later kernels start out denied. A few are allowed
-by argument only. A foreign architecture (int 0x80 included) kills the process.
+libraries take their fallbacks and system calls of later kernels start out denied; so do those that
+use up what the machine has per user (inotify: 128 instances, the host's own user's included, as a
+namespace's use counts for its owner). A few are allowed by argument only. A foreign architecture
+(int 0x80 included) kills the process.
 
 The instruction set is classic BPF (linux/filter.h); the table gives the number on x86-64 and on the
 generic ABI (aarch64), "-" where the architecture does not have the call.
@@ -46,14 +48,14 @@ epoll_create:213:- getdents64:217:61 set_tid_address:218:96 restart_syscall:219:
 semtimedop:220:192 fadvise64:221:223 timer_create:222:107 timer_settime:223:110
 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111 clock_gettime:228:113
 clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21
-tgkill:234:131 utimes:235:- waitid:247:95 ioprio_set:251:30 ioprio_get:252:31 inotify_init:253:-
-inotify_add_watch:254:27 inotify_rm_watch:255:28 openat:257:56 mkdirat:258:34 mknodat:259:33
+tgkill:234:131 utimes:235:- waitid:247:95 ioprio_set:251:30 ioprio_get:252:31 openat:257:56
+mkdirat:258:34 mknodat:259:33
 fchownat:260:54 futimesat:261:- newfstatat:262:79 unlinkat:263:35 renameat:264:38 linkat:265:37
 symlinkat:266:36 readlinkat:267:78 fchmodat:268:53 faccessat:269:48 pselect6:270:72 ppoll:271:73
 set_robust_list:273:99 get_robust_list:274:100 sync_file_range:277:84 utimensat:280:88
 epoll_pwait:281:22 signalfd:282:- timerfd_create:283:85 eventfd:284:- fallocate:285:47
 timerfd_settime:286:86 timerfd_gettime:287:87 accept4:288:242 signalfd4:289:74 eventfd2:290:19
-epoll_create1:291:20 dup3:292:24 pipe2:293:59 inotify_init1:294:26 preadv:295:69 pwritev:296:70
+epoll_create1:291:20 dup3:292:24 pipe2:293:59 preadv:295:69 pwritev:296:70
 recvmmsg:299:243 prlimit64:302:261 sendmmsg:307:269 sched_setattr:314:274 sched_getattr:315:275
 renameat2:316:276 getrandom:318:278 memfd_create:319:279 membarrier:324:283 mlock2:325:284
 copy_file_range:326:285 preadv2:327:286 pwritev2:328:287 pkey_mprotect:329:288 pkey_alloc:330:289
@@ -81,6 +83,12 @@ NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16
 
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FILE_TYPE, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
+RLIMIT_CORE = 4
+SOL_SOCKET, SOL_TCP, TCP_ULP = 1, 6, 31
+SOCKET_FILTERS = [26, 50, 51, 52]  # SO_ATTACH_{FILTER,BPF,REUSEPORT_CBPF,REUSEPORT_EBPF}
+MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB = 0x40000, 0x4, 0x800  # a pool that no limit divides
+MADV_MERGEABLE, PR_SET_MEMORY_MERGE = 12, 67  # whether a page has a twin elsewhere can be timed
+PR_SCHED_CORE = 62  # keeps others from the core's second thread
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into the terminal of somebody else
 F_SETLEASE, F_NOTIFY = 1024, 1026
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # signals to whomever one names
@@ -100,6 +108,10 @@ def _argument(index: int) -> Instruction:
     return (LOAD, 0, 0, ARGUMENT + 8 * index)
 
 
+def _upper_half(index: int) -> Instruction:
+    return (LOAD, 0, 0, ARGUMENT + 8 * index + 4)
+
+
 def _one_of(values: list[int], then: list[Instruction]) -> list[Instruction]:
     """Run ``then`` (which returns) if the accumulator is one of values; else fall through."""
     last = len(values) - 1
@@ -112,7 +124,36 @@ def _one_of(values: list[int], then: list[Instruction]) -> list[Instruction]:
 def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
     """For the calls that depend on their arguments: a program that always returns."""
     commands = [F_SETLEASE, F_NOTIFY] + ([] if alone else [F_SETOWN, F_SETSIG, F_SETOWN_EX])
-    own_limits = [_argument(0), (EQUAL, 0, 1, 0), _ALLOW, _deny(errno.EPERM)]
+
+    def no_huge_pages(flag: int) -> list[Instruction]:
+        return [(ANY_BIT, 0, 1, flag), _deny(errno.ENOMEM), _ALLOW]
+
+    # Changing RLIMIT_CORE seems to work and does nothing: at 1, where it stands, the kernel does
+    # not even start the machine's core dump handler, which at 0 it does (core(5)), as its root.
+    other_limits = [
+        *([] if alone else [_argument(0), (EQUAL, 1, 0, 0), _deny(errno.EPERM)]),
+        _argument(1),
+        (EQUAL, 1, 0, RLIMIT_CORE),
+        _ALLOW,
+        _argument(2),
+        (EQUAL, 0, 2, 0),
+        _upper_half(2),
+        (EQUAL, 1, 0, 0),  # a null pointer: it only asks
+        _deny(0),
+        _ALLOW,
+    ]
+    filters = _one_of(SOCKET_FILTERS, [_deny(errno.ENOPROTOOPT)])
+    socket_options = [
+        _argument(1),
+        (EQUAL, 0, 3, SOL_TCP),
+        _argument(2),
+        (EQUAL, 0, 3 + len(filters), TCP_ULP),  # loads kernel modules
+        _deny(errno.ENOPROTOOPT),
+        (EQUAL, 0, 1 + len(filters), SOL_SOCKET),
+        _argument(2),
+        *filters,
+        _ALLOW,
+    ]
     no_device = [(AND, 0, 0, FILE_TYPE)]
     no_device += _one_of([CHARACTER_DEVICE, BLOCK_DEVICE], [_deny(errno.EPERM)])
     internet = [
@@ -146,9 +187,21 @@ def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
             *_one_of([0, 0xFFFFFFFF, 0x40000], [_ALLOW]),  # read it, or no address randomisation
             _deny(errno.EPERM),
         ],
+        "mmap": [_argument(3), *no_huge_pages(MAP_HUGETLB)],
+        "memfd_create": [_argument(1), *no_huge_pages(MFD_HUGETLB)],
+        "shmget": [_argument(2), *no_huge_pages(SHM_HUGETLB)],
+        "madvise": [_argument(2), *_one_of([MADV_MERGEABLE], [_deny(errno.EINVAL)]), _ALLOW],
+        "prctl": [
+            _argument(0),
+            *_one_of([PR_SCHED_CORE, PR_SET_MEMORY_MERGE], [_deny(errno.EINVAL)]),
+            _ALLOW,
+        ],
+        "sync": [_deny(0)],  # says it did: flushing the machine's disks is not for sessions
         "mknod": [_argument(1), *no_device, _ALLOW],
         "mknodat": [_argument(2), *no_device, _ALLOW],
-        **({} if alone else {"prlimit64": own_limits}),
+        "setrlimit": [_argument(0), *_one_of([RLIMIT_CORE], [_deny(0)]), _ALLOW],
+        "prlimit64": other_limits,
+        "setsockopt": socket_options,
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
-from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import masked_proc, remedy
@@ -22,6 +22,7 @@ from agentgrpo.sandbox.zygote import FIRST_UID, LADDER, Rung, Zygote
 
 MIB = 1 << 20
 NO_PROC = "parts of this container's /proc are covered, so that no other may be mounted"
+CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd")
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
 
 
@@ -44,11 +45,9 @@ def verify(channels: Channels, rung: Rung) -> None:
         pid = pid_of(pidfd)
         with open(f"/proc/{pid}/status") as status:
             found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
-        problems = [
-            f"{key} is {found[key]}"
-            for key in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")
-            if int(found[key], 16)
-        ]
+        # a user without capabilities cannot empty the bounding set, and cannot use it either
+        kinds = CAPABILITIES[:4] if rung is Rung.BARE and os.geteuid() else CAPABILITIES
+        problems = [f"{key} is {found[key]}" for key in kinds if int(found[key], 16)]
         if found["NoNewPrivs"] != "1":
             problems.append("new privileges can be gained")
         if what == "interpreter" and found["Seccomp"] != "2":
@@ -166,6 +165,8 @@ class Spawner:
             bound_address_space=self.cgroups is None,
             own_proc=self.own_proc,
         )
+        if self.cgroups is not None:
+            self.cgroups.adopt(process_tree(zygote.pid))
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
@@ -244,6 +245,9 @@ class Spawner:
             "degraded": self.rung is Rung.BARE,
             "proc": self._proc(),
             "memory_limit": memory,
+            "processors": "one group"
+            if self.cgroups is not None and self.cgroups.cpu_shared
+            else "niceness",
             "zygote_restarts": self.restarts,
         }
 

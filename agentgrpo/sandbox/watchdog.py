@@ -11,25 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.session import Session
 
 INTERVAL_S = 0.05
 SHARE = 0.1
 """Of the time, at most this much is spent looking."""
 PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
-
-
-def process_tree(root: int) -> list[int]:
-    """A process and all its descendants. Orphans of a session are its init's children."""
-    found = [root]
-    for pid in found:
-        try:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                text = Path(f"/proc/{pid}/task/{task}/children").read_text()
-                found += map(int, text.split())
-        except OSError:  # it has ended
-            continue
-    return found
 
 
 def private_kib(pid: int) -> int:
@@ -50,6 +38,19 @@ def proportional_kib(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
 
 
+def socket_kib(pid: int) -> int:
+    """What internet sockets of a process's network namespace hold: no process has it mapped."""
+    total = 0
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        queues = (line.split()[4].split(":") for line in lines)
+        total += sum(int(sent, 16) + int(received, 16) for sent, received in queues)
+    return total >> 10
+
+
 def used_kib(init: int, enough_kib: int) -> int:
     """What a session uses; not exact while it is below enough_kib, where exactness costs too much.
 
@@ -57,8 +58,9 @@ def used_kib(init: int, enough_kib: int) -> int:
     every page counted once.
     """
     pids = process_tree(init)
-    bound = sum(map(private_kib, pids))
-    return bound if bound <= enough_kib else sum(map(proportional_kib, pids))
+    sockets = socket_kib(init)
+    bound = sockets + sum(map(private_kib, pids))
+    return bound if bound <= enough_kib else sockets + sum(map(proportional_kib, pids))
 
 
 class MemoryWatchdog:

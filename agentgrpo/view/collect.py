@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.metrics import read_rollout
+from agentgrpo.records import read_rollout
 from agentgrpo.types import Float32, Int32, Rollout, Segment
 from agentgrpo.view.vocabulary import Vocabulary, find_tokenizer
 
 PROMPT, SAMPLED, GIVEN = range(3)
 """Where a segment came from: the task, the policy, its environment."""
 STREAMS = ("logprobs", "learner_logprobs", "entropies")
-"""Per sampled token, in nats, in the order in which a chunk stores them; nan where not recorded."""
+"""Per sampled token, in nats, in the order in which a chunk stores them; nan where not recorded.
+The first is a segment's, the others lists of the rollout's, one for each segment of all rows."""
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class _Columns:
     def __init__(self) -> None:
         self.chunks: dict[tuple[int, str], Chunk] = {}
         self.used: set[int] = set()
+        self._recorded: set[str] = set()
         self._tasks: dict[str, int] = {}
         self._task_rows: list[Any] = []
         self._rollouts: list[dict[str, Any]] = []
@@ -122,8 +124,12 @@ class _Columns:
     def add(self, row: dict[str, Any], rollout: Rollout) -> None:
         chunk = self.chunks.setdefault((row["step"], row["split"]), Chunk())
         segments = [
-            self._segment(chunk, rollout, number, segment)
-            for number, segment in enumerate(rollout.segments)
+            self._segment(chunk, rollout, number, segment, first=segment is row[0])
+            for number, (row, segment) in enumerate(
+                (row, segment)
+                for row in getattr(rollout, "rows", [rollout.segments])
+                for segment in row
+            )
         ]
         known = {
             "error": rollout.error,
@@ -157,6 +163,7 @@ class _Columns:
         return {
             "tasks": self._task_rows,
             "rollouts": self._rollouts,
+            "recorded": sorted(self._recorded),
             "chunks": [[chunk.num_ids, chunk.num_sampled] for chunk in self.chunks.values()],
         }
 
@@ -168,7 +175,7 @@ class _Columns:
         return self._tasks[key]
 
     def _segment(
-        self, chunk: Chunk, rollout: Rollout, number: int, segment: Segment
+        self, chunk: Chunk, rollout: Rollout, number: int, segment: Segment, *, first: bool
     ) -> list[float | None]:
         """[origin, first id, tokens, first sampled value or -1, advantage of its own or None]."""
         ids = segment.token_ids
@@ -176,9 +183,13 @@ class _Columns:
         own = getattr(rollout, "segment_advantages", None)
         advantage = None if own is None else own[number]
         if not segment.sampled:
-            origin = PROMPT if number == 0 else GIVEN
+            origin = PROMPT if first else GIVEN
             return [origin, chunk.place(ids), len(ids), -1, advantage]
-        streams = {name: getattr(segment, name, None) for name in STREAMS}
+        streams = {"logprobs": segment.logprobs}
+        for name in STREAMS[1:]:
+            of_all = getattr(rollout, name, None)
+            streams[name] = None if of_all is None else of_all[number]
+        self._recorded.update(name for name, values in streams.items() if values is not None)
         start = chunk.add_streams(streams, len(ids))
         return [SAMPLED, chunk.place(ids), len(ids), start, advantage]
 

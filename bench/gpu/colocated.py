@@ -83,7 +83,7 @@ def make_model(folder: Path, size: str) -> Path:
 def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
     """Wake, publish, agree, sample, sleep, update: as train.py does, each part timed."""
     from agentgrpo.agreement import check_agreement
-    from agentgrpo.packing import pack_tree
+    from agentgrpo.updates import plan_updates
 
     seen.timed("wake_s", parts.engine.wake)
     seen.timed("publish_s", parts.learner.publish)
@@ -97,8 +97,8 @@ def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
     seen.add("asleep_mib", memory_mib())
     for rollout, advantage in zip(groups[0].rollouts, (1.0, -1.0), strict=True):
         rollout.advantage = advantage
-    batches = pack_tree(groups, max_tokens=config.learner.max_tokens, weights=[1 / 64] * 2)
-    seen.timed("learn_s", lambda: parts.learner.step(batches))
+    updates = plan_updates(groups, config, step=step)
+    seen.timed("learn_s", lambda: parts.learner.step(updates))
     seen.add("learned_mib", memory_mib())
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agentgrpo.data import word_problems
-from agentgrpo.data.tasks import JsonlTasks, Tasks, WordProblemTasks
+from agentgrpo.data.files import read_tasks
+from agentgrpo.data.tasks import Tasks, WordProblemTasks
 from agentgrpo.data.word_templates import KINDS
 from agentgrpo.types import Group, Rollout, Status, Task
 
@@ -116,7 +117,7 @@ def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
 ) -> None:
     def streams() -> list[Tasks]:
         word = WordProblemTasks(levels=(1, 2, 3), window=12, seed=4)
-        return [word, JsonlTasks(rows, seed=4), JsonlTasks(rows, shuffle=False)]
+        return [word, read_tasks(rows, seed=4), read_tasks(rows, shuffle=False)]
 
     triples: list[tuple[Tasks, ...]] = list(zip(streams(), streams(), streams(), strict=True))
     for whole, begun, resumed in triples:
@@ -140,8 +141,8 @@ def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> Non
     other.write_text(rows.read_text().replace("q3", "Q3"))
     streams: list[Tasks] = [
         WordProblemTasks(seed=1), WordProblemTasks(seed=2), WordProblemTasks(levels=(1,), seed=1),
-        JsonlTasks(rows), JsonlTasks(rows, seed=1), JsonlTasks(rows, shuffle=False),
-        JsonlTasks(other),
+        read_tasks(rows), read_tasks(rows, seed=1), read_tasks(rows, shuffle=False),
+        read_tasks(other),
     ]  # fmt: skip
     for one in streams:
         for another in streams:
@@ -177,7 +178,7 @@ def test_wrong_schedules_are_refused(arguments: dict[str, Any], message: str) ->
 
 
 def test_rows_become_tasks(rows: Path) -> None:
-    tasks = JsonlTasks(rows, shuffle=False)
+    tasks = read_tasks(rows, shuffle=False)
     assert len(tasks) == 5
     assert tasks.next(7)[5] == Task(
         id="rows.jsonl:1",
@@ -190,17 +191,17 @@ def test_columns_can_have_other_names_and_questions_can_be_chats(tmp_path: Path)
     path = tmp_path / "chat.jsonl"
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path.write_text("\n" + json.dumps({"prompt": chat, "gold": "7", "key": 12}) + "\n\n")
-    (task,) = JsonlTasks(path, question="prompt", answer="gold", id="key").next(1)
+    (task,) = read_tasks(path, question="prompt", answer="gold", id="key").next(1)
     assert task == Task(id="12", messages=tuple(chat), spec={"gold": "7", "key": 12, "answer": "7"})
 
 
 def test_every_round_has_every_row_in_another_order(rows: Path) -> None:
-    tasks = JsonlTasks(rows)
+    tasks = read_tasks(rows)
     rounds = [tuple(task.id for task in tasks.next(5)) for _ in range(8)]
     assert {frozenset(ids) for ids in rounds} == {frozenset(rounds[0])}
     assert len(frozenset(rounds[0])) == 5
     assert len(set(rounds)) > 1
-    assert rounds != [tuple(t.id for t in JsonlTasks(rows, seed=1).next(5)) for _ in range(8)]
+    assert rounds != [tuple(t.id for t in read_tasks(rows, seed=1).next(5)) for _ in range(8)]
 
 
 GOOD = b'{"question": "q", "answer": 1, "id": "x"}\n'
@@ -228,9 +229,9 @@ def test_a_bad_row_is_named_by_file_and_line(content: bytes, message: str, tmp_p
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        JsonlTasks(path, id="id")
+        read_tasks(path, id="id")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        JsonlTasks(tmp_path / "nowhere.jsonl")
+        read_tasks(tmp_path / "nowhere.jsonl")

@@ -142,7 +142,7 @@ def test_a_real_interpreter_remembers_between_steps_and_not_between_rollouts(
 
 @pytest.mark.nsjail
 def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
-    played = PythonEnv(env._pool, 1.0, stateless=True).reset(TASK)
+    played = PythonEnv(env.pool, 1.0, stateless=True).reset(TASK)
     try:
         assert played.step(RunCode("x = open('f', 'w').write('kept')")).text == "(no output)"
         seen = played.step(RunCode("import os; 'x' in globals(), os.listdir('.')"))
@@ -150,7 +150,7 @@ def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
         died = played.step(RunCode("import os; os._exit(3)"))
         assert (died.failed, "restarted" in died.text) == (True, False)
         assert played.step(RunCode("while True: pass")).failed
-        assert env._pool.metrics()["live"] == 0
+        assert env.pool.metrics()["live"] == 0
     finally:
         played.close()
 

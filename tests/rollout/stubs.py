@@ -14,6 +14,7 @@ import numpy as np
 from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.types import Float32, Int32, Task
+from agentgrpo.types import Turn as Account
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class Completion:
     finish_reason: str
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    account: Account | None = None
 
 
 @dataclass
@@ -36,6 +39,10 @@ class Turn:
     steps: int = 1
     cut: bool = False
     """End with finish_reason "length" although it would fit."""
+    finish_reason: str | None = None
+    """End with this one, whatever the length."""
+    entropy: float = 0.0
+    """Of each of its tokens, in nats."""
 
 
 @dataclass(eq=False)
@@ -62,13 +69,8 @@ class StubEngine:
     requests: list[Request] = field(default_factory=list)
     running: dict[str, Request] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
     steps: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-
-    def seed(self, seed: int) -> None:
-        assert not self.running
-        self.seeds.append(seed)
 
     def add_request(
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, **options: Any
@@ -85,7 +87,13 @@ class StubEngine:
             request_id,
             np.array(ids[:max_tokens], np.int32),
             -np.arange(1, min(len(ids), max_tokens) + 1, dtype=np.float32) - number,
-            "length" if cut else "stop",
+            turn.finish_reason or ("length" if cut else "stop"),
+            entropies=np.full(min(len(ids), max_tokens), turn.entropy, np.float32)
+            if options.get("top_logprobs")
+            else np.zeros(0, np.float32),
+            account=Account.of(
+                prompt_ids.copy(), np.array(ids[:max_tokens], np.int32), "length" if cut else "stop"
+            ),
         )
         request = Request(
             request_id, prompt_ids, max_tokens, options, turn.steps, completion, self.steps
@@ -133,7 +141,7 @@ class StubEpisode:
         try:
             self.env.executed.append(action.code)
             self.env.on_call(action.code)
-            answer = answer_to(action.code)
+            answer = self.env.answer(action.code)
             if isinstance(answer, InfrastructureError):
                 raise answer
             return answer
@@ -157,6 +165,7 @@ class StubEnv:
 
     on_call: Callable[[str], None] = lambda code: None
     on_reset: Callable[[Task], None] = lambda task: None
+    answer: Callable[[str], Observation | InfrastructureError] = answer_to
     episodes: list[StubEpisode] = field(default_factory=list)
     executed: list[str] = field(default_factory=list)
     running: int = 0

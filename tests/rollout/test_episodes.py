@@ -88,7 +88,7 @@ def play(world: Any, *turns: str, agent: EchoAgent | None = None, **config: Any)
         agent or EchoAgent(),
         world,
         CHAT,
-        RolloutConfig(**{"max_turns": 9, "max_observation_tokens": 9, **config}),
+        RolloutConfig(**{"max_turns": 9, "max_observation_tokens": 9, "max_retries": 0, **config}),
     )
     groups, _ = sampler.play([TASK], 1, seed=0)
     return groups[0].rollouts[0]

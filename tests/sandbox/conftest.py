@@ -5,10 +5,22 @@ AGENTGRPO_SANDBOX_REQUIRED=1 makes that an error: for machines where isolation i
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session
+from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, jail
+
+if "libasan" in os.environ.get("LD_PRELOAD", ""):  # csrc/run_sanitized.sh: into the jail as well
+    _names = ("LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS", "PYTHONMALLOC")
+    _sanitizer = {name: os.environ[name] for name in _names}
+    _spawn = os.posix_spawn
+
+    def _spawn_sanitized(path: str, argv: Any, env: Any, **options: Any) -> int:
+        return _spawn(path, argv, {**env, **_sanitizer}, **options)
+
+    os.posix_spawn = _spawn_sanitized  # type: ignore[assignment]
+    jail.ENVIRONMENT.update(_sanitizer)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.sandbox import cgroup
+from agentgrpo.sandbox import SandboxPool, cgroup
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
+from agentgrpo.sandbox.channels import process_tree
 
 pytestmark = pytest.mark.nsjail
 
@@ -129,3 +130,17 @@ def test_no_cgroup_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "_mounted", dict)
     with pytest.raises(CgroupsUnavailable, match="no cgroup file system"):
         Cgroups(1 << 20, 9)
+
+
+def test_sessions_together_weigh_no_more_than_the_machine(pool: SandboxPool) -> None:
+    groups = pool._spawner.cgroups
+    if groups is None or groups._cpu is None:
+        pytest.skip("no writable v1 cpu hierarchy")
+    assert (groups._cpu / "cpu.shares").read_text() == f"{1024 * (os.cpu_count() or 1)}\n"
+    members = set(map(int, (groups._cpu / "cgroup.procs").read_text().split()))
+    with pool.acquire() as session:
+        tree = process_tree(pool._spawner._zygotes[0].pid)
+        assert set(tree[:2]) <= members, "nsjail and its zygote"
+        members = set(map(int, (groups._cpu / "cgroup.procs").read_text().split()))
+        assert {session.init_pid, session._pid} <= members
+    assert os.getpid() not in members

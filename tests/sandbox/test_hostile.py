@@ -7,12 +7,12 @@ import pytest
 
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.hostile import CASES, LIMITS, Case, Skip, run_case
-from agentgrpo.sandbox.zygote import Rung
+from agentgrpo.sandbox.zygote import LADDER, Rung
 
 pytestmark = pytest.mark.nsjail
 
 
-@pytest.fixture(scope="module", params=list(Rung), ids=str)
+@pytest.fixture(scope="module", params=LADDER, ids=str)
 def hostile_pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
     rung: Rung = request.param
     if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:

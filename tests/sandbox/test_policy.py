@@ -132,3 +132,62 @@ def test_memory_that_is_not_mapped_needs_a_control_group() -> None:
 def test_unknown_machine_is_refused() -> None:
     with pytest.raises(SandboxUnavailable, match="riscv64"):
         policy.build("riscv64")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(machine: str, alone: bool) -> None:
+    program, arch = policy.build(machine, alone=alone), policy.AUDIT_ARCH[machine]
+    number = policy.system_calls(machine)["prlimit64"]
+    core, files, somewhere = policy.RLIMIT_CORE, 7, 0x7F00_1234_5678
+    assert decide(program, arch, number, 0, core, 0, somewhere) == ALLOW
+    assert decide(program, arch, number, 0, core, somewhere, 0) == denied(0)
+    assert decide(program, arch, number, 0, core, 1 << 32, 0) == denied(0)
+    assert decide(program, arch, number, 0, files, somewhere, 0) == ALLOW
+    other = decide(program, arch, number, 1, files, 0, somewhere)
+    assert other == (ALLOW if alone else denied(errno.EPERM))
+
+
+def test_socket_options() -> None:
+    program, arch = policy.build("x86_64"), policy.AUDIT_ARCH["x86_64"]
+    number = policy.system_calls("x86_64")["setsockopt"]
+    refused = {(6, 31), (1, 26), (1, 50), (1, 51), (1, 52)}
+    for level in range(45):
+        for name in range(80):
+            wanted = denied(errno.ENOPROTOOPT) if (level, name) in refused else ALLOW
+            assert decide(program, arch, number, 3, level, name) == wanted, (level, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "wanted"),
+    [
+        ("mmap", (0, 4096, 3, 0x22), ALLOW),
+        ("mmap", (0, 4096, 3, 0x40022), denied(errno.ENOMEM)),
+        ("memfd_create", (1, 1), ALLOW),
+        ("memfd_create", (1, 4), denied(errno.ENOMEM)),
+        ("memfd_create", (1, 21 << 26 | 4), denied(errno.ENOMEM)),
+        ("shmget", (0, 4096, 0o1600), ALLOW),
+        ("shmget", (0, 4096, 0o4600), denied(errno.ENOMEM)),
+        ("madvise", (0, 4096, 4), ALLOW),
+        ("madvise", (0, 4096, 12), denied(errno.EINVAL)),
+        ("prctl", (15,), ALLOW),
+        ("prctl", (62, 1), denied(errno.EINVAL)),
+        ("prctl", (67, 1), denied(errno.EINVAL)),
+        ("sync", (), denied(0)),
+        ("setrlimit", (4, 1), denied(0)),
+        ("setrlimit", (7, 1), ALLOW),
+    ],
+)
+def test_arguments_decide(name: str, arguments: tuple[int, ...], wanted: int) -> None:
+    program, arch = policy.build("x86_64"), policy.AUDIT_ARCH["x86_64"]
+    assert decide(program, arch, policy.system_calls("x86_64")[name], *arguments) == wanted
+
+
+def test_without_namespaces_no_call_reaches_another_process() -> None:
+    program, arch = policy.build("x86_64", alone=False), policy.AUDIT_ARCH["x86_64"]
+    known = policy.system_calls("x86_64")
+    for name in policy.OTHER_PROCESSES.split():
+        assert decide(program, arch, known[name]) == denied(errno.ENOSYS), name
+    for command in (policy.F_SETOWN, policy.F_SETOWN_EX, policy.F_SETSIG):
+        assert decide(program, arch, known["fcntl"], 0, command) == denied(errno.EPERM)
+        assert decide(policy.build("x86_64"), arch, known["fcntl"], 0, command) == ALLOW

@@ -17,7 +17,8 @@ from agentgrpo.sandbox import (
     cgroup,
     spawner,
 )
-from agentgrpo.sandbox.watchdog import process_tree, proportional_kib, used_kib
+from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.watchdog import proportional_kib, used_kib
 
 pytestmark = pytest.mark.nsjail
 MIB = 1 << 20
@@ -89,8 +90,9 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
 def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> None:
     code = (
         "import os, threading, time\n"
-        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n  time.sleep(60)\n"
-        "t = threading.Thread(target=far); t.start()\n"
+        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n"
+        "  time.sleep(60)\n time.sleep(60)\n"
+        "threading.Thread(target=far, daemon=True).start()\n"
         "if os.fork() == 0:\n if os.fork() == 0: time.sleep(60)\n os._exit(0)\n"
         "time.sleep(0.2)"
     )
@@ -125,3 +127,16 @@ def test_with_control_groups_nothing_is_watched(pool: SandboxPool, session: Sess
         pytest.skip("no control groups here")
     assert pool._watchdog is None
     assert session.step("1").processes_left == 0
+
+
+def test_what_sockets_buffer_counts_too(groupless: SandboxPool) -> None:
+    code = (
+        "import socket, time\nserver = socket.create_server(('127.0.0.1', 0), backlog=200)\n"
+        "keep = []; n = 0\nfor _ in range(120):\n"
+        " a = socket.create_connection(server.getsockname()); b, _ = server.accept()\n"
+        " a.setblocking(False); keep += [a, b]\n"
+        " try:\n  while True: n += a.send(b'x' * 65536)\n"
+        " except BlockingIOError: pass\ntime.sleep(2)"
+    )
+    with groupless.acquire() as session:
+        assert session.step(code, 20).status is Status.OOM

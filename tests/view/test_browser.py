@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from agentgrpo.view.collect import read_run
+from agentgrpo.view.collect import STREAMS, read_run
 from agentgrpo.view.page import make_page
 from tests.view.browser import Browser, find_browser
 from tests.view.runs import write_run
@@ -202,6 +203,39 @@ def test_nothing_that_was_sampled_becomes_markup(browser: Browser, page: Path) -
     assert browser.ask("document.title") == "one · agentgrpo"
     assert browser.ask("document.querySelectorAll('#main script, #main b b').length") == 0
     assert "</script>" in texts(browser, ".detail h2")[0]
+
+
+def test_ratios_entropies_and_branches_where_they_are_recorded(
+    browser: Browser, folder: Path
+) -> None:
+    data = read_run(write_run(folder / "rich", steps=1, groups=1))
+    num_ids, num_sampled = data.index["chunks"][1]
+    streams = np.frombuffer(bytearray(data.chunks[1]), "<f4", offset=4 * num_ids)
+    streams = streams.reshape(3, num_sampled).copy()
+    streams[1], streams[2] = streams[0] + np.float32(0.1), 1.5
+    data.chunks[1] = data.chunks[1][: 4 * num_ids] + streams.tobytes()
+    data.index["recorded"] = list(STREAMS)
+    child = data.index["rollouts"][4]
+    prompt, turn = (segment[2] for segment in child["segments"][:2])
+    ids = np.frombuffer(data.chunks[1], "<i4", num_ids)
+    (_, ours, *_), (_, theirs, *_) = (data.index["rollouts"][i]["segments"][1] for i in (3, 4))
+    same = int(np.argmax(ids[ours : ours + turn] != ids[theirs : theirs + turn]))
+    child |= {"parent": 0, "forked_at": prompt + same}
+    path = folder / "rich.html"
+    path.write_text(make_page([data]))
+    browser.open(path, "#rollouts/0/4")
+    wait_shown(browser, 4)
+    assert texts(browser, ".modes button:disabled") == []
+    assert texts(browser, ".tree rect title") == ["a branch that the sampler made"]
+    tinted = "document.querySelector('.seg.sampled .toks span').style.background"
+    browser.press("4")
+    assert "--good-rgb" in browser.ask(tinted), "a ratio above 1"
+    browser.press("5")
+    assert "--heat-rgb" in browser.ask(tinted)
+    browser.ask("document.querySelector('.seg.sampled .toks span').click()")
+    said = texts(browser, ".token")[0]
+    assert "ratio 1.105" in said
+    assert "entropy 1.500" in said
 
 
 def test_two_runs_are_compared(browser: Browser, pair: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from agentgrpo.metrics import read_rollout
+from agentgrpo.records import read_rollout
+from agentgrpo.types import Segment, SpanReward
 from agentgrpo.view.collect import STREAMS, RunData, read_run
 from agentgrpo.view.page import finite, make_page
 from tests.view.runs import write_run
@@ -154,3 +156,42 @@ def test_the_command_says_what_is_no_run(tmp_path: Path) -> None:
     assert ran.stderr == (
         f"error: {tmp_path}: no metrics.jsonl, so this is not a run's folder (out_dir)\n"
     )
+
+
+def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, learner's log-probabilities, entropies and advantages of segments, branches."""
+    write_run(tmp_path, steps=1)
+    said = np.array([-0.5, -1.0], np.float32)
+    prompt, turn = Segment(np.array([1], np.int32)), Segment(np.array([2, 3], np.int32), said)
+
+    def read(row: object) -> object:
+        return SimpleNamespace(
+            segments=[prompt, turn],
+            rows=[[prompt, turn], [prompt, turn]],
+            segment_advantages=[0.0, 1.0, 0.0, -2.0],
+            learner_logprobs=[None, said, None, said - 1],
+            entropies=[None, said + 2, None, None],
+            parent=0,
+            forked_at=2,
+            timings={"decode_s": 1.0},
+            span_rewards=[SpanReward(1, 3, "check", 0.5)],
+            **dict.fromkeys(("answer", "error"), None),
+            rewards={},
+            reward=0.0,
+            advantage=0.0,
+            stats={},
+            status="completed",
+        )
+
+    monkeypatch.setattr("agentgrpo.view.collect.read_rollout", read)
+    data = read_run(tmp_path)
+    stored = data.index["rollouts"][0]
+    assert [s[0] for s in stored["segments"]] == [0, 1, 0, 1]
+    assert [s[4] for s in stored["segments"]] == [0.0, 1.0, 0.0, -2.0]
+    assert data.index["recorded"] == ["entropies", "learner_logprobs", "logprobs"]
+    assert (stored["parent"], stored["forked_at"]) == (0, 2)
+    assert stored["spans"] == [[1, 3, "check", 0.5]]
+    assert stored["timings"] == {"decode_s": 1.0}
+    _, streams = chunk_of(data, 0)
+    np.testing.assert_allclose(streams["learner_logprobs"][:4], [-0.5, -1, -1.5, -2], rtol=5e-4)
+    np.testing.assert_allclose(streams["entropies"][:4], [1.5, 1, np.nan, np.nan], rtol=5e-4)

@@ -72,6 +72,25 @@ def private_files(settings: dict[str, Any], uid: int, number: int) -> tuple[str,
     return tuple(options + owner for options in settings["tmpfs"])
 
 
+def limits_now(settings: dict[str, Any]) -> tuple[int, ...]:
+    """The limits of the next session. The kernel counts processes per user: where the session has
+    no user of its own, those that the user has already come on top.
+    """
+    memory, processes, *others = settings["limits"]
+    if settings["mode"] == MODE_BARE and os.geteuid() != 0:
+        processes += sum(map(tasks_of_user, filter(str.isdigit, os.listdir("/proc"))))
+    return (memory, processes, *others)
+
+
+def tasks_of_user(pid: str) -> int:
+    """Threads of a process, 0 if it is another user's or has ended."""
+    try:
+        mine = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+        return len(os.listdir(f"/proc/{pid}/task")) if mine else 0
+    except OSError:
+        return 0
+
+
 def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: list[int]) -> bool:
     """Make one session. Returns True in the session's interpreter, False in the zygote."""
     try:
@@ -80,7 +99,7 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: 
                 tuple(fds[:5]),
                 tuple([*fds[5:], -1, -1, -1][:3]),
                 private_files(settings, uid, number),
-                tuple(settings["limits"]),
+                limits_now(settings),
                 settings["mode"],
                 uid,
                 settings["own_proc"],

@@ -162,6 +162,9 @@ def kernel_attack_surface(s: Session) -> None:
         "landlock": "444, 0, 0, 1",
         "seccomp": "317, 1, 0, 0",
         "lookup_dcookie": "212, 0, 0, 0",
+        "inotify_init": "253",
+        "inotify_init1": "294, 0",
+        "inotify_add_watch": "254, 0, b'/tmp', 2",
         "a call of the future": "5000",
     })  # fmt: skip
 
@@ -183,6 +186,21 @@ def strange_sockets(s: Session) -> None:
     assert {family for family, _ in pairs} <= {1, 2, 10}, pairs
     assert not {(2, 3), (10, 3), (2, 5), (10, 5)} & set(pairs), pairs
     assert set(protocols) <= {0, 6, 17}, protocols
+
+
+@on_session
+def socket_options(s: Session) -> None:
+    """Options of sockets load no kernel modules and attach no programs."""
+    code = (
+        "import socket\na = socket.create_server(('127.0.0.1', 0))\n"
+        "s = socket.create_connection(a.getsockname())\ngot = []\n"
+        "for level, name, value in ((6, 31, b'tls'), (1, 26, b'\\0' * 16), (1, 50, b'\\0' * 4),\n"
+        "                           (1, 51, b'\\0' * 16), (1, 52, b'\\0' * 4)):\n"
+        " try: s.setsockopt(level, name, value); got.append(name)\n"
+        " except OSError as e: got += [name] * (e.errno != 92)\n"
+        "s.setsockopt(6, 1, 1); s.setsockopt(1, 7, 65536); s.setsockopt(0, 2, 64); got"
+    )
+    assert value_of(s, code) == "[]"
 
 
 @on_session

@@ -84,7 +84,6 @@ function flipTheme() {
 async function start() {
   const slots = document.querySelectorAll("script[id^=run]:not([id*=chunk])").length;
   for (let slot = 0; slot < slots; slot++) app.runs.push(await Run.open(slot));
-  await Promise.all(app.runs.map((run) => run.examine()));
   if (app.runs.length > 1 && app.runs[0].name === app.runs[1].name) app.runs.forEach((run, i) => { run.name += ` (${i + 1})`; });
   $("#name").textContent = app.runs.map((run) => run.name).join(" against ");
   $("#run").replaceChildren(...app.runs.map((run) => h("option", { value: run.slot }, run.name)));

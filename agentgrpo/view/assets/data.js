@@ -109,19 +109,7 @@ class Run {
     return segments.map((segment) => segment.texts.join("")).join("");
   }
 
-  has(stream) {
-    this._has = this._has || {};
-    return this._has[stream];
-  }
-
-  // Whether a stream is recorded, judged by the first rollout that sampled anything.
-  async examine() {
-    this._has = {};
-    const first = this.rollouts.find((rollout) => rollout.segments.some((segment) => segment[3] >= 0));
-    if (!first) return;
-    const chunk = await this._chunk(first.chunk);
-    for (const name of this.streams) this._has[name] = chunk.streams[name].some((value) => !Number.isNaN(value));
-  }
+  has(stream) { return this.recorded.includes(stream); }
 
   // [{x, y}] of one metric.
   series(name) {

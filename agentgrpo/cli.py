@@ -1,0 +1,73 @@
+"""The command `agentgrpo`: one word, then the module that does it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+COMMANDS = {
+    "init": ("agentgrpo.init", "write a config for your model and your data"),
+    "train": ("agentgrpo.train", "train a policy (--dry-run: check everything, train nothing)"),
+    "sft": ("agentgrpo.sft", "fine-tune on examples first"),
+    "evaluate": ("agentgrpo.evaluate", "play the held-out tasks with a checkpoint"),
+    "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
+    "verify": ("agentgrpo.verify", "check a run's records against its weights"),
+    "sandbox": (
+        "agentgrpo.sandbox.__main__",
+        "the sandbox alone: doctor, selftest, bench, template",
+    ),
+    "doctor": ("agentgrpo.doctor", "can this machine train, and what to change if not"),
+}
+"""Word: module with main(arguments) -> exit status, and what it does."""
+
+
+def available() -> dict[str, tuple[str, str]]:
+    """The commands whose modules are there."""
+    return {
+        word: command for word, command in COMMANDS.items() if importlib.util.find_spec(command[0])
+    }
+
+
+def usage() -> str:
+    """What `agentgrpo --help` prints."""
+    lines = [f"  {word:9} {text}" for word, (_, text) in available().items()]
+    return "\n".join(
+        [
+            "Train LLM agents with GRPO: vLLM, learner and sandbox in one process.",
+            "",
+            "usage: agentgrpo COMMAND ...        agentgrpo COMMAND --help says more",
+            "",
+            *lines,
+            "",
+            "First run:      agentgrpo train quickstart",
+            "Your own task:  agentgrpo init MODEL DATA.jsonl, then agentgrpo train train.toml",
+            "Settings:       section.key=value after the config; docs/config.md has them all",
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Returns its exit status."""
+    word, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if word in ("-h", "--help", "help"):
+        print(usage())  # noqa: T201
+        return 0
+    if word == "--version":
+        from agentgrpo import __version__
+
+        print(__version__)  # noqa: T201
+        return 0
+    commands = available()
+    if word not in commands:
+        import difflib
+
+        near = difflib.get_close_matches(word, commands, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: no command {word!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
+        return 2
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
+    module = importlib.import_module(commands[word][0])
+    return int(module.main(rest))

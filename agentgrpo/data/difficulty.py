@@ -1,0 +1,114 @@
+"""Drawing tasks by how often the policy solves them now: pools of difficulty over a fixed list.
+
+A task never seen, or solved sometimes, is in the normal pool; one solved almost always in the easy
+pool, one solved almost never in the hard pool. Each draw takes the easy pool with probability
+easy_share, the hard one with hard_share, else the normal one (an empty pool leaves its share to
+the normal one, an empty normal pool to both others), and the least recently drawn task of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from agentgrpo.types import Group, Status, Task
+
+EASY_AT, HARD_AT = 0.875, 0.125
+"""Share of right rollouts from which on a task is easy, and up to which it is hard."""
+
+
+class DifficultyTasks:
+    """An endless stream of tasks (data/tasks.py has the protocol) that follows the policy.
+
+    Args:
+        rows: what there is to draw, with different ids.
+        source: names the rows in a checkpoint.
+        easy_share, hard_share: in [0, 1], together at most 1.
+        smoothing: weight of the newest group in a task's running share of right rollouts.
+        seed: another seed, other draws.
+
+    Raises:
+        ValueError: no rows, equal ids, or shares out of range.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Task],
+        *,
+        source: str,
+        easy_share: float = 0.1,
+        hard_share: float = 0.2,
+        smoothing: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        if not rows or len({task.id for task in rows}) != len(rows):
+            raise ValueError(f"rows: expected tasks with different ids, got {len(rows)} tasks")
+        if min(easy_share, hard_share) < 0 or easy_share + hard_share > 1:
+            raise ValueError(
+                f"easy_share, hard_share: expected shares of at most 1 together, "
+                f"got {easy_share}, {hard_share}"
+            )
+        self.rows = list(rows)
+        self.source = source
+        self._shares = (easy_share, hard_share)
+        self._smoothing = smoothing
+        self._seed = seed
+        self._by_id = {task.id: task for task in rows}
+        self._rate: dict[str, float] = {}
+        self._last = {task.id: -1 for task in rows}
+        self._drawn = 0
+
+    def pools(self) -> dict[str, list[str]]:
+        """Ids by pool: easy, hard, normal."""
+        pools: dict[str, list[str]] = {"easy": [], "hard": [], "normal": []}
+        for name in self._by_id:
+            rate = self._rate.get(name, 0.5)
+            pool = "easy" if rate >= EASY_AT else "hard" if rate <= HARD_AT else "normal"
+            pools[pool].append(name)
+        return pools
+
+    def next(self, count: int) -> list[Task]:
+        return [self._draw() for _ in range(count)]
+
+    def feedback(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            outcomes = [
+                float(r.rewards.get("solved", r.rewards.get("answer", 0.0)) > 0)
+                for r in group.rollouts
+                if r.status is not Status.INFRA_ERROR
+            ]
+            if outcomes:
+                before = self._rate.get(group.task.id, fmean(outcomes))
+                gain = self._smoothing * (fmean(outcomes) - before)
+                self._rate[group.task.id] = before + gain
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "drawn": self._drawn,
+            "rate": dict(self._rate),
+            "last": dict(self._last),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["source"] != self.source or state["last"].keys() != self._last.keys():
+            raise ValueError(
+                f"the saved data position is of: {state['source']}; this run reads: {self.source}"
+            )
+        self._drawn = state["drawn"]
+        self._rate = dict(state["rate"])
+        self._last = dict(state["last"])
+
+    def _draw(self) -> Task:
+        rng = random.Random(f"{self._seed}/draw {self._drawn}")
+        pools, (easy, hard) = self.pools(), self._shares
+        luck = rng.random()
+        wanted = "easy" if luck < easy else "hard" if luck < easy + hard else "normal"
+        pool = pools[wanted] or pools["normal"] or pools["hard"] or pools["easy"]
+        oldest = min(self._last[name] for name in pool)
+        name = rng.choice([name for name in pool if self._last[name] == oldest])
+        self._last[name] = self._drawn
+        self._drawn += 1
+        return self._by_id[name]

@@ -1,0 +1,166 @@
+"""Tasks from files: JSON lines, Parquet, and datasets that Hugging Face's `save_to_disk` wrote.
+
+A row's question becomes the user's message, or is a list of chat messages; the whole row but the
+question becomes the spec, with the answer under "answer". Whatever is wrong with a row is said with
+its file and its line (a row's number, from 1, in files without lines).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.data.tasks import RowTasks
+from agentgrpo.types import Task
+
+Place = tuple[Path, int]
+
+
+def read_tasks(
+    path: Path | str,
+    *,
+    question: str = "question",
+    answer: str | None = "answer",
+    id: str | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> RowTasks:
+    """The tasks of a file or a dataset's directory.
+
+    Args:
+        path: `*.jsonl` (blank lines are skipped), `*.parquet`, or a directory with a state.json.
+        question: the column of the question: text, or a list of {"role", "content"}.
+        answer: the column of the expected answer; None: the environment knows what is right.
+        id: the column of a unique id; None numbers the rows: "name.jsonl:17".
+        shuffle: as for RowTasks.
+        seed: as for RowTasks.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is of another kind, has no rows, or one is bad; starts with file:line.
+    """
+    path = Path(path)
+    columns = [column for column in (question, answer, id) if column is not None]
+    tasks: dict[str, Task] = {}
+    for place, number, value in _reader(path)(path):
+        try:
+            row = _row(value, columns)
+            task = Task(
+                id=f"{path.name}:{number}" if id is None else str(row[id]),
+                messages=_messages(row[question], column=question),
+                spec=_spec(row, question, answer),
+            )
+            if task.id in tasks:
+                raise ValueError(f"the id {task.id!r} appears twice")
+        except ValueError as error:
+            raise ValueError(f"{place}:{number}: {error}") from None
+        tasks[task.id] = task
+    if not tasks:
+        raise ValueError(f"{path}: no rows; expected one JSON object a line")
+    source = f"SHA-256 {_digest(path)}"
+    return RowTasks(list(tasks.values()), source=source, shuffle=shuffle, seed=seed)
+
+
+Rows = Iterator[tuple[Path, int, Any]]
+"""The file a row lies in, its number there from 1, and the row (bytes of JSON, or a dict)."""
+
+
+def _reader(path: Path) -> Callable[[Path], Rows]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    if path.is_dir():
+        return _saved_dataset
+    if path.suffix == ".parquet":
+        return _parquet
+    if path.suffix in (".jsonl", ".json", ".ndjson"):
+        return _json_lines
+    raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a saved dataset's directory")
+
+
+def _json_lines(path: Path) -> Rows:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            yield path, number, line
+
+
+def _parquet(path: Path) -> Rows:
+    parquet = _arrow("parquet", path)
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a Parquet file: {error}") from None
+    yield from ((path, number, row) for number, row in enumerate(table.to_pylist(), start=1))
+
+
+def _saved_dataset(path: Path) -> Rows:
+    state = path / "state.json"
+    if not state.is_file():
+        splits = sorted(entry.parent.name for entry in path.glob("*/state.json"))
+        hint = f"; it holds the splits {', '.join(splits)}: name one of them" if splits else ""
+        raise ValueError(f"{path}: not a dataset that save_to_disk wrote{hint}")
+    ipc = _arrow("ipc", path)
+    number = 0
+    for file in json.loads(state.read_text())["_data_files"]:
+        with ipc.open_stream((path / file["filename"]).read_bytes()) as stream:
+            for row in stream.read_all().to_pylist():
+                number += 1
+                yield path, number, row
+
+
+def _arrow(module: str, path: Path) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(f"pyarrow.{module}")
+    except ImportError:
+        raise ValueError(f"{path}: reading it needs the package pyarrow") from None
+
+
+def _digest(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(path.glob("*.arrow"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _row(value: Any, columns: Iterable[str]) -> dict[str, Any]:
+    row = value
+    if isinstance(value, bytes):
+        try:
+            row = json.loads(value)
+        except ValueError as error:  # bad JSON or bad UTF-8
+            raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+    for column in columns:
+        if row.get(column) is None:
+            raise ValueError(f"no column {column!r}; the row has {sorted(row)}")
+    return row
+
+
+def _spec(row: dict[str, Any], question: str, answer: str | None) -> dict[str, Any]:
+    spec = {column: value for column, value in row.items() if column != question}
+    return spec if answer is None else {**spec, "answer": row[answer]}
+
+
+def _messages(question: Any, *, column: str) -> tuple[dict[str, str], ...]:
+    if isinstance(question, str) and question.strip():
+        return ({"role": "user", "content": question},)
+    if isinstance(question, list) and question and all(map(_is_message, question)):
+        return tuple({"role": m["role"], "content": m["content"]} for m in question)
+    raise ValueError(
+        f"column {column!r}: expected text or a list of "
+        f"{{'role': text, 'content': text}}, got {question!r:.80}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and all(isinstance(part, str) for part in value.values())
+    )

@@ -1,0 +1,89 @@
+"""From data.train and data.heldout to tasks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from agentgrpo.config import DataConfig
+from agentgrpo.data import word_problems
+from agentgrpo.data.files import read_tasks
+from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
+from agentgrpo.envs.base import Environment
+from agentgrpo.types import Task
+
+NAMES = ("word_problems", "env", "split")
+
+
+def training_tasks(
+    config: DataConfig, seed: int, env: Environment | None = None, *, answers: bool = True
+) -> Tasks:
+    """The stream that a run trains on, without what data.heldout = "split" sets aside.
+
+    Args:
+        config: which source.
+        seed: of the order.
+        env: for data.train = "env".
+        answers: rows must have an expected answer.
+
+    Raises:
+        ValueError, FileNotFoundError: the source cannot be read; names the key, or file and line.
+    """
+    if config.train == "word_problems":
+        return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
+    rows = _rows(config, "train", env, answers=answers, seed=seed)
+    if config.heldout == "split":
+        return rows.split(config.num_heldout, config.split_seed)[1]
+    return rows
+
+
+def heldout_tasks(
+    config: DataConfig, env: Environment | None = None, *, answers: bool = True
+) -> list[Task]:
+    """The tasks of every evaluation, in order; arguments and errors as of training_tasks()."""
+    if config.heldout == "word_problems":
+        source = word_problems.generate("heldout", config.heldout_levels)
+        return list(islice(source, config.num_heldout))
+    if config.heldout == "split":
+        rows = _rows(config, "train", env, answers=answers)
+        return rows.split(config.num_heldout, config.split_seed)[0]
+    return _rows(config, "heldout", env, answers=answers).rows[: config.num_heldout]
+
+
+def _rows(
+    config: DataConfig,
+    key: Literal["train", "heldout"],
+    env: Environment | None,
+    *,
+    answers: bool,
+    seed: int = 0,
+) -> RowTasks:
+    name: str = getattr(config, key)
+    if name == "env":
+        return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
+    if not Path(name).exists() and not Path(name).suffix and "/" not in name:
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file or a saved "
+            f"dataset's directory, got {name!r}{hint}"
+        )
+    answer = config.answer if answers else None
+    try:
+        return read_tasks(name, question=config.question, answer=answer, id=config.id, seed=seed)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"data.{key}: {error}") from None
+
+
+def _of_env(env: Environment | None, split: str) -> Sequence[Task]:
+    give = getattr(env, "tasks", None)
+    if give is None:
+        raise ValueError(
+            f"data.{split}: 'env', but the environment ({type(env).__name__}) has no tasks of its "
+            "own; name a file"
+        )
+    tasks: Sequence[Task] = give(split)
+    return tasks

@@ -1,0 +1,156 @@
+"""Python's interactive console in the sandbox: what answers the REPL agent, line by line.
+
+A line is worth what `line_rewards` says of how it ended, credited to the tokens of that line alone.
+`submit_final_answer(value)` ends the episode with str(value) as its answer; it can be called once.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+
+from agentgrpo.agents.base import Action, RunCode
+from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.sandbox import Console as Terminal
+from agentgrpo.sandbox import SandboxException, SandboxPool, Status, StepResult
+from agentgrpo.types import Task
+
+OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
+SUBMIT = "submit_final_answer"
+_DEFINE = f"def {SUBMIT}(value): return value"
+
+
+class ConsoleEnv:
+    """Episodes whose actions are single lines typed at `>>> ` or `... `.
+
+    Args:
+        pool: where sessions come from; the caller closes it.
+        timeout_s: wall-clock seconds of one line.
+        line_rewards: what a line is worth by its outcome: ok, error (an exception), syntax (a
+            syntax error), timeout, died (the interpreter ended). Outcomes left out are worth
+            nothing and leave no record.
+
+    Raises:
+        ValueError: there is no such outcome, or a reward is not a number.
+    """
+
+    def __init__(
+        self,
+        pool: SandboxPool,
+        timeout_s: float,
+        *,
+        line_rewards: Mapping[str, float] | None = None,
+    ) -> None:
+        for outcome, value in (line_rewards or {}).items():
+            if outcome not in OUTCOMES:
+                raise ValueError(f"line_rewards: expected {', '.join(OUTCOMES)}, got {outcome!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"line_rewards.{outcome}: expected a number, got {value!r}")
+        self.pool, self.timeout_s = pool, timeout_s
+        self.line_rewards = dict(line_rewards or {})
+
+    def reset(self, task: Task) -> ConsoleEpisode:
+        """A terminal without a session yet."""
+        return ConsoleEpisode(self)
+
+
+class ConsoleEpisode:
+    """One rollout's terminal."""
+
+    def __init__(self, env: ConsoleEnv) -> None:
+        self._env = env
+        self._terminal: Terminal | None = None
+        self._close_session: Callable[[], None] = lambda: None
+        self._statement: list[str] = []
+
+    def step(self, action: Action) -> Observation:
+        """Type one line; what is shown ends with the next prompt."""
+        if not isinstance(action, RunCode):
+            raise TypeError(f"the console takes lines of code, got {action}")
+        try:
+            terminal = self._terminal or self._start()
+            typed = terminal.type(action.code, self._env.timeout_s)
+        except SandboxException as error:
+            raise InfrastructureError(str(error)) from error
+        if typed.step.status is Status.INFRA_ERROR:
+            raise InfrastructureError(typed.step.detail)
+        self._statement.append(action.code)
+        outcome = outcome_of(typed.step)
+        rewards, counts = {}, {f"lines_{outcome}": 1.0}
+        if outcome in self._env.line_rewards:
+            rewards["line"] = self._env.line_rewards[outcome]
+        if typed.step.more:
+            return Observation(typed.shown + terminal.prompt, rewards=rewards, counts=counts)
+        statement, self._statement = "\n".join(self._statement), []
+        failed = typed.failed
+        if not failed and is_submission(statement):
+            return Observation(
+                typed.shown,
+                done=True,
+                answer=submitted(typed.step, typed.shown),
+                rewards=rewards,
+                counts=counts,
+            )
+        shown = typed.shown + terminal.prompt
+        if typed.step.state_lost:
+            self.close()
+            shown = f"{typed.shown}(the interpreter was restarted: its variables are gone)\n>>> "
+        return Observation(shown, failed=failed, rewards=rewards, counts=counts)
+
+    def _start(self) -> Terminal:
+        session = self._env.pool.acquire()
+        self._close_session = session.close
+        defined = session.step(_DEFINE)
+        if defined.status is not Status.OK:
+            raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
+        self._terminal = Terminal(session)
+        return self._terminal
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """Nothing: what an answer is worth is for the reward to say."""
+        return {}
+
+    def close(self) -> None:
+        """End the session, if there is one."""
+        self._terminal = None
+        self._close_session()
+        self._close_session = lambda: None
+
+
+def outcome_of(step: StepResult) -> str:
+    """How a line ended, as one of OUTCOMES."""
+    if step.status is Status.OK:
+        return "ok"
+    if step.status is Status.TIMEOUT:
+        return "timeout"
+    if step.status is Status.ERROR:
+        name = step.error.name if step.error else ""
+        return "syntax" if name in ("SyntaxError", "IndentationError", "TabError") else "error"
+    return "died" if step.state_lost else "error"
+
+
+def is_submission(statement: str) -> bool:
+    """Whether a complete statement is a call of submit_final_answer with one argument, no more."""
+    try:
+        tree = ast.parse(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
+        return False
+    call = tree.body[0].value
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == SUBMIT
+        and len(call.args) + len(call.keywords) == 1
+    )
+
+
+def submitted(step: StepResult, shown: str) -> str:
+    """The answer: what the call's value shows as, without the quotes of a string."""
+    text = shown.rstrip("\n")
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, str) else text

@@ -1,0 +1,162 @@
+"""Environments as classes whose public methods are tools, as in TRL's environment_factory.
+
+    class Counter:
+        def reset(self, **row) -> str | None: ...   # a text is added to the last user message
+        def add(self, n: int) -> int: ...           # a tool
+        def get_reward(self) -> float: ...          # optional: the environment's own reward
+
+One instance per rollout, so that nothing is shared between the members of a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentgrpo.agents.base import Action, Schema
+from agentgrpo.envs.base import Observation
+from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
+from agentgrpo.rewards import load_callable
+from agentgrpo.types import Task
+
+NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
+
+
+class FactoryEnv:
+    """Episodes of a user's class.
+
+    Args:
+        factory: the class, or `module:Class`; called without arguments for every rollout. Public
+            methods but reset, get_reward, close and tasks are tools; they may be coroutines. An
+            attribute `done` that becomes true ends the episode, an attribute `answer` is then what
+            was answered. A static or class method `tasks(split)` may give the tasks, as rows.
+
+    Raises:
+        ValueError: the class has no public methods, or one has a parameter without annotation.
+    """
+
+    def __init__(self, factory: Callable[[], Any] | str) -> None:
+        if isinstance(factory, str):
+            factory = load_callable(factory, key="env.options.factory")
+        self._factory = factory
+        self.judges = hasattr(factory, "get_reward")
+        self._schemas = Toolset(_tools(factory())).schemas
+        if not self._schemas:
+            raise ValueError(f"factory: {factory} has no public methods, so no tools")
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """The public methods."""
+        return self._schemas
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The class's own rows; what reset says of each is shown at the end of its question."""
+        give = getattr(self._factory, "tasks", None)
+        if give is None:
+            raise ValueError("env.options.factory: the class has no tasks(split)")
+        return [self.task(f"{split}/{i}", row) for i, row in enumerate(give(split))]
+
+    def task(self, id: str, row: Mapping[str, Any]) -> Task:
+        """A task from a row: its `question`, with what reset says; the whole row is the spec."""
+        world = self._factory()
+        opening = _reset(world, row)
+        texts = [str(row.get("question", "")), opening or ""]
+        content = "\n\n".join(text for text in texts if text)
+        return Task(id=id, messages=({"role": "user", "content": content},), spec=dict(row))
+
+    def reset(self, task: Task) -> FactoryEpisode | AsyncFactoryEpisode:
+        """A new instance; its reset runs before its first step."""
+        world = self._factory()
+        toolset = Toolset(_tools(world))
+        kind = AsyncFactoryEpisode if toolset.any_async else FactoryEpisode
+        return kind(world, toolset, task)
+
+
+def _tools(world: Any) -> list[Tool]:
+    methods = inspect.getmembers(world, inspect.isroutine)
+    return [
+        Tool(m, name) for name, m in methods if not name.startswith("_") and name not in NOT_TOOLS
+    ]
+
+
+def _reset(world: Any, row: Mapping[str, Any]) -> str | None:
+    said = world.reset(**row) if hasattr(world, "reset") else None
+    if inspect.isawaitable(said):
+        raise ValueError("reset must not be a coroutine: it runs before the loop does")
+    return None if said is None else str(said)
+
+
+class _World:
+    """What both kinds of episode share."""
+
+    def __init__(self, world: Any, toolset: Toolset, task: Task) -> None:
+        self._world, self._toolset, self._spec = world, toolset, task.spec
+        self._begun = False
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            _reset(self._world, self._spec)
+
+    def _after(self, observation: Observation) -> Observation:
+        if not getattr(self._world, "done", False):
+            return observation
+        answer = getattr(self._world, "answer", None)
+        return Observation(
+            observation.text,
+            failed=observation.failed,
+            done=True,
+            answer=None if answer is None else str(answer),
+            outputs=observation.outputs,
+            counts=observation.counts,
+        )
+
+    def _rewards(self, value: Any) -> Mapping[str, float]:
+        return value if isinstance(value, Mapping) else {"environment": float(value)}
+
+
+class FactoryEpisode(_World):
+    """An instance whose tools block."""
+
+    def step(self, action: Action) -> Observation:
+        """Call the methods of a turn in their order."""
+        self._begin()
+        return self._after(observed([self._toolset.call(call) for call in calls_of(action)]))
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """What get_reward says: a number (part `environment`) or named parts."""
+        self._begin()
+        if not hasattr(self._world, "get_reward"):
+            return {}
+        return self._rewards(self._world.get_reward())
+
+    def close(self) -> None:
+        """The instance's own close, if it has one."""
+        if hasattr(self._world, "close"):
+            self._world.close()
+
+
+class AsyncFactoryEpisode(_World):
+    """An instance of which at least one tool is a coroutine: a turn's calls run at once."""
+
+    async def step(self, action: Action) -> Observation:
+        """Call the methods of a turn at once; answers keep their order."""
+        self._begin()
+        calls = calls_of(action)
+        return self._after(observed(await asyncio.gather(*map(self._toolset.call_async, calls))))
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        """What get_reward says, awaited if it is a coroutine."""
+        self._begin()
+        if not hasattr(self._world, "get_reward"):
+            return {}
+        value = self._world.get_reward()
+        return self._rewards(await value if inspect.isawaitable(value) else value)
+
+    async def close(self) -> None:
+        """The instance's own close, if it has one."""
+        if hasattr(self._world, "close"):
+            closed = self._world.close()
+            if inspect.isawaitable(closed):
+                await closed

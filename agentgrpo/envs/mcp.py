@@ -1,0 +1,148 @@
+"""Tools of a Model Context Protocol server, over its standard streams, by the official client.
+
+Every rollout has a server process of its own, started at its first call, so that members of a group
+share nothing. The package mcp is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentgrpo.agents.base import Action, Schema, ToolCall
+from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.envs.tools import Answer, calls_of, observed
+from agentgrpo.types import Task
+
+
+class McpEnv:
+    """Episodes of one server program.
+
+    Args:
+        command: the executable that starts it.
+        args: its arguments.
+        env: further environment variables.
+        only: names of the tools to show; None: all.
+        timeout_s: of one call; an answer that takes longer is an error for the policy.
+
+    Raises:
+        ValueError: the server does not start or has no such tool, or the package is missing.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        only: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        try:
+            from mcp import StdioServerParameters
+        except ImportError as error:
+            raise ValueError(f"the package mcp is needed: {error}") from error
+        given = dict(env) if env is not None else None
+        self.parameters = StdioServerParameters(command=command, args=list(args), env=given)
+        self.timeout_s = timeout_s
+        try:
+            found = asyncio.run(self._list())
+        except Exception as error:  # whatever a program may do that is no such server
+            raise ValueError(f"command {command!r}: no MCP server answered: {error!r}") from error
+        schemas = {tool.name: _schema(tool) for tool in found}
+        missing = [name for name in only or () if name not in schemas]
+        if missing:
+            raise ValueError(f"only: the server has no tool {missing[0]!r}, but {sorted(schemas)}")
+        self.schemas: tuple[Schema, ...] = tuple(schemas[name] for name in only or schemas)
+
+    async def _list(self) -> list[Any]:
+        from mcp import Client
+
+        async with asyncio.timeout(self.timeout_s), Client(self.parameters) as client:
+            return list((await client.list_tools()).tools)
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """The server's tools."""
+        return self.schemas
+
+    def reset(self, task: Task) -> McpEpisode:
+        """An episode whose server is not started yet."""
+        return McpEpisode(self)
+
+
+class McpEpisode:
+    """One server process, whose client lives in a task of its own, as its library wants."""
+
+    def __init__(self, env: McpEnv) -> None:
+        self._env = env
+        self._names = {schema["function"]["name"] for schema in env.schemas}
+        self._client: asyncio.Future[Any] | None = None
+        self._leave = asyncio.Event()
+        self._server: asyncio.Task[None] | None = None
+
+    async def step(self, action: Action) -> Observation:
+        """Make the calls of a turn at once; answers keep their order."""
+        calls = calls_of(action)
+        client = await self._connected()
+        return observed(await asyncio.gather(*(self._call(client, call) for call in calls)))
+
+    async def _connected(self) -> Any:
+        if self._client is None:
+            self._client = asyncio.get_running_loop().create_future()
+            self._server = asyncio.create_task(self._serve(self._client))
+        try:
+            return await self._client
+        except Exception as error:
+            raise InfrastructureError(f"the MCP server did not start: {error!r}") from error
+
+    async def _serve(self, ready: asyncio.Future[Any]) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(self._env.parameters) as client:
+                ready.set_result(client)
+                await self._leave.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    async def _call(self, client: Any, call: ToolCall) -> Answer:
+        if call.name not in self._names:
+            known = ", ".join(sorted(self._names))
+            return Answer(f"UnknownTool: no tool {call.name!r}; there are: {known}", "unknown_tool")
+        from mcp import MCPError
+
+        try:
+            async with asyncio.timeout(self._env.timeout_s):
+                result = await client.call_tool(call.name, dict(call.arguments))
+        except TimeoutError:
+            return Answer(f"TimeoutError: over {self._env.timeout_s:g} s", "tool_exception")
+        except MCPError as error:
+            return Answer(f"BadArguments: {error}", "bad_arguments")
+        text = "\n".join(block.text for block in result.content if block.type == "text")
+        return Answer(text, "tool_exception" if result.is_error else "")
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        """Nothing: what an answer is worth is for the reward to say."""
+        return {}
+
+    async def close(self) -> None:
+        """End the server, if it was started."""
+        self._leave.set()
+        if self._server is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._server
+
+
+def _schema(tool: Any) -> Schema:
+    parameters = {k: v for k, v in tool.input_schema.items() if k not in ("title", "$schema")}
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": {"properties": {}, **parameters},
+        },
+    }

@@ -1,0 +1,288 @@
+"""Tools from typed Python functions: what they take is read off their annotations and checked.
+
+The functions are the user's own and run in this process; only plain values (JSON) come from the
+policy. What a tool raises is shown to the policy; InfrastructureError is the machine's fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from agentgrpo.agents.base import Action, CallTools, Schema, ToolCall
+from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.rewards import load_callable
+from agentgrpo.types import Task
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one call came to."""
+
+    text: str
+    error: str = ""
+    """"", or which kind: unknown_tool, bad_arguments, tool_exception."""
+
+
+class Tool:
+    """A function with the JSON schema of what it takes.
+
+    Args:
+        function: every parameter annotated with a type that JSON can carry; async or not. Its
+            docstring's first paragraph describes it, its `name: text` lines under `Args:` describe
+            the parameters.
+        name: what the policy calls it by; None: its own name.
+
+    Raises:
+        ValueError: a parameter has no annotation, or one without a JSON schema; names it.
+    """
+
+    def __init__(self, function: Function, name: str | None = None) -> None:
+        self.function = function
+        self.name = name or function.__name__
+        self.is_async = inspect.iscoroutinefunction(function)
+        description, described = describe(inspect.getdoc(function) or "")
+        try:
+            signature = inspect.signature(function, eval_str=True)
+            fields = {
+                parameter.name: _field(self.name, parameter, described)
+                for parameter in signature.parameters.values()
+            }
+            self._model = pydantic.create_model(
+                self.name, __config__=pydantic.ConfigDict(extra="forbid"), **fields
+            )
+            parameters = self._model.model_json_schema()
+        except (NameError, pydantic.errors.PydanticUserError) as error:
+            raise ValueError(f"tool {self.name}: {error}") from error
+        parameters = {k: v for k, v in parameters.items() if k not in ("title", "description")}
+        for value in parameters.get("properties", {}).values():
+            value.pop("title", None)
+        self.schema: Schema = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": description,
+                "parameters": {"properties": {}, **parameters},
+            },
+        }
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function's types; ValueError says what is wrong with which."""
+        try:
+            checked = self._model.model_validate(dict(values))
+        except pydantic.ValidationError as error:
+            problems = (
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+                for e in error.errors(include_url=False)
+            )
+            raise ValueError("; ".join(problems)) from None
+        return {name: getattr(checked, name) for name in self._model.model_fields}
+
+
+class Toolset:
+    """Tools by name, and their calls.
+
+    Raises:
+        ValueError: two tools have the same name.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) != len(tools):
+            raise ValueError(f"tools: names must differ, got {[tool.name for tool in tools]}")
+        self.schemas: tuple[Schema, ...] = tuple(tool.schema for tool in tools)
+        self.any_async = any(tool.is_async for tool in tools)
+
+    def call(self, call: ToolCall) -> Answer:
+        """Make a call; only what is the machine's fault is raised."""
+        ready = self._prepare(call)
+        if isinstance(ready, Answer):
+            return ready
+        tool, arguments = ready
+        try:
+            return Answer(show(tool.function(**arguments)))
+        except InfrastructureError:
+            raise
+        except Exception as error:
+            return _raised(error)
+
+    async def call_async(self, call: ToolCall) -> Answer:
+        """Make a call of a tool that is a coroutine; others run as in call()."""
+        ready = self._prepare(call)
+        if isinstance(ready, Answer):
+            return ready
+        tool, arguments = ready
+        if not tool.is_async:
+            return await asyncio.to_thread(self.call, call)
+        try:
+            return Answer(show(await tool.function(**arguments)))
+        except InfrastructureError:
+            raise
+        except Exception as error:
+            return _raised(error)
+
+    def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Answer:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return Answer(f"UnknownTool: no tool {call.name!r}; there are: {known}", "unknown_tool")
+        try:
+            return tool, tool.arguments(call.arguments)
+        except ValueError as error:
+            return Answer(f"BadArguments: {call.name}: {error}", "bad_arguments")
+
+
+def _raised(error: Exception) -> Answer:
+    return Answer(f"{type(error).__name__}: {error}".rstrip(": "), "tool_exception")
+
+
+def observed(answers: Sequence[Answer]) -> Observation:
+    """The answers of one turn's calls as an observation; failures are counted by their kind."""
+    counts: dict[str, float] = {}
+    for answer in answers:
+        if answer.error:
+            counts[answer.error] = counts.get(answer.error, 0.0) + 1.0
+    return Observation(
+        "\n".join(answer.text for answer in answers),
+        failed=any(answer.error for answer in answers),
+        outputs=tuple(answer.text for answer in answers),
+        counts=counts,
+    )
+
+
+def calls_of(action: Action) -> tuple[ToolCall, ...]:
+    """The calls of an action that can be nothing else here."""
+    if not isinstance(action, CallTools):
+        raise TypeError(f"the environment answers tool calls, got {action}")
+    return action.calls
+
+
+class ToolEnv:
+    """Functions as tools, without a state of their own: one set for all rollouts.
+
+    Args:
+        tools: functions, or their names as `module:function`.
+    """
+
+    def __init__(self, tools: Sequence[Function | str]) -> None:
+        if isinstance(tools, str) or not tools:
+            raise ValueError(f"tools: expected a list of functions, got {tools!r}")
+        self.toolset = Toolset(
+            [
+                Tool(
+                    load_callable(tool, key="env.options.tools") if isinstance(tool, str) else tool
+                )
+                for tool in tools
+            ]
+        )
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """The same for every task."""
+        return self.toolset.schemas
+
+    def reset(self, task: Task) -> ToolEpisode | AsyncToolEpisode:
+        """Asynchronous if any of the tools is."""
+        kind = AsyncToolEpisode if self.toolset.any_async else ToolEpisode
+        return kind(self.toolset)
+
+
+class ToolEpisode:
+    """Calls, one after another."""
+
+    def __init__(self, toolset: Toolset) -> None:
+        self._toolset = toolset
+
+    def step(self, action: Action) -> Observation:
+        """Make the calls of a turn in their order."""
+        return observed([self._toolset.call(call) for call in calls_of(action)])
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """Nothing: what an answer is worth is for the reward to say."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class AsyncToolEpisode:
+    """Calls of a turn at the same time, answered in their order."""
+
+    def __init__(self, toolset: Toolset) -> None:
+        self._toolset = toolset
+
+    async def step(self, action: Action) -> Observation:
+        """Make the calls of a turn at once."""
+        calls = calls_of(action)
+        return observed(await asyncio.gather(*map(self._toolset.call_async, calls)))
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        """Nothing: what an answer is worth is for the reward to say."""
+        return {}
+
+    async def close(self) -> None:
+        """Nothing to give back."""
+
+
+def show(value: Any) -> str:
+    """A tool's value as the policy sees it: text as it is, everything else as JSON.
+
+    >>> show("a"), show({"b": 1}), show(None)
+    ('a', '{"b": 1}', 'null')
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    return str(value)
+
+
+def describe(doc: str) -> tuple[str, dict[str, str]]:
+    """A docstring's first paragraph, and what its `Args:` say of each parameter.
+
+    >>> describe('''Adds.
+    ...
+    ... Args:
+    ...     a: the first,
+    ...         a number.
+    ...     b (int): the other.''')
+    ('Adds.', {'a': 'the first, a number.', 'b': 'the other.'})
+    """
+    head, _, rest = doc.partition("Args:\n")
+    described: dict[str, str] = {}
+    name = ""
+    for line in inspect.cleandoc(rest).splitlines() if rest else ():
+        found = re.match(r"\*{0,2}(\w+)(?: \([^)]*\))?: (.*)", line)
+        if found and not line.startswith(" "):
+            name = found[1]
+            described[name] = found[2].strip()
+        elif line.startswith(" ") and name:
+            described[name] += f" {line.strip()}"
+        elif not line.strip():
+            break
+    return " ".join(head.strip().split("\n\n")[0].split()), described
+
+
+def _field(tool: str, parameter: inspect.Parameter, described: Mapping[str, str]) -> Any:
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise ValueError(f"tool {tool}: parameter {parameter} cannot be given by its name")
+    if parameter.annotation is parameter.empty:
+        raise ValueError(f"tool {tool}: parameter {parameter.name!r} has no annotation")
+    default = ... if parameter.default is parameter.empty else parameter.default
+    text = described.get(parameter.name)
+    return (parameter.annotation, pydantic.Field(default, description=text))

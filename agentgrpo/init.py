@@ -1,0 +1,109 @@
+"""Write a config for your model and your data, every setting in it with what it means.
+
+The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
+datasets' save_to_disk wrote. Some of its rows are held out, to see whether the policy learns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.settings import as_toml, settings
+
+HEAD = """\
+# Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.
+#   agentgrpo train {name} --dry-run    checks it
+#   agentgrpo train {name}              trains
+#   agentgrpo view {out_dir}            shows what came of it
+
+"""
+
+
+def values_for(model: str, data: Path, *, question: str, answer: str) -> dict[str, Any]:
+    """The settings that a model and a data file decide.
+
+    Raises:
+        ValueError, OSError: the data cannot be read; names the file and the line.
+    """
+    from agentgrpo.data.files import read_tasks
+
+    rows = len(read_tasks(data, question=question, answer=answer).rows)
+    if rows < 2:
+        raise ValueError(f"{data}: {rows} row; at least 2 are needed, one of them to be held out")
+    columns = {"data.question": question, "data.answer": answer}
+    return {
+        "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+        "steps": 100,
+        "data.train": str(data.resolve()),
+        "data.heldout": "split",
+        "data.num_heldout": max(1, min(64, rows // 5)),
+        "rollout.max_turn_tokens": 256,
+        "rollout.max_observation_tokens": 256,
+        "engine.max_model_len": 2048,
+        "learner.max_tokens": 4096,
+        **{key: column for key, column in columns.items() if column != key.partition(".")[2]},
+    }
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name: Path) -> str:
+    """The text of a config that will be called `name`.
+
+    Raises:
+        ValueError: the settings do not fit one another, or an override is of no setting.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as draft:
+        draft.write(as_toml(values))
+        draft.flush()
+        chosen = load_config(draft.name, overrides)
+    wanted = {
+        key: value
+        for setting in settings()
+        for key in [f"{setting.section}.{setting.key}".lstrip(".")]
+        if (value := value_of(chosen, key)) != setting.default or key in values
+    }
+    head = HEAD.format(name=name, out_dir=chosen.out_dir)
+    return head + as_toml(wanted)
+
+
+def value_of(config: TrainConfig, name: str) -> Any:
+    """The value of `section.key`."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, write the config. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="agentgrpo init", description=__doc__)
+    parser.add_argument("model", help="a model directory, hub name or package:NAME")
+    parser.add_argument("data", type=Path, help=".jsonl, .parquet or a saved dataset")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of yours"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("train.toml"))
+    parser.add_argument("--question", default="question", help="column of the question")
+    parser.add_argument("--answer", default="answer", help="column of the expected answer")
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        if args.output.exists():
+            raise ValueError(f"{args.output} exists; remove it, or choose another with --output")
+        if Path(args.model).exists() and not (Path(args.model) / "config.json").is_file():
+            raise ValueError(f"model {args.model!r}: no directory with a config.json")
+        values = values_for(args.model, args.data, question=args.question, answer=args.answer)
+        out_dir = Path("runs") / args.output.stem
+        values["out_dir"] = str(out_dir)
+        args.output.write_text(with_overrides(values, args.overrides, name=args.output))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    print(f"{args.output}: written. Now: agentgrpo train {args.output} --dry-run")  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""Branching rollouts: more of a group's samples go where the policy became unsure after a tool.
+
+ARPO (arXiv:2507.19849, 3.1): a group begins with some rollouts; where the entropy H of a turn that
+follows a tool's answer exceeds the entropy H0 of its rollout's first turn, another rollout branches
+off right behind that answer, with probability clip(p + w * (H - H0), 0, 1). What differs from the
+released code, on purpose:
+
+* H is a mean over a turn's first tokens, not a sum: it does not grow with the turn. It is divided
+  by ln(vocabulary); what is not among the likeliest tokens counts as one token, not as nothing.
+* H0 belongs to one rollout of one call. There it was kept from the first batch of the training on.
+* The branch begins behind the answer whose turn was measured, not one tool call later.
+* Free places are shared out among the first rollouts, and halved at each branching, so that early
+  ones do not take all; what a rollout leaves unused begins alone as soon as it has ended, all at
+  once, and not one per round at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentgrpo.agents.base import Action
+from agentgrpo.config import BranchConfig
+from agentgrpo.envs.base import Observation
+from agentgrpo.types import Float32
+
+
+def token_entropies(
+    logprobs: Sequence[float], token_ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+) -> Float32:
+    """Entropy in nats of each token's distribution, from the log-probabilities of the likeliest.
+
+    Whatever they leave of the probability counts as one further outcome, so the value is a lower
+    bound, exact if all tokens are given.
+
+    Args:
+        logprobs: of the sampled token and then of the likeliest ones, position after position.
+        token_ids: whose they are; the sampled one may stand twice.
+        starts: where each position begins.
+        ends: where it ends.
+
+    Returns:
+        One number per position; none if only the sampled tokens' log-probabilities are given.
+    """
+    if not starts or ends[0] - starts[0] < 2:
+        return np.zeros(0, np.float32)
+    entropies = []
+    for start, end in zip(starts, ends, strict=True):
+        distinct = dict(zip(token_ids[start:end], logprobs[start:end], strict=True))
+        logp = np.array(list(distinct.values()), np.float64)
+        p = np.exp(logp)
+        rest = max(0.0, 1.0 - float(p.sum()))
+        known = -float((p * np.where(p > 0, logp, 0.0)).sum())
+        entropies.append(known - (rest * math.log(rest) if rest > 0 else 0.0))
+    return np.array(entropies, np.float32)
+
+
+def turn_entropy(entropies: Float32, config: BranchConfig, vocab_size: int) -> float | None:
+    """Mean entropy of a turn's first tokens as a share of ln(vocab_size); None of an empty turn."""
+    first = entropies[: config.entropy_tokens]
+    return float(first.mean()) / math.log(vocab_size) if len(first) else None
+
+
+def branch_probability(delta: float, config: BranchConfig, consecutive: int = 0) -> float:
+    """Of branching where the entropy has grown by delta.
+
+    Args:
+        delta: H - H0, as shares of ln(vocabulary).
+        config: probability p, entropy_weight w, consecutive_penalty.
+        consecutive: branchings in a row that led here.
+
+    >>> branch_probability(0.5, BranchConfig(probability=0.5, entropy_weight=0.2))
+    0.6
+    >>> branch_probability(-9.0, BranchConfig(probability=0.5, entropy_weight=0.2))
+    0.0
+    """
+    p = min(1.0, max(0.0, config.probability + config.entropy_weight * delta))
+    return p * (1.0 - config.consecutive_penalty) ** consecutive
+
+
+def aepo_initial(group_size: int, root: float, after_tools: float, beta: float) -> int:
+    """How many of a group begin alone: group_size * sigmoid(beta * (root - after_tools)), rounded.
+
+    An unsure first turn asks for other beginnings, unsure turns after tools for branches (AEPO,
+    arXiv:2510.14545).
+
+    >>> aepo_initial(16, 0.5, 0.5, 2.0)
+    8
+    """
+    return round(group_size / (1.0 + math.exp(-beta * (root - after_tools))))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of an episode, and what it was answered."""
+
+    action: Action
+    digest: bytes
+
+    @classmethod
+    def of(cls, action: Action, observation: Observation) -> Step:
+        """The step, its observation remembered by hash."""
+        return cls(action, digest(observation))
+
+
+def digest(observation: Observation) -> bytes:
+    """A hash of all that an observation says."""
+    said = (observation.text, observation.failed, observation.done, observation.outputs)
+    return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class GroupPlan:
+    """Which rollout of a group begins when, and how.
+
+    Every index below group_size is handed out exactly once, by begin(), fork(), ended() or
+    decide(). The indices that are not out yet are entrusted to the rollouts that play.
+
+    Args:
+        group_size: rollouts in all.
+        config: initial 0 begins all of them at once.
+    """
+
+    group_size: int
+    config: BranchConfig
+    _next: int = 0
+    _shares: dict[int, int] = field(default_factory=dict)
+    """By rollout that plays: how many indices it may still hand out."""
+    _undecided: bool = False
+    _roots: dict[int, float] = field(default_factory=dict)
+    _after_tools: list[float] = field(default_factory=list)
+
+    def begin(self) -> list[int]:
+        """The rollouts that begin at once."""
+        branching = 0 < self.config.initial < self.group_size
+        first = self._hand_out(self.config.initial if branching else self.group_size)
+        self._undecided = branching and self.config.budget == "aepo"
+        self._shares = dict.fromkeys(first, 0)
+        if branching and not self._undecided:
+            self._share_out(self.group_size - self._next)
+        return first
+
+    def may_branch(self, index: int) -> bool:
+        """Whether the rollout may hand an index out."""
+        return self._shares.get(index, 0) > 0
+
+    def fork(self, index: int) -> int:
+        """The index of a rollout that branches off this one; they share what may still branch."""
+        left = self._shares[index] - 1
+        (new,) = self._hand_out(1)
+        self._shares[index] = left - left // 2
+        self._shares[new] = left // 2
+        return new
+
+    def ended(self, index: int) -> list[int]:
+        """A rollout has ended; returns those that begin alone in place of what it left unused."""
+        begun: list[int] = []
+        if self._undecided:  # it ended without having called a tool: nothing tells for branches
+            begun = self._decide(self.group_size)
+        unused = self._hand_out(self._shares.pop(index, 0))
+        self._shares |= dict.fromkeys(unused, 0)
+        return begun + unused
+
+    def measured(self, index: int, entropy: float, *, after_tool: bool) -> list[int]:
+        """A turn's entropy is known; returns those that begin alone because of it (AEPO)."""
+        if not self._undecided:
+            return []
+        if not after_tool:
+            self._roots.setdefault(index, entropy)
+            return []
+        self._after_tools.append(entropy)
+        root = sum(self._roots.values()) / len(self._roots)
+        after = sum(self._after_tools) / len(self._after_tools)
+        return self._decide(aepo_initial(self.group_size, root, after, self.config.aepo_beta))
+
+    def _decide(self, initial: int) -> list[int]:
+        self._undecided = False
+        begun = self._hand_out(max(0, initial - self._next))
+        self._shares |= dict.fromkeys(begun, 0)
+        self._share_out(self.group_size - self._next)
+        return begun
+
+    def _hand_out(self, count: int) -> list[int]:
+        start, self._next = self._next, self._next + count
+        return list(range(start, self._next))
+
+    def _share_out(self, count: int) -> None:
+        playing = list(self._shares)
+        for number in range(count):
+            self._shares[playing[number % len(playing)]] += 1

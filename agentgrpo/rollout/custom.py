@@ -1,0 +1,225 @@
+"""A user's own way of sampling in place of ours: `rollout.sampler = "module:Class"`.
+
+    class MySampler:
+        def __init__(self, chat, config): ...              # ChatTemplate, RolloutConfig
+        def rollout(self, engine, tasks, n, params): ...   # -> one list of n Rollouts per task
+
+It may drive `engine.add_request / step` on token ids, ask `engine.llm.chat(messages, tools=...)`,
+or do something else altogether. What it returns is trained on as it is: a segment with
+log-probabilities was sampled and is trained, one without was not; rewards of spans count as an
+environment's. So what comes back is checked here, before it can spoil a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from agentgrpo.config import RolloutConfig
+from agentgrpo.rewards import load_callable
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.limits import treatment_of
+from agentgrpo.rollout.play import SamplerStats
+from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+
+if TYPE_CHECKING:
+    from agentgrpo.engine import Engine
+
+
+class AnySampler(Protocol):
+    """What the training loop and the evaluation play tasks with; sampler.py's, or CustomSampler."""
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        *,
+        seed: int,
+        temperature: float | None = None,
+        filters: Mapping[str, float] = MappingProxyType({}),
+    ) -> tuple[list[Group], SamplerStats]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParams:
+    """How the run wants its rollouts sampled."""
+
+    temperature: float
+    max_turns: int
+    max_turn_tokens: int
+    max_response_tokens: int
+    """Tokens after the prompt at most; prompt and response must not exceed engine.max_model_len."""
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    """Of this call; derive one per request from it (play.request_seed)."""
+    filters: Mapping[str, float]
+    """vLLM's top_p and the like; empty unless it is an evaluation."""
+
+
+class RolloutSampler(Protocol):
+    """A user's sampler; see the module's text for its constructor."""
+
+    def rollout(
+        self, engine: Engine, tasks: Sequence[Task], n: int, params: RolloutParams
+    ) -> Sequence[Sequence[Rollout]]:
+        """Play each task n times; one list per task, in order."""
+
+
+class CustomSampler:
+    """Plays tasks with a user's sampler, and checks what it returns.
+
+    Args:
+        user: the sampler.
+        engine: awake while playing.
+        config: of the run's rollouts.
+        stop_token_ids: what ends a turn.
+    """
+
+    def __init__(
+        self,
+        user: RolloutSampler,
+        engine: Engine,
+        config: RolloutConfig,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self._user, self._engine, self._config = user, engine, config
+        self._stop_token_ids = stop_token_ids
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        *,
+        seed: int,
+        temperature: float | None = None,
+        filters: Mapping[str, float] = MappingProxyType({}),
+    ) -> tuple[list[Group], SamplerStats]:
+        """Like Sampler.play.
+
+        Raises:
+            ValueError: what the user's sampler returned cannot be trained on; names the rollout.
+        """
+        c, limit = self._config, self._engine.max_model_len
+        params = RolloutParams(
+            temperature=c.temperature if temperature is None else temperature,
+            max_turns=c.max_turns,
+            max_turn_tokens=c.max_turn_tokens,
+            max_response_tokens=limit if c.max_response_tokens is None else c.max_response_tokens,
+            stop_token_ids=self._stop_token_ids,
+            seed=seed,
+            filters=filters,
+        )
+        started = time.perf_counter()
+        try:
+            played = self._user.rollout(self._engine, tasks, group_size, params)
+        except BaseException:  # so that the engine can go to sleep and the error be seen
+            self._engine.abort_all()
+            raise
+        if self._engine.num_in_flight:
+            raise ValueError(
+                f"rollout.sampler returned with {self._engine.num_in_flight} requests in flight"
+            )
+        groups = self._groups(played, tasks, group_size)
+        sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
+        seconds = time.perf_counter() - started
+        return groups, SamplerStats(total_s=seconds, total_sampled_tokens=sampled)
+
+    def _groups(
+        self, played: Sequence[Sequence[Rollout]], tasks: Sequence[Task], group_size: int
+    ) -> list[Group]:
+        sizes = [len(rollouts) for rollouts in played]
+        if sizes != [group_size] * len(tasks):
+            raise ValueError(
+                f"rollout.sampler: expected {len(tasks)} lists of {group_size} rollouts, got lists "
+                f"of {sizes}"
+            )
+        for task, rollouts in zip(tasks, played, strict=True):
+            for index, rollout in enumerate(rollouts):
+                where = f"rollout.sampler: task {task.id!r}, rollout {index}"
+                _check(rollout, task, self._engine.max_model_len, where)
+                rollout.treatment = treatment_of(rollout.status, self._config)
+        return [
+            Group(task=task, rollouts=list(rollouts))
+            for task, rollouts in zip(tasks, played, strict=True)
+        ]
+
+
+def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
+    """What `rollout.sampler` names.
+
+    Raises:
+        ValueError: no such class or function, or what the class makes has no rollout().
+    """
+    kind, _, function = config.sampler.partition(":")
+    if kind == "rollout_func":
+        from agentgrpo.rollout.trl import RolloutFuncSampler
+
+        return RolloutFuncSampler(load_callable(function, key="rollout.sampler"), chat, config)
+    user = load_callable(config.sampler, key="rollout.sampler")(chat, config)
+    if not callable(getattr(user, "rollout", None)):
+        raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
+    return cast(RolloutSampler, user)
+
+
+def _check(rollout: Rollout, task: Task, max_model_len: int, where: str) -> None:
+    if rollout.task is not task:
+        raise ValueError(f"{where}: is of task {rollout.task.id!r}")
+    if not rollout.segments or rollout.segments[0].sampled:
+        raise ValueError(f"{where}: must begin with a prompt, a segment without logprobs")
+    length = len(rollout.token_ids)
+    if length > max_model_len:
+        raise ValueError(f"{where}: {length} tokens exceed engine.max_model_len {max_model_len}")
+    for segment in rollout.segments:
+        if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
+            raise ValueError(f"{where}: a sampled token's log-probability is nan or infinite")
+    for span in rollout.span_rewards:
+        if not 0 <= span.start < span.end <= length:
+            raise ValueError(f"{where}: {span} is not within its {length} tokens")
+        if not np.isfinite(span.value):
+            raise ValueError(f"{where}: {span} is not finite")
+
+
+def rollout_from_tokens(
+    task: Task,
+    prompt_ids: Sequence[int] | Int32,
+    completion_ids: Sequence[int] | Int32,
+    logprobs: Sequence[float] | Float32,
+    mask: Sequence[Any] | None = None,
+    *,
+    status: Status = Status.COMPLETED,
+    answer: str | None = None,
+) -> Rollout:
+    """A rollout from flat lists, the form that other trainers use.
+
+    Args:
+        task: what it is an attempt at.
+        prompt_ids: at least one token.
+        completion_ids: everything after the prompt.
+        logprobs: one per completion token; read only where the mask is true.
+        mask: one per completion token, true where the policy sampled it; None: all were sampled.
+        status: how it ended.
+        answer: with what.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    ids = np.asarray(completion_ids, np.int32)
+    sampled = np.ones(len(ids), bool) if mask is None else np.asarray(mask, bool)
+    values = np.asarray(logprobs, np.float32)
+    if not len(ids) == len(values) == len(sampled):
+        raise ValueError(
+            f"task {task.id!r}: {len(ids)} completion tokens need as many logprobs and mask "
+            f"values, got {len(values)} and {len(sampled)}"
+        )
+    cuts = np.flatnonzero(np.diff(sampled)) + 1
+    bounds = [0, *cuts.tolist(), len(ids)] if len(ids) else []
+    segments = [Segment(np.asarray(prompt_ids, np.int32))]
+    for start, end in pairwise(bounds):
+        segments.append(Segment(ids[start:end], values[start:end] if sampled[start] else None))
+    return Rollout(task=task, segments=segments, status=status, answer=answer)

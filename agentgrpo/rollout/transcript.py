@@ -1,0 +1,148 @@
+"""The token truth of one rollout while it is played, also where its history is rendered anew.
+
+A prompt that is rendered anew from messages need not begin with what the engine saw: templates drop
+thoughts, and text does not encode back to the ids that were sampled. Each such prompt is compared
+with the ids at hand, as TRL and slime do it:
+
+    CLEAN    it begins with all of them: what follows is appended, unsampled
+    REALIGN  it differs only inside the last sampled turn, by few tokens: what differs is replaced
+             by the prompt's version, unsampled; the turn's beginning is still trained on
+    FORK     it differs before that: the row is closed and another begins with the whole prompt
+
+So the engine's prompt is always the row as it stands. Every sampled token stays in exactly one row
+(but for those that REALIGN replaced, which the policy no longer sees); all rows are one rollout.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentgrpo import _C
+from agentgrpo.types import Float32, Int32, Segment
+
+
+class Drift(StrEnum):
+    """How a prompt that was rendered anew relates to the ids at hand."""
+
+    CLEAN = "clean"
+    REALIGN = "realign"
+    FORK = "fork"
+
+
+def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -> tuple[Drift, int]:
+    """What to do about a prompt, and how many tokens it shares with what is held.
+
+    Args:
+        held: the ids at hand, prompts and turns.
+        prompt: the ids to be sent to the engine next.
+        turn_start: where in held the last sampled turn begins.
+        fork_threshold: this many differing tokens at the end of held are too many to realign.
+
+    >>> ten = np.arange(1, 11, dtype=np.int32)
+    >>> classify(ten, np.array([*ten, 11], np.int32), 5, 1024)
+    (<Drift.CLEAN: 'clean'>, 10)
+    >>> classify(ten, np.array([1, 2, 3, 4, 5, 6, 7, 99, 100], np.int32), 5, 1024)
+    (<Drift.REALIGN: 'realign'>, 7)
+    >>> classify(ten, np.array([1, 2, 50, 4, 5, 6, 7, 8, 9, 10], np.int32), 5, 1024)
+    (<Drift.FORK: 'fork'>, 2)
+    """
+    shared = _C.common_prefix(held.data, prompt.data)
+    drift = len(held) - shared
+    if drift == 0:
+        return Drift.CLEAN, shared
+    if shared >= turn_start and drift < fork_threshold:
+        return Drift.REALIGN, shared
+    return Drift.FORK, shared
+
+
+class Transcript:
+    """Rows of tokens that grow: int32 ids, uint8 mask and float32 log-probabilities.
+
+    Args:
+        prompt: what the first row begins with.
+        fork_threshold: see classify().
+    """
+
+    def __init__(self, prompt: Int32, *, fork_threshold: int = 1024) -> None:
+        self._fork_threshold = fork_threshold
+        self.closed_rows: list[list[Segment]] = []
+        """Rows that ended in a FORK, oldest first."""
+        self._begin(prompt)
+
+    def _begin(self, prompt: Int32) -> None:
+        self._length = 0
+        self._ids = np.empty(0, np.int32)
+        self._mask = np.empty(0, np.uint8)
+        self._logprobs = np.empty(0, np.float32)
+        self.segments: list[Segment] = []
+        """The row at hand."""
+        self._turn_start = 0
+        self.give(prompt)
+        self._turn_start = self._length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def ids(self) -> Int32:
+        """The row at hand, contiguous; a view that the next change makes stale."""
+        return self._ids[: self._length]
+
+    @property
+    def mask(self) -> NDArray[np.uint8]:
+        """1 where the policy sampled the token."""
+        return self._mask[: self._length]
+
+    @property
+    def logprobs(self) -> Float32:
+        """Of sampled tokens, in nats; 0 elsewhere."""
+        return self._logprobs[: self._length]
+
+    def give(self, token_ids: Int32) -> None:
+        """Append tokens that the policy did not sample."""
+        self._append(Segment(token_ids))
+
+    def sample(self, token_ids: Int32, logprobs: Float32) -> None:
+        """Append a turn as the engine returned it."""
+        self._turn_start = self._length
+        self._append(Segment(token_ids, logprobs))
+
+    def rerender(self, prompt: Int32) -> Drift:
+        """Make the row at hand equal to a prompt that was rendered anew; says how."""
+        drift, shared = classify(self.ids, prompt, self._turn_start, self._fork_threshold)
+        if drift is Drift.FORK:
+            self.closed_rows.append(self.segments)
+            self._begin(prompt)
+        else:
+            self._cut(shared)
+            if len(prompt) > shared:
+                self.give(prompt[shared:])
+        return drift
+
+    def _cut(self, length: int) -> None:
+        """Drop all tokens from `length` on."""
+        while self._length > length:
+            last = self.segments.pop()
+            self._length -= len(last.token_ids)
+            kept = length - self._length
+            if kept > 0:
+                logprobs = None if last.logprobs is None else last.logprobs[:kept]
+                self._append(Segment(last.token_ids[:kept], logprobs))
+
+    def _append(self, segment: Segment) -> None:
+        start, end = self._length, self._length + len(segment.token_ids)
+        if end > len(self._ids):
+            room = max(end, 2 * len(self._ids), 1024)
+            self._ids = np.concatenate([self._ids, np.empty(room - len(self._ids), np.int32)])
+            self._mask = np.concatenate([self._mask, np.empty(room - len(self._mask), np.uint8)])
+            self._logprobs = np.concatenate(
+                [self._logprobs, np.empty(room - len(self._logprobs), np.float32)]
+            )
+        self._ids[start:end] = segment.token_ids
+        self._mask[start:end] = segment.sampled
+        self._logprobs[start:end] = 0.0 if segment.logprobs is None else segment.logprobs
+        self.segments.append(segment)
+        self._length = end

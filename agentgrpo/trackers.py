@@ -1,0 +1,119 @@
+"""Where a run's numbers go besides metrics.jsonl: TensorBoard, trackio, wandb, each by its library.
+
+A tracker is given what metrics.jsonl is given, line by line. A resumed run goes on in the same
+place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentgrpo import parallel
+from agentgrpo.types import Metrics
+
+PROJECT = "agentgrpo"
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a run."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Numbers by `area/name`, after `step` optimizer steps."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class TensorBoard:
+    """Event files in OUT_DIR/tensorboard: `tensorboard --logdir OUT_DIR`."""
+
+    def __init__(self, out_dir: Path, config: dict[str, Any], *, step: int) -> None:
+        _library("tensorboard")
+        from torch.utils import tensorboard
+
+        made: Any = tensorboard.SummaryWriter  # type: ignore[attr-defined]
+        self._writer = made(str(out_dir / "tensorboard"), purge_step=step)
+        self._writer.add_text("config", "\n".join(f"    {k} = {v}" for k, v in config.items()))
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Service:
+    """What wandb and trackio have in common: trackio has wandb's functions.
+
+    A run keeps the id that its folder got when it began, so that a resumed one goes on in the same
+    curves.
+    """
+
+    def __init__(self, library: str, out_dir: Path, config: dict[str, Any]) -> None:
+        self._module = _library(library)
+        kept = out_dir / "tracker_id"
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(6))
+        name = f"{out_dir.resolve().name}-{kept.read_text()}"
+        options: dict[str, Any] = {"project": PROJECT, "name": name, "config": config}
+        if library == "wandb":  # trackio goes by the name
+            options |= {"id": kept.read_text(), "dir": str(out_dir)}
+        self._module.init(resume="allow", **options)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._module.log({**metrics, "step": step}, step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def require(names: Sequence[str]) -> None:
+    """See that the libraries of these trackers are there.
+
+    Raises:
+        ValueError: one is not; the message says how to install it.
+    """
+    for name in names:
+        _library(name)
+
+
+def open_trackers(
+    names: Sequence[str], out_dir: Path, config: dict[str, Any], step: int
+) -> list[Tracker]:
+    """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone.
+
+    Args:
+        names: of the trackers.
+        out_dir: exists.
+        config: flat, `section.key: value`.
+        step: optimizer steps taken so far; what was written after it is of an interrupted run.
+
+    Raises:
+        ValueError: a library is not installed.
+    """
+    if parallel.rank() > 0:
+        return []
+    out_dir.mkdir(parents=True, exist_ok=True)
+    return [
+        TensorBoard(out_dir, config, step=step)
+        if name == "tensorboard"
+        else Service(name, out_dir, config)
+        for name in names
+    ]
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"trackers: {name!r} needs a package that is not installed ({error}); "
+            f"remedy: pip install {name}"
+        ) from error

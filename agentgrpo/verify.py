@@ -1,0 +1,303 @@
+"""Proves from a run's records that it trained on what its engine saw, and on nothing else.
+
+python -m agentgrpo.verify RUN
+
+The records hold, besides the tokens, what the engine itself said of every request: hashes of the
+prompt it used and of the ids it sampled. From these and the tokens alone it is shown that
+
+* a rollout's masked-in tokens are the ids the engine sampled, turn by turn and no others
+* every prompt the engine saw is the beginning of the row that is trained on, or of a later row that
+  a recorded fork began; so what a tool said is there once, where the engine read it, unsampled
+* spans tile the rows; spans of rewards lie inside; log-probabilities are finite and not positive
+* the packed batches of each step show every sampled token its own history, with the weights that
+  the objective asks for
+
+The proof repeats no step of the code that it checks: packed batches are read back by their
+definition (types.PackedBatch), weights are computed from the record's lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.losses import PER_ROLLOUT, PER_TOKEN
+from agentgrpo.records import read_rollouts
+from agentgrpo.types import (
+    Float32,
+    Group,
+    Int32,
+    PackedBatch,
+    Rollout,
+    Segment,
+    Turn,
+    token_hash,
+)
+from agentgrpo.updates import mini_batches, plan_updates
+
+WEIGHT_TOLERANCE = 1e-5
+"""Relative; weights are float32."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What was looked at, and what is wrong."""
+
+    rollouts: int = 0
+    turns: int = 0
+    forks: int = 0
+    sampled_tokens: int = 0
+    steps: int = 0
+    terms: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def verify_run(run: Path) -> Report:
+    """Check all records of a run directory.
+
+    Raises:
+        FileNotFoundError: it has no run.json or rollouts.jsonl.
+        ValueError: a line of rollouts.jsonl is no record; names it.
+    """
+    described = json.loads((run / "run.json").read_text())
+    config = TrainConfig.model_validate(described["config"])
+    report = Report()
+    records = read_rollouts(run / "rollouts.jsonl")
+    for (step, split), played in groupby(records, key=lambda pair: _when(pair[0])):
+        rollouts = list(played)
+        groups = _groups(rollouts)
+        for place, rollout in rollouts:
+            where = f"step {step} {split} group {place['group']} rollout {place['index']}"
+            report.faults += [f"{where}: {fault}" for fault in rollout_faults(rollout)]
+            _count(report, rollout)
+        if split == "train":
+            report.steps += 1
+            faults, terms = step_faults(groups, config, step)
+            report.faults += [f"step {step}: {fault}" for fault in faults]
+            report.terms += terms
+    return report
+
+
+def rollout_faults(rollout: Rollout) -> Iterator[str]:
+    """What is wrong with a rollout's tokens; nothing, if it is what the engine saw."""
+    turns: dict[int, list[tuple[int, Turn]]] = {i: [] for i in range(len(rollout.rows))}
+    for number, turn in enumerate(rollout.turns):
+        if turn.row not in turns:
+            yield f"turn {number}: row {turn.row} of {len(turns)}"
+            return
+        turns[turn.row].append((number, turn))
+    for index, row in enumerate(rollout.rows):
+        name = f"row {index}: " if len(rollout.rows) > 1 else ""
+        yield from (name + fault for fault in _segment_faults(row))
+        yield from (name + fault for fault in _turn_faults(row, turns[index]))
+    total = sum(len(segment.token_ids) for row in rollout.rows for segment in row)
+    for span in rollout.span_rewards:
+        if not 0 <= span.start < span.end <= total:
+            yield f"reward {span.name!r}: tokens [{span.start}, {span.end}) of {total}"
+
+
+def _segment_faults(row: Sequence[Segment]) -> Iterator[str]:
+    if not row or row[0].sampled:
+        yield "does not begin with a prompt"
+    for number, segment in enumerate(row):
+        if len(segment.token_ids) and segment.token_ids.min() < 0:
+            yield f"segment {number}: token_ids has {segment.token_ids.min()}, not an id"
+        if segment.logprobs is not None and not (segment.logprobs <= WEIGHT_TOLERANCE).all():
+            yield f"segment {number}: logprobs has {segment.logprobs.max()}, not a log-probability"
+        if number and not segment.sampled and not row[number - 1].sampled:
+            yield f"segment {number}: given right after segment {number - 1}, with no turn between"
+
+
+def _turn_faults(row: Sequence[Segment], turns: Sequence[tuple[int, Turn]]) -> Iterator[str]:
+    """Compare a row's sampled segments with the engine's account of its turns."""
+    ids = np.concatenate([segment.token_ids for segment in row] or [np.empty(0, np.int32)])
+    starts = np.cumsum([0, *(len(segment.token_ids) for segment in row)]).tolist()
+    sampled = [number for number, segment in enumerate(row) if segment.sampled]
+    if len(sampled) != len(turns):
+        yield f"{len(sampled)} sampled segments, but the engine played {len(turns)} turns"
+        return
+    for at, (number, turn) in zip(sampled, turns, strict=True):
+        if starts[at] != turn.prompt_tokens:
+            yield (
+                f"turn {number}: sampled from token {starts[at]} on, but the engine's prompt had "
+                f"{turn.prompt_tokens} tokens"
+            )
+        elif token_hash(ids[: starts[at]]) != turn.prompt_hash:
+            yield f"turn {number}: the engine's prompt is not the {starts[at]} tokens before it"
+        whole = np.append(row[at].token_ids, np.array(turn.replaced, np.int32))
+        if len(whole) != turn.sampled_tokens:
+            yield (
+                f"turn {number}: {len(whole)} tokens, but the engine sampled {turn.sampled_tokens}"
+            )
+        elif token_hash(whole) != turn.sampled_hash:
+            yield f"turn {number}: its tokens are not those that the engine sampled"
+
+
+def step_faults(groups: Sequence[Group], config: TrainConfig, step: int) -> tuple[list[str], int]:
+    """What is wrong with a step's packed batches, and how many loss terms they have."""
+    faults: list[str] = []
+    terms = 0
+    parts = mini_batches(groups, config, step=step)
+    updates = plan_updates(groups, config, step=step)
+    for number, (part, update) in enumerate(zip(parts, updates, strict=True)):
+        rollouts = [rollout for group in part for rollout in group.rollouts]
+        weights = _weights(rollouts, config)
+        for batch in update.batches:
+            faults += [f"update {number}: {f}" for f in _batch_faults(batch, rollouts, weights)]
+            terms += len(batch.row_N)
+        packed = {sample for batch in update.batches for sample in batch.sample_N.tolist()}
+        wrong = packed ^ _wanted(rollouts, config)
+        if wrong:
+            faults.append(f"update {number}: packed or left out wrongly: rollouts {sorted(wrong)}")
+    return faults, terms
+
+
+def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> set[int]:
+    """The rollouts that move the loss."""
+    all_move = config.loss.beta != 0 or config.loss.entropy_coef != 0
+    return {i for i, r in enumerate(rollouts) if all_move or any(_advantages(r))}
+
+
+def _advantages(rollout: Rollout) -> list[float]:
+    """Of the sampled segments of a rollout."""
+    segments = [segment for row in rollout.rows for segment in row]
+    each = rollout.segment_advantages or [rollout.advantage] * len(segments)
+    return [a for segment, a in zip(segments, each, strict=True) if segment.sampled]
+
+
+def _flat(row: Sequence[Segment]) -> tuple[Int32, NDArray[np.bool_], Float32]:
+    """A row's ids, its mask, and its log-probabilities, 0 where the mask is."""
+    logprobs = [
+        np.zeros(len(segment.token_ids), np.float32)
+        if segment.logprobs is None
+        else segment.logprobs
+        for segment in row
+    ]
+    mask = [np.full(len(segment.token_ids), segment.sampled) for segment in row]
+    ids = np.concatenate([segment.token_ids for segment in row])
+    return ids, np.concatenate(mask), np.concatenate(logprobs)
+
+
+def _batch_faults(
+    batch: PackedBatch, rollouts: Sequence[Rollout], weights: NDArray[np.float64]
+) -> Iterator[str]:
+    """Read a batch back: each term's history is the ids that see it, by types.PackedBatch."""
+    size = len(batch.input_ids_T)
+    if (np.arange(size) >= batch.tout_T).any() or (batch.tout_T > size).any():
+        yield "a subtree ends before it begins, or behind the batch"
+        return
+    opened = np.ones(size, np.int64) - np.bincount(batch.tout_T, minlength=size + 1)[:size]
+    if not np.array_equal(np.cumsum(opened), batch.positions_T + 1):
+        yield "a token does not see as many tokens as its position says"
+    for sample in np.unique(batch.sample_N).tolist():
+        if not 0 <= sample < len(rollouts):
+            yield f"sample {sample} of {len(rollouts)}"
+            continue
+        mine = np.flatnonzero(batch.sample_N == sample)
+        rows = [_flat(row) for row in rollouts[sample].rows]
+        counts = [int(mask.sum()) for _, mask, _ in rows]
+        if sum(counts) != len(mine):
+            yield f"sample {sample}: {len(mine)} terms for {sum(counts)} sampled tokens"
+            continue
+        for terms, row in zip(np.split(mine, np.cumsum(counts)[:-1]), rows, strict=True):
+            if len(terms):
+                yield from (
+                    f"sample {sample}: {fault}" for fault in _row_faults(batch, terms, *row)
+                )
+        advantages = np.repeat(
+            np.array(_advantages(rollouts[sample]), np.float32),
+            [len(s.token_ids) for row in rollouts[sample].rows for s in row if s.sampled],
+        )
+        if not np.array_equal(batch.advantage_N[mine], advantages):
+            yield f"sample {sample}: its terms have other advantages"
+        if not np.allclose(batch.weight_N[mine], weights[sample], rtol=WEIGHT_TOLERANCE, atol=0):
+            yield f"sample {sample}: its terms do not weigh {weights[sample]:.6g} each"
+
+
+def _row_faults(
+    batch: PackedBatch,
+    terms: NDArray[np.int64],
+    ids: Int32,
+    mask: NDArray[np.bool_],
+    logprobs: Float32,
+) -> Iterator[str]:
+    """Compare a row's terms with its sampled tokens, and what they see with its beginning."""
+    positions = np.flatnonzero(mask)
+    if not np.array_equal(batch.target_N[terms], ids[positions]):
+        yield "targets are not the sampled ids"
+    if not np.array_equal(batch.old_logp_N[terms], logprobs[positions]):
+        yield "log-probabilities are not the sampled ones"
+    last = batch.row_N[terms[-1]]  # earlier terms see its beginning: all see as many as they should
+    seen = np.flatnonzero((np.arange(last + 1) <= last) & (batch.tout_T[: last + 1] > last))
+    if not np.array_equal(batch.input_ids_T[seen], ids[: positions[-1]]):
+        yield "the last term sees another history than its row"
+    elif not np.array_equal(seen[positions - 1], batch.row_N[terms]):
+        yield "a term is predicted at another token than the one before it"
+
+
+def _weights(rollouts: Sequence[Rollout], config: TrainConfig) -> NDArray[np.float64]:
+    """What a token of each rollout weighs, from the definition of the objective's normaliser."""
+    lengths = np.array([rollout.num_sampled for rollout in rollouts], np.float64)
+    kind = config.loss.loss_type
+    if kind in PER_TOKEN:
+        return np.full(len(lengths), 1 / lengths.sum()) if len(lengths) else lengths
+    if kind in PER_ROLLOUT:
+        return 1 / lengths / len(lengths)
+    if kind == "dr_grpo":
+        return np.full(len(lengths), 1 / len(lengths) / config.rollout.max_sampled_tokens)
+    return np.full(len(lengths), 1 / len(lengths))
+
+
+def _when(place: dict[str, Any]) -> tuple[int, str]:
+    return place["step"], place["split"]
+
+
+def _groups(rollouts: Iterable[tuple[dict[str, Any], Rollout]]) -> list[Group]:
+    grouped = groupby(rollouts, key=lambda pair: pair[0]["group"])
+    lists = [[rollout for _, rollout in group] for _, group in grouped]
+    return [Group(task=group[0].task, rollouts=group) for group in lists]
+
+
+def _count(report: Report, rollout: Rollout) -> None:
+    report.rollouts += 1
+    report.turns += len(rollout.turns)
+    report.forks += len(rollout.closed_rows)
+    report.sampled_tokens += rollout.num_sampled
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify the run that the arguments name; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="agentgrpo verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run's folder: the config's out_dir")
+    folder = parser.parse_args(arguments).run
+    try:
+        report = verify_run(folder)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    for fault in report.faults:
+        print(fault)  # noqa: T201
+    print(  # noqa: T201
+        f"{len(report.faults)} faults in {report.rollouts} rollouts: {report.turns} turns, "
+        f"{report.forks} forks, {report.sampled_tokens} sampled tokens; {report.steps} steps "
+        f"packed into {report.terms} loss terms"
+    )
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""Code as action, with a real sandbox: rows S0-* of the systems that this one replaces."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import AgentConfig, RewardConfig, SandboxConfig, TrainConfig
+from agentgrpo.envs.base import Observation
+from agentgrpo.envs.python import PythonEnv
+from agentgrpo.registry import make_agent, make_env, make_reward
+from agentgrpo.rewards import score
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.types import Group, Status
+from tests.playing import EOT, given_and_sampled, play, play_all, scripted, shown, task
+from tests.rollout.stubs import StubEnv, Turn
+
+AGENT = CodeAgent(AgentConfig())
+DONE = f"Answer: 1{EOT}"
+
+
+@pytest.fixture
+def env(pool: SandboxPool) -> PythonEnv:
+    return PythonEnv(pool, 2.0)
+
+
+def outputs(rollout: Any) -> list[str]:
+    """What was shown after each run of code."""
+    texts = [text for sampled, text in given_and_sampled(rollout)[1:] if not sampled]
+    return [t.split("user\n", 1)[1].rsplit(f"{EOT}\n<|im_start|>assistant", 1)[0] for t in texts]
+
+
+def test_S0_1_groups_keep_their_order_whatever_ends_first() -> None:
+    rng = random.Random(4)
+
+    def policy(number: int, prompt: str) -> Turn:
+        question = prompt.split("user\n")[1].split("<")[0]
+        return Turn(f"Answer: {question}{EOT}", steps=rng.randint(1, 9))
+
+    tasks = [task(f"Q{i}") for i in range(4)]
+    groups = play_all(AGENT, StubEnv(), scripted(policy), tasks, 16)
+    assert [[r.answer for r in group] for group in groups] == [[f"Q{i}"] * 16 for i in range(4)]
+
+
+def test_S0_2_tags_are_the_users_and_the_inner_text_is_run_and_nothing_else() -> None:
+    agent = CodeAgent(AgentConfig(open_tag="<execute_code>", close_tag="</execute_code>"))
+    env = StubEnv()
+    engine = scripted(lambda n, _: Turn(["so <execute_code>x = 1</execute_code>", DONE][n]))
+    play(agent, env, engine=engine)
+    assert env.executed == ["x = 1"]
+    assert engine.requests[0].options["stop"] == ("</execute_code>",)
+    assert "between <execute_code> and </execute_code>" in engine.tokenizer.decode(
+        engine.requests[0].prompt
+    )
+
+
+def test_S0_2_the_output_may_go_into_the_policys_own_message() -> None:
+    config = AgentConfig(observation="<output>{output}</output>", observation_role="assistant")
+    played = play(CodeAgent(config), StubEnv(), "<code>1</code>", DONE)
+    assert shown(played).endswith(f"<code>1</code><output>out of 1</output>{DONE}")
+    assert [sampled for sampled, _ in given_and_sampled(played)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("after", ["tell", "end"])
+def test_S0_3_a_close_tag_alone_never_runs_what_the_prompt_says(after: Any) -> None:
+    config = AgentConfig(
+        system_prompt="Like this: <code>import os; os.remove('x')</code>", after_malformed=after
+    )
+    env = StubEnv()
+    played = play(CodeAgent(config), env, "oh</code>", DONE)
+    assert env.executed == []
+    assert played.answer == ("1" if after == "tell" else None)
+    assert ("Error: </code> without <code>" in shown(played)) == (after == "tell")
+
+
+TOOLS = '''"""Tools."""
+print("loaded")
+
+
+def weather(city: str, days: int = 1) -> str:
+    """The weather of a city."""
+    return f"{city} sunny {days}"
+
+
+def _hidden() -> None: ...
+'''
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("show", ["source", "signatures", "no"])
+def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> None:
+    from agentgrpo.build import open_sandbox
+
+    script = tmp_path / "tools.py"
+    script.write_text(TOOLS)
+    config = TrainConfig(
+        model="m",
+        out_dir=tmp_path,
+        agent=AgentConfig(show_tools=show),
+        sandbox=SandboxConfig(tools=script, max_live=2),
+    )
+    with open_sandbox(config.sandbox) as pool:
+        env = make_env(config, pool)
+        agent = make_agent(config, env)
+        turns = ["<code>weather('Oslo')</code>", "<code>weather('Rome', 2)</code>", DONE]
+        played = play(agent, env, *turns)
+    assert outputs(played) == ["'Oslo sunny 1'", "'Rome sunny 2'"], "loaded once, and silently"
+    prompt = given_and_sampled(played)[0][1]
+    assert ("return f" in prompt) == (show == "source")
+    assert ("The weather of a city." in prompt) == (show != "no")
+    assert ("_hidden" in prompt) == (show == "source")
+
+
+@pytest.mark.nsjail
+def test_S0_5_sandboxes_of_different_rollouts_work_at_the_same_time(pool: SandboxPool) -> None:
+    meeting = threading.Barrier(8)
+
+    class Meeting(PythonEnv):
+        def reset(self, task: Any) -> Any:
+            episode = super().reset(task)
+            step = episode.step
+
+            def met(action: Any) -> Observation:
+                meeting.wait(60)
+                observation = step(action)
+                meeting.wait(60)
+                return observation
+
+            episode.step = met  # type: ignore[method-assign]
+            return episode
+
+    engine = scripted(lambda n, _: Turn(f"<code>{n} * 10</code>" if n < 8 else DONE))
+    (group,) = play_all(AGENT, Meeting(pool, 5.0), engine, [task()], 8)
+    assert [outputs(r) for r in group] == [[str(n * 10)] for n in range(8)]
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("stateless", [False, True])
+def test_S0_6_sessions_remember_and_stateless_steps_do_not(
+    pool: SandboxPool, stateless: bool
+) -> None:
+    env = PythonEnv(pool, 2.0, stateless=stateless)
+    played = play(AGENT, env, "<code>x = 1</code>", "<code>print(x)</code>", DONE)
+    expected = "NameError: name 'x' is not defined" if stateless else "1"
+    assert outputs(played) == ["(no output)", expected]
+
+
+@pytest.mark.nsjail
+def test_S0_7_what_one_rollout_breaks_its_neighbours_do_not_notice(env: PythonEnv) -> None:
+    evil = [
+        "import socket\nsocket.create_connection(('1.1.1.1', 80), 1)",
+        "open('/etc/passwd', 'a')",
+        "import os\nos._exit(3)",
+        "x = bytearray(10**10)",
+        "while True: print('x' * 10**6)",
+    ]
+    turns = {n: f"<code>{code}</code>" for n, code in enumerate(evil)}
+    engine = scripted(lambda n, _: Turn(turns.get(n, "<code>6 * 7</code>" if n == 5 else DONE)))
+    (group,) = play_all(AGENT, env, engine, [task()], 6)
+    assert outputs(group[5]) == ["42"]
+    for rollout in group[:5]:
+        assert rollout.status is Status.COMPLETED
+        assert rollout.stats["tool_errors"] == 1
+
+
+@pytest.mark.nsjail
+def test_S0_8_endless_code_is_stopped_and_the_session_goes_on(pool: SandboxPool) -> None:
+    env = PythonEnv(pool, 0.3, style="labelled")
+    played = play(AGENT, env, "<code>x = 1\nwhile True: pass</code>", "<code>x</code>", DONE)
+    first, second = outputs(played)
+    assert first.startswith(("error:\nKeyboardInterrupt", "timeout:"))
+    assert second == "value:\n1"
+
+
+@pytest.mark.nsjail
+def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
+    env = PythonEnv(pool, 5.0, max_chars=100)
+    episode = env.reset(task())
+    try:
+        text = episode.step(AGENT.parse("<code>print('a' * 10**6 + 'z' * 10**6)</code>")).text
+        flood = episode.step(AGENT.parse("<code>print('a' * 10**7)</code>"))
+    finally:
+        episode.close()
+    assert text.startswith("a" * 50 + "\n... ")
+    assert text.endswith(" characters left out ...\n" + "z" * 50)
+    assert flood.failed
+    assert "Error: output limit" in flood.text
+    assert len(flood.text) < 400
+
+
+@pytest.mark.nsjail
+def test_S0_10_packages_of_a_directory_are_there_and_otherwise_not(env: PythonEnv) -> None:
+    from agentgrpo.build import open_sandbox
+
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # sessions have their own /tmp
+        _import_handy(Path(folder), env, open_sandbox)
+
+
+def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
+    folder.chmod(0o755)
+    (folder / "handy.py").write_text("answer = 42")
+    code = "<code>import handy, os\nprint(handy.answer, os.environ['KEY'])</code>"
+    assert "ModuleNotFoundError" in outputs(play(AGENT, env, code, DONE))[0]
+    config = SandboxConfig(site_dirs=(str(folder),), env={"KEY": "v"}, max_live=2)
+    with open_sandbox(config) as pool:
+        assert outputs(play(AGENT, PythonEnv(pool, 2.0), code, DONE)) == ["42 v"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"template": "nowhere"}, "sandbox.template: no template 'nowhere'"),
+        ({"site_dirs": ("relative",)}, "sandbox.site_dirs: expected an absolute path"),
+        ({"site_dirs": ("/tmp",)}, "sandbox.site_dirs: /tmp cannot be shown"),
+        ({"env": {"1x": ""}}, "sandbox.env: expected names like HOME"),
+        ({"tools": "nowhere.py"}, "sandbox.tools: nowhere.py cannot be used"),
+    ],
+)
+def test_S0_10_a_wrong_profile_is_refused_by_its_key(config: Any, message: str) -> None:
+    from agentgrpo.build import open_sandbox
+
+    with pytest.raises(ValueError, match=message):
+        open_sandbox(SandboxConfig(**config))
+
+
+def test_S0_11_every_call_costs_what_the_config_says() -> None:
+    reward = make_reward(RewardConfig(tool_cost=0.05))
+    once = play(AGENT, StubEnv(), "<code>1</code>", DONE, given=task(answer=1))
+    thrice = play(AGENT, StubEnv(), *["<code>1</code>"] * 3, DONE, given=task(answer=1))
+    score(Group(task=once.task, rollouts=[once, thrice]), reward)
+    assert once.reward - thrice.reward == pytest.approx(2 * 0.05)
+    assert once.rewards == {"answer": 1.0, "format": 0.1, "tool_cost": -0.05}
+
+
+def test_S0_12_what_is_trained_is_what_the_engine_sampled() -> None:
+    engine = scripted(lambda n, _: Turn(["hm <code>1</code>", f"<code>2{EOT}", DONE][n]))
+    played = play(AGENT, StubEnv(), engine=engine)
+    sampled = np.concatenate([s.token_ids for s in played.segments if s.sampled])
+    of_engine = np.concatenate([r.completion.token_ids for r in engine.requests])
+    assert sampled.tolist() == of_engine.tolist()
+    assert played.num_sampled == len(of_engine)
+
+
+def test_S0_13_a_long_output_ends_one_rollout_and_no_other() -> None:
+    engine = scripted(
+        lambda n, _: Turn(f"<code>{'x' * 300 if n == 0 else n}</code>" if n < 3 else DONE),
+        max_model_len=700,
+    )
+    (group,) = play_all(AGENT, StubEnv(), engine, [task()], 3)
+    assert [r.status for r in group] == [Status.TRUNCATED_LENGTH] + [Status.COMPLETED] * 2
+    assert all(len(r.token_ids) <= 700 + 400 for r in group)
+
+
+@pytest.mark.nsjail
+def test_S0_15_files_go_up_a_shell_works_on_them_and_the_result_comes_back(
+    pool: SandboxPool,
+) -> None:
+    agent = CodeAgent(AgentConfig(language="bash", open_tag="<sh>", close_tag="</sh>"))
+    given = task(files={"data/in.txt": "b\na\n"}, expected_files={"out.txt": "a\nb\n"})
+    env = PythonEnv(pool, 5.0)
+    sorted_ = play(
+        agent, env, "<sh>sort data/in.txt > out.txt; cat out.txt</sh>", DONE, given=given
+    )
+    assert outputs(sorted_) == ["a\nb"]
+    assert sorted_.rewards == {"files": 1.0}
+    wrong = play(agent, env, "<sh>X=3</sh>", "<sh>echo $X > out.txt; false</sh>", DONE, given=given)
+    assert wrong.rewards == {"files": 0.0}
+    assert wrong.stats["tool_errors"] == 1, "bash remembers X, and false fails"
+    assert play(agent, env, DONE, given=given).rewards == {"files": 0.0}
+
+
+@pytest.mark.nsjail
+def test_S0_15_javascript_remembers_too(pool: SandboxPool) -> None:
+    agent = CodeAgent(AgentConfig(language="node"))
+    played = play(agent, PythonEnv(pool, 5.0), "<code>x = 6</code>", "<code>x * 7</code>", DONE)
+    if "not installed" in (played.error or ""):
+        pytest.skip("no node under /usr")
+    assert outputs(played)[1] == "42"
+
+
+def test_generate_takes_texts_and_scores_nothing() -> None:
+    from agentgrpo.rollout import generate
+    from agentgrpo.rollout.play import request_seed
+    from tests.playing import TOKENIZER
+
+    engine: Any = scripted(lambda n, _: Turn(DONE))
+    groups = generate(["a", "b"], engine, AGENT, 3, env=StubEnv(), tokenizer=TOKENIZER, seed=9)
+    assert [(g.task.messages[0]["content"], len(g.rollouts)) for g in groups] == [
+        ("a", 3),
+        ("b", 3),
+    ]
+    asked = {request.options["seed"] for request in engine.requests}
+    assert request_seed(9, 1, 2, 0, 0, "turn") in asked
+    assert len(asked) == len(engine.requests)
+    assert groups[0].rollouts[0].rewards == {}

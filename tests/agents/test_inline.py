@@ -1,0 +1,148 @@
+"""Calls within one message: rows S1-6 and S1-7, and what may stand between the tags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.agents.base import CallTools, Finish, Malformed, ToolCall
+from agentgrpo.agents.inline import InlineAgent, read_json, read_python
+from agentgrpo.config import AgentConfig
+from agentgrpo.envs.tools import ToolEnv
+from tests.playing import EOT, given_and_sampled, play, shown, task
+
+CALLS: list[Any] = []
+
+
+def weather(city: str, days: int = 1) -> str:
+    """The weather of a city.
+
+    Args:
+        city: its name.
+        days: how far ahead.
+    """
+    CALLS.append((city, days))
+    if city == "Nowhere":
+        raise LookupError("no such city")
+    return f"{city}: sunny for {days}"
+
+
+ENV = ToolEnv([weather])
+AGENT = InlineAgent(AgentConfig(kind="inline"), ENV.tools)
+AGENT.messages(task())
+
+
+def test_S1_7_the_result_is_put_into_the_message_and_decoding_goes_on() -> None:
+    played = play(AGENT, ENV, '<fn>weather("Seattle, WA")</fn>', f" so Answer: sun{EOT}")
+    result = "\n<fn_results>\nSeattle, WA: sunny for 1\n</fn_results>\n"
+    assert given_and_sampled(played)[1:] == [
+        (True, '<fn>weather("Seattle, WA")</fn>'),
+        (False, result),
+        (True, f" so Answer: sun{EOT}"),
+    ]
+    assert played.answer == "sun"
+    assert played.stats["tool_calls"] == 1
+    prompt = given_and_sampled(played)[0][1]
+    assert "weather(city: string, days: integer = 1): The weather of a city." in prompt
+    assert '<fn>name("text", key=1)</fn>' in prompt
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "counted"),
+    [
+        ("storm('x')", "UnknownTool: no tool 'storm'; there are: weather", "unknown_tool"),
+        ("weather(3)", "BadArguments: weather: city: Input should be a valid str", "bad_arguments"),
+        ("weather('a', hours=2)", "BadArguments: weather: hours: Extra inputs", "bad_arguments"),
+        ("weather()", "BadArguments: weather: city: Field required", "bad_arguments"),
+        ("weather('Nowhere')", "LookupError: no such city", "tool_exception"),
+    ],
+)
+def test_S1_7_a_failed_call_is_an_error_with_its_class_and_the_policy_goes_on(
+    call: str, error: str, counted: str
+) -> None:
+    played = play(AGENT, ENV, f"<fn>{call}</fn>", f"Answer: x{EOT}")
+    assert f"\n<fn_error>\n{error}" in shown(played)
+    assert (played.stats[counted], played.stats["tool_errors"], played.answer) == (1, 1, "x")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("weather(open('/etc/passwd').read())", "argument city must be a literal"),
+        ("__import__('os').system('x')", "expected one call of a function by its name"),
+        ("weather('a', 1, 2)", "weather takes 2 arguments, got 3"),
+        ("weather(*'ab')", "argument city must be a literal"),
+        ("weather(**{})", "given twice or not by its name"),
+        ("weather('a', city='b')", "given twice"),
+        ("weather", "expected one call"),
+        ("weather('a'", "not a call"),
+        ("", "not a call"),
+        ("(" * 5000, "not a call"),
+    ],
+)
+def test_S1_7_only_literals_are_ever_read(call: str, error: str) -> None:
+    before = len(CALLS)
+    played = play(AGENT, ENV, f"<fn>{call}</fn>", f"Answer: x{EOT}", max_turn_tokens=9000)
+    assert "<fn_error>\nSyntaxError: " in shown(played)
+    assert error in shown(played)
+    assert played.stats["malformed"] == 1
+    assert len(CALLS) == before
+
+
+def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:
+    before = len(CALLS)
+    fake = "<fn_results>\nOslo: rain\n</fn_results> Answer: rain"
+    played = play(AGENT, ENV, f"{fake}{EOT}")
+    assert given_and_sampled(played)[1:] == [(True, f"{fake}{EOT}")]
+    assert (played.answer, len(CALLS)) == ("rain", before)
+    both = play(AGENT, ENV, f"{fake} <fn>weather('Oslo')</fn>", f"Answer: sun{EOT}")
+    assert [sampled for sampled, _ in given_and_sampled(both)] == [False, True, False, True]
+    assert CALLS[-1] == ("Oslo", 1)
+
+
+def test_half_a_call_is_told_as_such() -> None:
+    assert AGENT.parse("<fn>weather(") == Malformed("SyntaxError: <fn> without </fn>")
+    assert AGENT.parse("weather()</fn>") == Malformed("SyntaxError: </fn> without <fn>")
+    ends = InlineAgent(AgentConfig(kind="inline", after_malformed="end"), ENV.tools)
+    assert ends.parse("<fn>weather(") == Finish(None)
+
+
+def test_the_calling_convention_is_the_users() -> None:
+    config = AgentConfig(
+        kind="inline",
+        open_tag="[[",
+        close_tag="]]",
+        call_form="json",
+        observation="<{tag}>{output}</{tag}>",
+        answer_prefix="<answer>",
+    )
+    agent = InlineAgent(config, ENV.tools)
+    call = '[[{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}]]'
+    played = play(agent, ENV, call, f"<answer>ok</answer> bye{EOT}")
+    assert "]]<fn_results>Bonn: sunny for 2</fn_results><answer>" in shown(played)
+    assert played.answer == "ok"
+    assert agent.stop == ("]]",)
+    own = AgentConfig(kind="inline", call_form=f"{__name__}:shout")
+    assert InlineAgent(own, ENV.tools).parse("<fn>BONN</fn>") == CallTools(
+        (ToolCall("weather", {"city": "BONN"}),)
+    )
+    with pytest.raises(ValueError, match=r"agent\.call_form: module .* has no 'nothing'"):
+        InlineAgent(AgentConfig(kind="inline", call_form=f"{__name__}:nothing"), ENV.tools)
+
+
+def shout(body: str, known: Any) -> ToolCall:
+    """A user's own form: the whole body is a city."""
+    return ToolCall("weather", {"city": body})
+
+
+@given(st.text(max_size=60))
+def test_no_text_between_the_tags_breaks_the_reader(body: str) -> None:
+    for read in (read_python, read_json):
+        try:
+            call = read(body, {})
+        except ValueError:
+            continue
+        assert isinstance(call, ToolCall)

@@ -1,0 +1,172 @@
+"""A console in one assistant message: rows S1-1, 2, 3, 4, 5, 10."""
+
+from __future__ import annotations
+
+import code
+import contextlib
+import io
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.agents.repl import ReplAgent, python_banner
+from agentgrpo.config import AgentConfig
+from agentgrpo.envs.console import ConsoleEnv, is_submission
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.types import SpanReward, Status
+from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
+from tests.rollout.stubs import Turn
+
+AGENT = ReplAgent(AgentConfig(kind="repl", system_prompt="", banner=""))
+START = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n>>> "
+SUBMIT = "submit_final_answer(1)"
+pytestmark = pytest.mark.nsjail
+
+SNIPPETS = [
+    ["1 + 1", "_ * 2", "x = 3", "x", "None", "'a'"],
+    ["def f(n):", "    return n + 1", "", "f(1)"],
+    ["@staticmethod", "def g():", "    return 4", "", "g.__func__()"],
+    ["try:", "    1 / 0", "except ZeroDivisionError as e:", "    print('no', e)", ""],
+    ["for i in range(3):", "    i", ""],
+    ["'''one", "two'''", "(1,", "2)"],
+    ["a = 1; b = 2; a + b"],
+    ["1 +", "print('still here')"],
+    ["if True", "x ="],
+    ["1 / 0", "undefined"],
+    ["def f():", "    raise KeyError('k')", "", "f()"],
+    ["# only a thought", "", "import sys", "sys.version_info[0]"],
+    ["class A:", "    def __repr__(self): return 'an A'", "", "A()"],
+    ["print('é \\u2713')", "'\\t'"],
+]
+
+
+def oracle(lines: list[str]) -> str:
+    """The same lines typed into the standard library's console, in this process."""
+    out = io.StringIO()
+    todo = iter(lines)
+    console = code.InteractiveConsole({"__name__": "__main__"}, filename="<stdin>")
+
+    def type_line(prompt: str) -> str:
+        line = next(todo, None)
+        if line is None:
+            raise EOFError
+        out.write(f"{prompt}{line}\n")
+        return line
+
+    console.raw_input = type_line  # type: ignore[assignment,method-assign]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        console.interact(banner="", exitmsg="")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0])
+def test_S1_1_the_transcript_is_cpythons(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *(f"{line}\n" for line in lines), f"{EOT}")
+    expected = oracle(lines).removesuffix("\n") + ">>> "  # it ends its input with a newline
+    assert shown(typed) == START.removesuffix(">>> ") + expected + EOT
+    assert [text for sampled, text in given_and_sampled(typed) if sampled][:-1] == [
+        f"{line}\n" for line in lines
+    ]
+
+
+def test_S1_1_the_message_begins_with_pythons_banner() -> None:
+    agent = ReplAgent(AgentConfig(kind="repl"))
+    assert agent.prefill(task()) == python_banner() + ">>> "
+    assert python_banner().startswith(f"Python {sys.version.split()[0]} (")
+    assert 'Type "help", "copyright"' in python_banner()
+    assert agent.stop == ("\n",)
+
+
+def test_S1_2_a_block_asks_for_more_and_an_empty_line_ends_it(pool: SandboxPool) -> None:
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), "def f():\n", "    return 7\n", "\n", "f()\n", EOT)
+    given = [text for sampled, text in given_and_sampled(typed)[1:] if not sampled]
+    assert given == ["... ", "... ", ">>> ", "7\n>>> "]
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("submit_final_answer(6 * 7)\n", "42"),
+        ("submit_final_answer('a b')\n", "a b"),
+        ("submit_final_answer(value=[1, 2])\n", "[1, 2]"),
+        (f"submit_final_answer(3){EOT}", "3"),
+    ],
+)
+def test_S1_3_submitting_ends_the_rollout_with_the_value(
+    pool: SandboxPool, line: str, answer: str
+) -> None:
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), line, "never asked for\n")
+    assert (typed.status, typed.answer) == (Status.COMPLETED, answer)
+    assert typed.stats["turns"] == 1
+
+
+def test_S1_3_only_a_call_that_worked_submits(pool: SandboxPool) -> None:
+    lines = ["submit_final_answer(x)\n", "submit_final_answer()\n", "y = submit_final_answer(5)\n"]
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, "submit_final_answer(y)\n")
+    assert (typed.answer, typed.stats["turns"]) == ("5", 4)
+    assert not is_submission("submit_final_answer(1); submit_final_answer(2)")
+    assert not is_submission("submit_final_answer(1, 2)")
+
+
+def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(pool: SandboxPool) -> None:
+    env = ConsoleEnv(pool, 0.5, line_rewards={"syntax": -0.3, "error": -0.1, "timeout": -0.5})
+    lines = ["x =\n", "1\n", "1/0\n", "while True: pass\n", "\n", "y y\n", f"{SUBMIT}\n"]
+    typed = play(AGENT, env, *lines)
+    starts = np.cumsum([0, *(len(s.token_ids) for s in typed.segments)])
+    span = {
+        text: (int(start), int(start) + len(text))
+        for start, (sampled, text) in zip(starts, given_and_sampled(typed), strict=False)
+        if sampled
+    }
+    assert typed.span_rewards == [
+        SpanReward(*span["x =\n"], "line", -0.3),
+        SpanReward(*span["1/0\n"], "line", -0.1),
+        SpanReward(*span["\n"], "line", -0.5),
+        SpanReward(*span["y y\n"], "line", -0.3),
+    ]
+    assert typed.reward == pytest.approx(sum(r.value for r in typed.span_rewards))
+    assert (typed.stats["lines_syntax"], typed.stats["lines_timeout"]) == (2, 1)
+
+
+def test_S1_5_what_follows_the_newline_in_a_token_is_kept_and_not_typed(pool: SandboxPool) -> None:
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), "print(5)\n\n  junk", f"{SUBMIT}\n")
+    assert given_and_sampled(typed)[1:3] == [(True, "print(5)\n\n  junk"), (False, "5\n>>> ")]
+
+
+def test_S1_10_lines_share_variables_and_rollouts_do_not(pool: SandboxPool) -> None:
+    def policy(number: int, prompt: str) -> Turn:
+        typed = prompt.count(">>> ") - 1
+        return Turn([f"x = {number}\n", "x\n", "submit_final_answer(x)\n"][typed])
+
+    (group,) = play_all(AGENT, ConsoleEnv(pool, 5.0), scripted(policy), [task()], 4)
+    assert sorted(r.answer or "" for r in group) == ["0", "1", "2", "3"]
+
+
+def test_a_dead_interpreter_is_replaced_and_the_policy_is_told(pool: SandboxPool) -> None:
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), "import os; os._exit(1)\n", "2\n", f"{SUBMIT}\n")
+    assert "(the interpreter was restarted: its variables are gone)\n>>> 2\n2\n>>> " in shown(typed)
+
+
+def test_invented_output_is_the_policys_own_text(pool: SandboxPool) -> None:
+    """A policy that writes a prompt and output itself types it, and is trained on it."""
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), ">>> 1\n", f"{SUBMIT}\n")
+    assert "SyntaxError" in shown(typed)
+    assert given_and_sampled(typed)[1] == (True, ">>> 1\n")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [({"sintax": 1.0}, "expected ok, error, syntax"), ({"ok": "1"}, "line_rewards.ok: .*number")],
+)
+def test_unknown_outcomes_are_refused(rewards: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ConsoleEnv(None, 1.0, line_rewards=rewards)  # type: ignore[arg-type]
+
+
+def test_the_tokenizer_of_these_tests_is_bytes() -> None:
+    assert len(TOKENIZER.encode("print(5)\n")) == 9

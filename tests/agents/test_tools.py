@@ -1,0 +1,272 @@
+"""Tool calling with vLLM's own parsers: rows S2-5, 6, 7; schemas of typed functions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from enum import Enum
+from typing import Any, Literal
+
+import pydantic
+import pytest
+
+from agentgrpo.agents.base import CallTools, Finish, Malformed, Say, ToolCall
+from agentgrpo.agents.tools import ReadCalls, ToolAgent
+from agentgrpo.config import AgentConfig
+from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.envs.tools import Tool, ToolEnv
+from agentgrpo.types import Status
+from tests.playing import EOT, TOKENIZER, play, shown, task
+from tests.rollout.stubs import Turn
+
+
+class Unit(Enum):
+    C = "celsius"
+    F = "fahrenheit"
+
+
+class Place(pydantic.BaseModel):
+    city: str
+    country: str = "NO"
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add numbers."""
+    return a + b
+
+
+def boom() -> str:
+    """Always fails."""
+    raise KeyError("k")
+
+
+def rich(  # noqa: D417 - some have no description
+    place: Place,
+    unit: Unit,
+    many: list[int],
+    kind: Literal["x", "y"] = "x",
+    note: str | None = None,
+) -> dict[str, Any]:
+    """Everything at once.
+
+    Not part of the description.
+
+    Args:
+        place: where it is.
+        unit: of the numbers,
+            one of two.
+    """
+    return {"place": place, "unit": unit.value, "sum": sum(many), "kind": kind, "note": note}
+
+
+ENV = ToolEnv([add, boom])
+
+
+@pytest.fixture(scope="module")
+def hermes() -> ReadCalls:
+    from agentgrpo.engine import tool_call_reader
+
+    return tool_call_reader("hermes", TOKENIZER)
+
+
+def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
+    made = ToolAgent(AgentConfig(kind="tools", **config), ENV.tools, read, talks=talks)
+    made.tools(task())
+    return made
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+UNREAD = Malformed("Error: the tool call could not be read; no call was made")
+ADD = CallTools((ToolCall("add", {"a": 1}, "call_0"),))
+TABLE = [
+    (call("add", a=1), ADD),
+    (f"thinking {call('add', a=1)}", ADD),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}}', ADD),  # the parser takes an open end
+    ("<tool_call>", UNREAD),
+    ("<tool_call></tool_call>", UNREAD),
+    ("<tool_call>not json</tool_call>", UNREAD),
+    ('<tool_call>{"name": "add"', UNREAD),
+    ('<tool_call>{"name": "add"}</tool_call>', UNREAD),
+    ('<tool_call>{"arguments": {}}</tool_call>', UNREAD),
+    ("<tool_call>[]</tool_call>", UNREAD),
+    ("<tool_call>3</tool_call>", UNREAD),
+    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', UNREAD),
+    (
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+        Malformed("Error: add: the arguments must be a JSON object"),
+    ),
+    (
+        '<tool_call>{"name": "add", "arguments": "x"}</tool_call>',
+        Malformed("Error: add: the arguments must be a JSON object"),
+    ),
+    (
+        '<tool_call>{"name": "add", "arguments": null}</tool_call>',
+        Malformed("Error: add: the arguments must be a JSON object"),
+    ),
+    (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
+    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}, "call_0"),))),
+    ("[TOOL_CALLS] add", UNREAD),  # another family's mark
+    ("<function=add>", UNREAD),
+    ('{"name": "add", "arguments": {"a": 1}}', Finish('{"name": "add", "arguments": {"a": 1}}')),
+    ("</tool_call>", Finish("</tool_call>")),
+    ("just an answer ", Finish("just an answer")),
+    ("", Finish("")),
+]
+
+
+@pytest.mark.parametrize(("text", "action"), TABLE, ids=[text[:40] for text, _ in TABLE])
+def test_S2_6_what_a_turn_means(hermes: ReadCalls, text: str, action: Any) -> None:
+    assert agent(hermes).parse(text) == action
+
+
+def test_S2_6_errors_go_back_to_the_policy_and_are_counted(hermes: ReadCalls) -> None:
+    turns = ["<tool_call>{oops</tool_call>", call("nowhere"), call("add", a="x"), call("boom")]
+    played = play(agent(hermes), ENV, *(t + EOT for t in turns), f"{call('add', a=2)}{EOT}", "3")
+    text = shown(played)
+    for said in (
+        "tool\nError: the tool call could not be read; no call was made",
+        "tool\nUnknownTool: no tool 'nowhere'; there are: add, boom",
+        "tool\nBadArguments: add: a: Input should be a valid integer",
+        "tool\nKeyError: 'k'",
+        f"tool\n3{EOT}",
+    ):
+        assert said in text
+    assert (played.answer, played.status) == ("3", Status.COMPLETED)
+    counted = {k: v for k, v in played.stats.items() if v and k != "turns"}
+    assert counted == {
+        "malformed": 1,
+        "tool_calls": 4,
+        "tool_errors": 3,
+        "unknown_tool": 1,
+        "bad_arguments": 1,
+        "tool_exception": 1,
+    }
+
+
+def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
+    played = play(agent(hermes), ENV, Turn(call("add", a=1), cut=True))
+    assert (played.status, played.stats["tool_calls"]) == (Status.TRUNCATED_LENGTH, 0)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) -> None:
+    turn = f"{call('add', a=1)}{call('add', a=5)}{EOT}"
+    played = play(agent(hermes, parallel_calls=parallel), ENV, turn, f"ok{EOT}")
+    second = "6" if parallel else "Error: one call per turn; this one was not carried out"
+    assert f"<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n{second}{EOT}\n" in shown(played)
+    assert played.stats["tool_calls"] == 1 + parallel
+
+
+def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
+    talker = agent(hermes, talks=True)
+    assert talker.parse("Hello?") == Say("Hello?")
+    assert talker.parse(call("add", a=1)) == ADD
+
+
+FAMILIES = [
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}'),
+    ("pythonic", "[add(a=1)]"),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
+    from tokenizers import AddedToken
+
+    from agentgrpo.engine import tool_call_reader
+    from tests.tiny import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    marks = ["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"]
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    reader = tool_call_reader(parser, tokenizer)
+    assert agent(reader).parse(text) == ADD
+    assert agent(reader).parse("plain words") == Finish("plain words")
+
+
+def test_a_parser_that_vllm_has_not_is_refused() -> None:
+    from agentgrpo.engine import tool_call_reader
+
+    with pytest.raises(ValueError, match=r"agent\.parser: expected one of .*hermes.*got 'herms'"):
+        tool_call_reader("herms", TOKENIZER)
+    assert logging.getLogger("vllm").level != logging.CRITICAL
+
+
+def test_a_function_becomes_the_schema_of_what_it_takes() -> None:
+    function = Tool(rich).schema["function"]
+    properties = function["parameters"]["properties"]
+    assert (function["name"], function["description"]) == ("rich", "Everything at once.")
+    assert function["parameters"]["required"] == ["place", "unit", "many"]
+    assert properties["place"]["description"] == "where it is."
+    assert properties["unit"]["description"] == "of the numbers, one of two."
+    assert properties["many"] == {"items": {"type": "integer"}, "type": "array"}
+    assert properties["kind"] == {"default": "x", "enum": ["x", "y"], "type": "string"}
+    json.dumps(function)
+
+
+def test_arguments_arrive_as_the_functions_types() -> None:
+    arguments = {"place": {"city": "Oslo"}, "unit": "celsius", "many": [1, 2]}
+    values = Tool(rich).arguments(arguments)
+    assert values["place"] == Place(city="Oslo")
+    assert values["unit"] is Unit.C
+    answer = ToolEnv([rich]).toolset.call(ToolCall("rich", arguments))
+    assert json.loads(answer.text) == {
+        "place": {"city": "Oslo", "country": "NO"},
+        "unit": "celsius",
+        "sum": 3,
+        "kind": "x",
+        "note": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(x): ...", "tool f: parameter 'x' has no annotation"),
+        ("def f(*x: int): ...", "cannot be given by its name"),
+        ("def f(x: 'Nothing'): ...", "tool f: .*Nothing"),
+        ("import threading\ndef f(x: threading.Lock): ...", "tool f: "),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused(source: str, message: str) -> None:
+    names: dict[str, Any] = {}
+    exec(source, names)
+    with pytest.raises(ValueError, match=message):
+        Tool(names["f"])
+
+
+def test_coroutines_of_a_turn_run_at_once_and_answer_in_order(hermes: ReadCalls) -> None:
+    arrived: list[int] = []
+
+    async def meet(n: int) -> int:
+        """Wait for the other call."""
+        arrived.append(n)
+        while len(arrived) < 2:
+            await asyncio.sleep(0.001)
+        return n
+
+    env = ToolEnv([meet, add])
+    turn = f"{call('meet', n=1)}{call('meet', n=2)}{call('add', a=3)}{EOT}"
+    made = ToolAgent(AgentConfig(kind="tools", parallel_calls=True), env.tools, hermes)
+    played = play(made, env, turn, f"ok{EOT}")
+    assert f"tool\n1{EOT}\n<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n4{EOT}" in shown(played)
+
+
+def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:
+    def broken() -> str:
+        """Breaks."""
+        raise InfrastructureError("disk on fire")
+
+    env = ToolEnv([broken])
+    made = ToolAgent(AgentConfig(kind="tools"), env.tools, hermes)
+    played = play(made, env, f"{call('broken')}{EOT}")
+    assert (played.status, played.error) == (Status.INFRA_ERROR, "disk on fire")

@@ -1,0 +1,129 @@
+"""Tasks from files of three kinds, and from where data.train and data.heldout say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.config import DataConfig
+from agentgrpo.data.files import read_tasks
+from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.data.tasks import RowTasks
+from agentgrpo.types import Task
+
+ROWS = [{"q": f"question {i}", "gold": i, "extra": {"n": [i]}, "key": f"k{i}"} for i in range(20)]
+COLUMNS: Any = {"question": "q", "answer": "gold", "id": "key"}
+
+
+@pytest.fixture(params=["jsonl", "parquet", "saved"])
+def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"rows.{request.param}"
+    if request.param == "jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    elif request.param == "parquet":
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    else:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(ROWS).save_to_disk(path, num_shards=3)
+    return path
+
+
+def test_the_same_rows_come_from_every_kind_of_file(rows: Path) -> None:
+    tasks = read_tasks(rows, **COLUMNS, shuffle=False)
+    assert [t.id for t in tasks.rows] == [f"k{i}" for i in range(20)]
+    assert tasks.rows[3] == Task(
+        id="k3",
+        messages=({"role": "user", "content": "question 3"},),
+        spec={"gold": 3, "extra": {"n": [3]}, "key": "k3", "answer": 3},
+    )
+    again = read_tasks(rows, **COLUMNS, seed=5)
+    first = [t.id for t in again.next(30)]
+    state = again.state_dict()
+    then = [t.id for t in again.next(10)]
+    resumed = read_tasks(rows, **COLUMNS, seed=5)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert [t.id for t in resumed.next(10)] == then
+    assert sorted(first[:20]) == sorted(t.id for t in tasks.rows)
+    assert first[:20] != [t.id for t in tasks.rows]
+
+
+def test_bad_rows_are_named_by_file_and_number(rows: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{rows.name}:1: no column 'nope'; the row has \['ext"):
+        read_tasks(rows, question="nope")
+    assert read_tasks(rows, question="q", answer=None).rows[0].id == f"{rows.name}:1"
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "bad.parquet").write_text("x")
+    (tmp_path / "dir" / "train").mkdir(parents=True)
+    (tmp_path / "dir" / "train" / "state.json").write_text("{}")
+    for name, message in (
+        ("a.csv", r"a\.csv: expected a \.jsonl or \.parquet file"),
+        ("bad.parquet", "not a Parquet file"),
+        ("dir", "it holds the splits train: name one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_tasks(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        read_tasks(tmp_path / "nowhere.jsonl")
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"q{i}", "answer": i}) for i in range(20)))
+    return str(path)
+
+
+def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:
+    config = DataConfig(train=jsonl, heldout="split", num_heldout=6)
+    held = {t.id for t in heldout_tasks(config)}
+    train = training_tasks(config, seed=1)
+    assert isinstance(train, RowTasks)
+    assert len(held) == 6
+    assert held.isdisjoint(t.id for t in train.rows)
+    assert len(train) == 14
+    assert held == {t.id for t in heldout_tasks(config)}
+    other = config.model_copy(update={"split_seed": 1})
+    assert held != {t.id for t in heldout_tasks(other)}
+    with pytest.raises(ValueError, match="20 tasks, of which 20 cannot be held out"):
+        heldout_tasks(config.model_copy(update={"num_heldout": 20}))
+
+
+@pytest.mark.parametrize("key", ["train", "heldout"])
+def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
+    given: Any = {key: "word_problem"}
+    config = DataConfig(**{"levels": (1, 2), **given})
+    give: Any = (
+        (lambda: training_tasks(config, 0)) if key == "train" else (lambda: heldout_tasks(config))
+    )
+    with pytest.raises(
+        ValueError, match=rf"data\.{key}: .*got 'word_problem'; did you mean word_problems\?"
+    ):
+        give()
+
+
+def test_a_missing_file_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data\.train: .*nowhere\.jsonl"):
+        training_tasks(DataConfig(train=str(tmp_path / "nowhere.jsonl")), 0)
+
+
+def test_an_environment_without_tasks_says_so() -> None:
+    with pytest.raises(ValueError, match=r"data\.train: 'env', but the environment .*no tasks"):
+        training_tasks(DataConfig(train="env"), 0, env=None)
+
+
+def test_only_keeps_the_order_and_says_when_nothing_is_left(jsonl: str) -> None:
+    rows = read_tasks(jsonl, shuffle=False)
+    assert [t.spec["answer"] for t in rows.only(lambda t: t.spec["answer"] % 7 == 0).rows] == [
+        0, 7, 14,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no tasks"):
+        rows.only(lambda t: False)

@@ -1,0 +1,347 @@
+"""Other people's environments against the real packages, and our own: search, tests, factories."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.agents.base import CallTools, RunCode, Say, ToolCall
+from agentgrpo.envs.factory import FactoryEnv
+from agentgrpo.envs.graded import UnitTestEnv, program_in
+from agentgrpo.envs.gymnasium import GymnasiumEnv
+from agentgrpo.envs.mcp import McpEnv
+from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
+from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.envs.search import SearchEnv
+from agentgrpo.sandbox import SandboxPool
+from tests.playing import task
+
+
+def call(name: str, **arguments: Any) -> CallTools:
+    return CallTools((ToolCall(name, arguments),))
+
+
+# gymnasium
+
+
+def lake(**options: Any) -> GymnasiumEnv:
+    pytest.importorskip("gymnasium")
+    given: dict[str, Any] = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}}
+    return GymnasiumEnv(**{**given, "actions": ["left", "down", "right", "up"], **options})
+
+
+def test_frozen_lake_is_played_to_its_goal() -> None:
+    env = lake(rules="Reach G.")
+    (first, *_) = tasks = env.tasks("train")
+    assert len(tasks) == 64
+    assert first.messages[0]["content"].startswith("Reach G.\n\n")
+    assert "FFFH" in re.sub(r"\x1b\[\d*m", "", first.messages[0]["content"])
+    assert "one of left, down, right, up" in str(env.tools(first))
+    episode = env.reset(first)
+    for move in ["down", "down", "right", "right", "down", "right"]:
+        told = episode.step(call("act", action=move))
+    assert (told.done, told.rewards) == (True, {"environment": 1.0})
+    assert episode.finish(None) == {}
+    episode.close()
+
+
+def test_a_move_that_is_none_is_told_and_costs_nothing() -> None:
+    episode = lake().reset(lake().tasks("train")[0])
+    told = episode.step(call("act", action="fly"))
+    assert (told.failed, told.outputs[0]) == (
+        True,
+        "Error: no action 'fly'; there are: left, down, right, up",
+    )
+    assert episode.step(call("jump")).failed
+    assert episode.step(call("act")).failed
+    both = episode.step(CallTools((ToolCall("act", {"action": "down"}),) * 2))
+    assert len(both.outputs) == 2
+    episode.close()
+
+
+def test_seeds_make_tasks_and_splits_share_none() -> None:
+    env = lake(id="Blackjack-v1", kwargs={}, actions=["stick", "hit"], num_tasks=5)
+    train, heldout = env.tasks("train"), env.tasks("heldout")
+    assert env.tasks("train") == train
+    assert not {t.spec["seed"] for t in train} & {t.spec["seed"] for t in heldout}
+    assert len({t.messages[0]["content"] for t in train}) > 1
+    by_word = lake(act_by="reply")
+    assert (by_word.talks, by_word.tools(train[0])) == (True, ())
+    episode = by_word.reset(by_word.tasks("train")[0])
+    assert not episode.step(Say(" Down ")).failed
+    episode.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "Nowhere-v0"}, "id: .*Nowhere"),
+        ({"actions": ["a"]}, "actions: expected 4 names"),
+        ({"act_by": "x"}, "act_by: expected 'tool' or 'reply'"),
+        ({"num_tasks": 0}, "num_tasks"),
+        ({"id": "CartPole-v1", "kwargs": {}, "actions": ["l"]}, "actions: expected 2 names"),
+        ({"id": "Pendulum-v1", "kwargs": {}}, "expected discrete or text actions"),
+    ],
+)
+def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lake(**options)
+
+
+# reasoning-gym
+
+
+def test_reasoning_gym_judges_by_its_own_verifier() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    pool: Any = None
+    env = ReasoningGymEnv(pool, 1.0, dataset="chain_sum", size=4, config={"max_terms": 3})
+    upstream = reasoning_gym.create_dataset("chain_sum", size=4, seed=0, max_terms=3)
+    tasks = env.tasks("train")
+    assert [t.messages[0]["content"] for t in tasks] == [e["question"] for e in upstream]
+    assert upstream[0]["answer"] not in str(tasks[0].spec)
+    right = [env.reset(t).finish(e["answer"]) for t, e in zip(tasks, upstream, strict=True)]
+    assert right == [{"solved": 1.0, "partial": 0.0}] * 4
+    wrong = env.reset(tasks[0]).finish("none")
+    assert wrong["solved"] == 0.0
+    assert env.reset(tasks[0]).finish(None) == {"solved": 0.0, "partial": 0.0}
+    assert {t.messages[0]["content"] for t in env.tasks("heldout")}.isdisjoint(
+        t.messages[0]["content"] for t in tasks
+    )
+    with pytest.raises(ValueError, match="dataset 'chain_sums'"):
+        ReasoningGymEnv(pool, 1.0, dataset="chain_sums")
+
+
+# hidden tests
+
+
+@pytest.fixture(scope="module")
+def graded(pool: SandboxPool) -> Iterator[UnitTestEnv]:
+    env = UnitTestEnv(pool, 2.0, test_timeout_s=2.0)
+    yield env
+    env.close()
+
+
+TESTS = {"tests": "assert f(2) == 4\nassert f(-3) == 9"}
+CASES = {"cases": [["2\n", "4"], ["-3\n", "9"]]}
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("spec", "answer", "worth"),
+    [
+        (TESTS, "def f(x): return x * x", {"solved": 1.0, "partial": 0.0}),
+        (TESTS, "Here:\n```python\ndef f(x): return x ** 2\n```\nDone.", {"solved": 1.0}),
+        (TESTS, "def f(x): return x + 2", {"solved": 0.0}),
+        (TESTS, "import sys; sys.exit(0)", {"solved": 0.0}),
+        (TESTS, "class E:\n  __eq__ = lambda *a: True\nf = lambda x: E()", {"solved": 0.0}),
+        (TESTS, "def f(x):\n  while True: pass", {"solved": 0.0}),
+        (TESTS, None, {"solved": 0.0}),
+        (TESTS, "  ", {"solved": 0.0}),
+        (CASES, "print(int(input()) ** 2)", {"solved": 1.0, "partial": 0.0}),
+        (CASES, "print(4)", {"solved": 0.0, "partial": 0.5}),
+    ],
+)
+def test_programs_are_worth_what_hidden_tests_say(
+    graded: UnitTestEnv, spec: Any, answer: str | None, worth: dict[str, float]
+) -> None:
+    episode = graded.reset(task(**spec))
+    assert worth.items() <= episode.finish(answer).items()
+    episode.close()
+
+
+@pytest.mark.nsjail
+def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -> None:
+    episode = graded.reset(task(**TESTS))
+    episode.step(RunCode("f = lambda x: x * x\nopen('f.py', 'w').write('f = 1')"))
+    assert episode.finish("print('nothing defined')")["solved"] == 0.0
+    episode.close()
+    with pytest.raises(ValueError, match="neither 'tests' nor 'cases'"):
+        graded.reset(task())
+    assert program_in("```\na\n```\n```py\nb\n```") == "b\n"
+
+
+# search
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    rows = [
+        {"id": i, "title": f"Person {name}", "text": f"{name} lives in {city}. " + "more " * 200}
+        for i, (name, city) in enumerate([("Ada", "Bonn"), ("Bo", "Oslo"), ("Cy", "Bonn")])
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_search_finds_the_best_texts_always_the_same_and_cut(corpus: Path) -> None:
+    env = SearchEnv(corpus, top_k=2, max_chars=22)
+    episode = env.reset(task())
+    found = episode.step(call("search", query="Who lives in Oslo?")).outputs[0]
+    assert found.startswith("[1] Person Bo\nBo lives in Oslo. more\n[2] Person ")
+    assert len(found.splitlines()) == 4
+    assert episode.step(call("search", query="Who lives in Oslo?")).outputs[0] == found
+    assert SearchEnv(corpus, top_k=2, max_chars=22)._search("Who lives in Oslo?") == found
+    assert episode.step(call("search", query="zebra")).outputs == ("(nothing found)",)
+
+
+@pytest.mark.parametrize("query", ['"', "a OR", "NEAR(", "title:x*", "'; DROP TABLE texts;--", "é"])
+def test_no_query_is_syntax(corpus: Path, query: str) -> None:
+    told = SearchEnv(corpus).reset(task()).step(call("search", query=query))
+    assert "syntax error" not in told.text
+    assert told.failed == (query == '"')
+
+
+def test_bad_corpora_are_refused_by_file_and_line(tmp_path: Path, corpus: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"title": "b"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: expected an object with a 'text'"):
+        SearchEnv(bad)
+    with pytest.raises(ValueError, match="top_k: expected a number of at least 1, got 0"):
+        SearchEnv(corpus, top_k=0)
+
+
+# factories
+
+
+class Counter:
+    """A user's environment in TRL's form."""
+
+    def reset(self, start: int = 0, **row: Any) -> str:
+        self.value = start
+        return f"The counter is at {start}."
+
+    def add(self, n: int) -> int:
+        """Add to the counter."""
+        self.value += n
+        return self.value
+
+    def stop(self) -> None:
+        """End."""
+        self.done, self.answer = True, self.value
+
+    def get_reward(self) -> float:
+        return float(self.value == 7)
+
+    @staticmethod
+    def tasks(split: str) -> list[dict[str, Any]]:
+        return [{"question": "Reach 7.", "start": i} for i in range(2)]
+
+
+class AsyncCounter(Counter):
+    async def add(self, n: int) -> int:  # type: ignore[override]
+        """Add to the counter."""
+        self.value += n
+        return self.value
+
+
+@pytest.mark.parametrize("kind", [Counter, AsyncCounter])
+def test_a_factorys_methods_are_tools_and_instances_share_nothing(kind: Any) -> None:
+    env = FactoryEnv(kind)
+    tasks = env.tasks("train")
+    assert tasks[1].messages[0]["content"] == "Reach 7.\n\nThe counter is at 1."
+    assert sorted(s["function"]["name"] for s in env.tools(tasks[0])) == ["add", "stop"]
+    with EpisodeRunner(2) as runner:
+        one, two = env.reset(tasks[1]), env.reset(tasks[1])
+        assert runner.step(one, call("add", n=6)).result(9).text == "7"
+        assert runner.step(two, call("add", n=1)).result(9).text == "2"
+        assert runner.step(two, call("add", n="x")).result(9).failed
+        ended = runner.step(one, call("stop")).result(9)
+        assert (ended.done, ended.answer) == (True, "7")
+        assert runner.finish(one, "7").result(9) == {"environment": 1.0}
+        assert runner.finish(two, None).result(9) == {"environment": 0.0}
+    assert env.judges
+
+
+def test_trl_environments_run_as_they_are() -> None:
+    """The shape that TRL documents: no annotations of ours, a docstring per tool, get_reward."""
+    source = '''
+class Guess:
+    def __init__(self):
+        self.secret, self.reward = None, 0.0
+    def reset(self, **kwargs) -> str | None:
+        self.secret, self.reward = kwargs["secret"], 0.0
+        return "Guess a number."
+    def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: The number to guess.
+        """
+        self.reward = float(number == self.secret)
+        return "correct" if self.reward else "wrong"
+    def get_reward(self):
+        return self.reward
+'''
+    names: dict[str, Any] = {}
+    exec(source, names)
+    env = FactoryEnv(names["Guess"])
+    made = env.task("x", {"question": "Play.", "secret": 4})
+    assert made.messages[0]["content"] == "Play.\n\nGuess a number."
+    episode: Any = env.reset(made)
+    assert [episode.step(call("guess", number=n)).text for n in (3, 4)] == ["wrong", "correct"]
+    assert episode.finish(None) == {"environment": 1.0}
+
+
+# the Model Context Protocol
+
+SERVER = '''
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("test")
+seen = []
+
+@server.tool()
+def remember(word: str) -> str:
+    """Remember a word."""
+    seen.append(word)
+    return ",".join(seen)
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("no")
+
+server.run("stdio")
+'''
+
+
+@pytest.fixture(scope="module")
+def mcp(tmp_path_factory: pytest.TempPathFactory) -> McpEnv:
+    pytest.importorskip("mcp")
+    script = tmp_path_factory.mktemp("mcp") / "server.py"
+    script.write_text(SERVER)
+    return McpEnv(sys.executable, [str(script)])
+
+
+@pytest.mark.slow
+def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> None:
+    names = [schema["function"]["name"] for schema in mcp.tools(task())]
+    assert names == ["remember", "fail"]
+    with EpisodeRunner(1) as runner:
+        one, two = mcp.reset(task()), mcp.reset(task())
+        steps = [runner.step(one, call("remember", word=w)) for w in "a"]
+        assert steps[0].result(60).text == "a"
+        assert runner.step(two, call("remember", word="b")).result(60).text == "b"
+        assert runner.step(one, call("remember", word="c")).result(60).text == "a,c"
+        told = runner.step(one, CallTools((ToolCall("fail", {}), ToolCall("nowhere", {})))).result(
+            60
+        )
+        assert "Error executing tool fail" in told.outputs[0]
+        assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
+        assert runner.finish(one, None).result(60) == {}
+        runner.close(two).result(60)
+
+
+@pytest.mark.slow
+def test_a_program_that_is_no_server_is_refused(mcp: McpEnv) -> None:
+    with pytest.raises(ValueError, match=r"command .*: no MCP server answered"):
+        McpEnv(sys.executable, ["-c", "print('hello')"], timeout_s=20)
+    with pytest.raises(ValueError, match="only: the server has no tool 'x'"):
+        McpEnv(mcp.parameters.command, mcp.parameters.args, only=["x"])

@@ -1,0 +1,495 @@
+"""Branching: where, how often, how many, and what a branch has in common with what it left."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from agentgrpo.agents.base import RunCode
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import AgentConfig, BranchConfig, RolloutConfig
+from agentgrpo.envs.base import Observation
+from agentgrpo.rollout.branch import (
+    GroupPlan,
+    Step,
+    aepo_initial,
+    branch_probability,
+    digest,
+    token_entropies,
+    turn_entropy,
+)
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.play import SamplerStats
+from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.types import Group, Rollout, Status, Task
+from tests.rollout.stubs import StubEngine, StubEnv, Turn
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+CHAT = ChatTemplate(TOKENIZER)
+EOT = "<|im_end|>"
+
+
+def tasks(count: int) -> list[Task]:
+    return [
+        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
+        for i in range(count)
+    ]
+
+
+def play(
+    engine: StubEngine,
+    env: StubEnv | None = None,
+    *,
+    num_tasks: int = 1,
+    group_size: int = 8,
+    seed: int = 0,
+    max_live: int = 256,
+    branching: dict[str, Any],
+    **config: Any,
+) -> tuple[list[Group], SamplerStats]:
+    settings = {"max_turns": 4, "max_turn_tokens": 99, "max_retries": 0, **config}
+    sampler = Sampler(
+        cast(Any, engine),
+        CodeAgent(AgentConfig(system_prompt="S")),
+        env or StubEnv(),
+        CHAT,
+        RolloutConfig(group_size=group_size, branching=BranchConfig(**branching), **settings),
+        max_live=max_live,
+    )
+    return sampler.play(tasks(num_tasks), group_size, seed=seed)
+
+
+def conversation(calls: int, *, entropy: Sequence[float] = (0.0,), ends: bool = True) -> StubEngine:
+    """Every rollout calls a tool `calls` times and answers; turn k has entropy[k] (last: rest)."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        turn = prompt.count("<|im_start|>assistant") - 1
+        text = f"<code>{number}</code>" if turn < calls else f"Answer: {number}{EOT}"
+        return Turn(text, steps=1 + number % 3, entropy=entropy[min(turn, len(entropy) - 1)])
+
+    return StubEngine(TOKENIZER, policy)
+
+
+ALWAYS = {"probability": 1.0, "entropy_weight": 0.0}
+NEVER = {"probability": 0.0, "entropy_weight": 0.0}
+
+
+# --- the numbers
+
+
+def test_S3_5_entropy_of_all_tokens_is_the_entropy() -> None:
+    rng = np.random.default_rng(0)
+    vocab, positions = 50, 7
+    logits = rng.normal(size=(positions, vocab)) * 3
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    sampled = rng.integers(vocab, size=positions)
+    flat = [[float(row[s]), *map(float, row)] for row, s in zip(logp, sampled, strict=True)]
+    ids = [[int(s), *range(vocab)] for s in sampled]
+    starts = [i * (vocab + 1) for i in range(positions)]
+    found = token_entropies(
+        np.concatenate(flat).tolist(),
+        np.concatenate(ids).tolist(),
+        starts,
+        [start + vocab + 1 for start in starts],
+    )
+    np.testing.assert_allclose(found, -(np.exp(logp) * logp).sum(-1), rtol=1e-5)
+    assert found.dtype == np.float32
+
+
+def test_what_is_not_among_the_likeliest_counts_as_one() -> None:
+    logprobs = [math.log(p) for p in (0.1, 0.5, 0.2)]  # sampled token 9; 0.2 of mass unseen
+    (found,) = token_entropies(logprobs, [9, 1, 2], [0], [3])
+    expected = -sum(p * math.log(p) for p in (0.1, 0.5, 0.2, 0.2))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_impossible_tokens_add_nothing_and_none_asked_for_gives_none() -> None:
+    assert token_entropies([0.0, 0.0, -math.inf], [1, 1, 2], [0], [3]).tolist() == [0.0]
+    assert len(token_entropies([-0.5, -0.7], [1, 2], [0, 1], [1, 2])) == 0
+    assert len(token_entropies([], [], [], [])) == 0
+
+
+def test_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length() -> None:
+    config = BranchConfig(entropy_tokens=3)
+    short = np.array([1.0, 2.0, 3.0], np.float32)
+    long = np.array([1.0, 2.0, 3.0] + [9.0] * 50, np.float32)
+    assert turn_entropy(short, config, 100) == turn_entropy(long, config, 100)
+    assert turn_entropy(short, config, 100) == pytest.approx(2 / math.log(100))
+    assert turn_entropy(short[:0], config, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("delta", "consecutive", "expected"),
+    [
+        (0.0, 0, 0.5),
+        (1.0, 0, 0.7),
+        (-1.0, 0, 0.3),
+        (9.0, 0, 1.0),
+        (-9.0, 0, 0.0),
+        (1.0, 1, 0.35),
+        (1.0, 2, 0.175),
+    ],
+)
+def test_the_probability_of_branching(delta: float, consecutive: int, expected: float) -> None:
+    config = BranchConfig(probability=0.5, entropy_weight=0.2, consecutive_penalty=0.5)
+    assert branch_probability(delta, config, consecutive) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("root", "after", "beta", "expected"),
+    [
+        (0.5, 0.5, 1.0, 8),
+        (0.9, 0.1, 1.0, 11),  # 16 * sigmoid(0.8) = 11.04
+        (0.1, 0.9, 1.0, 5),  # 16 * sigmoid(-0.8) = 4.96
+        (0.9, 0.1, 10.0, 16),
+        (0.1, 0.9, 10.0, 0),
+        (0.9, 0.1, 0.0, 8),
+    ],
+)
+def test_S3_8_the_aepo_budget(root: float, after: float, beta: float, expected: int) -> None:
+    assert aepo_initial(16, root, after, beta) == expected
+
+
+def test_a_digest_tells_every_difference() -> None:
+    seen = [
+        Observation("a"),
+        Observation("b"),
+        Observation("a", failed=True),
+        Observation("a", done=True),
+        Observation("a", outputs=("x",)),
+        Observation("a", outputs=("x", "")),
+        Observation("a\ud800"),
+    ]
+    assert len({digest(o) for o in seen}) == len(seen)
+    assert Step.of(RunCode("1"), seen[0]) == Step.of(RunCode("1"), Observation("a"))
+    assert Step.of(RunCode("1"), seen[0]) != Step.of(RunCode("2"), seen[0])
+
+
+# --- the plan
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_index_is_handed_out_once_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 20)
+    config = BranchConfig(
+        initial=rng.randint(0, size - 1), budget=rng.choice(["fixed", "aepo"]), aepo_beta=3.0
+    )
+    plan = GroupPlan(size, config)
+    playing = plan.begin()
+    given = list(playing)
+    assert len(playing) == (config.initial or size)
+    while playing:
+        index = rng.choice(playing)
+        new: list[int] = []
+        event = rng.random()
+        if event < 0.3:
+            new = plan.measured(index, rng.random(), after_tool=False)
+            new += plan.measured(index, rng.random(), after_tool=True)
+        elif event < 0.6 and plan.may_branch(index):
+            new = [plan.fork(index)]
+        elif event >= 0.6:
+            playing.remove(index)
+            new = plan.ended(index)
+        given += new
+        playing += new
+    assert sorted(given) == list(range(size))
+
+
+def test_places_are_shared_out_evenly_and_halved_at_a_branch() -> None:
+    plan = GroupPlan(16, BranchConfig(initial=4))
+    assert plan.begin() == [0, 1, 2, 3]
+    assert [plan.may_branch(i) for i in range(4)] == [True] * 4
+    assert plan.fork(0) == 4  # three each: one is given away, one stays, one goes along
+    assert (plan._shares[0], plan._shares[4]) == (1, 1)
+    assert plan.fork(4) == 5
+    assert not plan.may_branch(4)
+    assert not plan.may_branch(5)
+    assert plan.fork(0) == 6
+    assert not plan.may_branch(0)
+    assert [plan._shares[i] for i in (1, 2, 3)] == [3, 3, 3]
+
+
+# --- the play
+
+
+def checked(groups: list[Group], group_size: int) -> list[Rollout]:
+    """Sizes, lineage and sharing are right; returns the rollouts."""
+    for group in groups:
+        assert len(group.rollouts) == group_size
+        for rollout in group.rollouts:
+            assert rollout.task is group.task
+            if rollout.parent is None:
+                assert rollout.forked_at is None
+                continue
+            parent = group.rollouts[rollout.parent]
+            shared = 0
+            for mine, theirs in zip(rollout.segments, parent.segments, strict=False):
+                if mine is not theirs:
+                    break
+                shared += len(mine.token_ids)
+            assert shared == rollout.forked_at
+            assert len(rollout.segments) > parent.segments.index(mine_at(rollout, shared)) + 1
+        texts = [r.token_ids.tobytes() for r in group.rollouts]
+        assert len(set(texts)) == len(texts), "two rollouts are the same"
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def mine_at(rollout: Rollout, length: int) -> Any:
+    """The segment that ends at a token."""
+    at = 0
+    for segment in rollout.segments:
+        at += len(segment.token_ids)
+        if at == length:
+            return segment
+    raise AssertionError(f"no segment ends at {length}")
+
+
+def test_without_the_option_nothing_branches() -> None:
+    engine = conversation(2)
+    groups, stats = play(engine, branching={**ALWAYS, "initial": 0})
+    assert all(r.parent is None for r in checked(groups, 8))
+    assert stats.branches == 0
+    assert engine.requests[0].options["top_logprobs"] == 0
+
+
+def test_an_evaluation_does_not_branch() -> None:
+    engine = conversation(1)
+    config = RolloutConfig(branching=BranchConfig(initial=1, probability=1.0), max_turn_tokens=99)
+    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, config)
+    groups, stats = sampler.play(tasks(1), 8, seed=0, temperature=0.0)
+    assert len(groups[0].rollouts) == 8
+    assert stats.branches == 0
+
+
+def test_S3_6_a_branch_begins_right_behind_the_tools_answer() -> None:
+    engine, env = conversation(1), StubEnv()
+    groups, stats = play(engine, env, group_size=2, branching={**ALWAYS, "initial": 1})
+    first, branch = checked(groups, 2)
+    assert stats.branches == 1
+    assert (branch.parent, branch.forked_at) == (
+        0,
+        sum(len(s.token_ids) for s in first.segments[:3]),
+    )
+    assert [s.sampled for s in branch.segments] == [False, True, False, True]
+    assert all(a is b for a, b in zip(branch.segments[:3], first.segments[:3], strict=True))
+    assert branch.segments[3] is not first.segments[3]
+    # the same prompt, token for token: the engine's prefix cache serves it
+    assert engine.requests[1].prompt.tolist() == engine.requests[2].prompt.tolist()
+    assert engine.requests[1].options["seed"] != engine.requests[2].options["seed"]
+    assert branch.stats == first.stats
+    assert branch.stats["tool_calls"] == 1
+    # its world was brought to the same state by the same action
+    assert env.executed == ["0", "0"]
+    env.assert_all_closed_once()
+
+
+def test_a_turn_after_no_tool_does_not_branch() -> None:
+    engine = StubEngine(
+        TOKENIZER,
+        lambda n, prompt: Turn(
+            f"<code>{n}{EOT}" if prompt.count("assistant") < 3 else f"Answer: {n}{EOT}"
+        ),
+    )
+    groups, stats = play(engine, group_size=4, branching={**ALWAYS, "initial": 1})
+    assert stats.branches == 0
+    assert all(r.parent is None for r in checked(groups, 4))
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "probability"),
+    [(1.0, 1.0, 0.4), (0.0, math.log(len(TOKENIZER)), 0.7), (math.log(len(TOKENIZER)), 0.0, 0.1)],
+)
+def test_S3_4_branches_are_as_frequent_as_the_entropies_say(
+    first: float, later: float, probability: float
+) -> None:
+    """With probability p + w * dH, p 0.4 and w 0.3: one chance in each of many groups."""
+    engine = conversation(1, entropy=(first, later))
+    count = 400
+    groups, stats = play(
+        engine,
+        num_tasks=count,
+        group_size=2,
+        branching={"initial": 1, "probability": 0.4, "entropy_weight": 0.3},
+    )
+    checked(groups, 2)
+    sigma = math.sqrt(count * probability * (1 - probability))
+    assert abs(stats.branches - count * probability) < 3 * sigma
+
+
+def test_the_base_entropy_is_each_rollouts_own_and_forgotten_after_the_call() -> None:
+    """Played twice with other first turns: a base kept from the first call would branch."""
+    high = math.log(len(TOKENIZER))
+    config = {"initial": 1, "probability": 0.0, "entropy_weight": 1.0}
+    _, rising = play(conversation(1, entropy=(0.0, high)), group_size=2, branching=config)
+    _, flat = play(conversation(1, entropy=(high, high)), group_size=2, branching=config)
+    assert (rising.branches, flat.branches) == (1, 0)
+
+
+def test_where_nothing_branches_the_rest_begins_as_soon_as_a_place_is_free_and_all_at_once() -> (
+    None
+):
+    engine = conversation(0)
+    groups, _ = play(engine, group_size=16, branching={**ALWAYS, "initial": 4})
+    assert all(r.parent is None for r in checked(groups, 16))
+    # 4 at once, each ended after at most 3 steps and left its 3 places, each taken at that moment
+    begun = Counter(r.submitted_at for r in engine.requests)
+    assert engine.steps <= 3 + 3 + 1
+    assert begun[0] == 4
+
+
+def test_sources_get_equal_shares() -> None:
+    engine = conversation(3)
+    groups, _ = play(engine, group_size=16, branching={**ALWAYS, "initial": 4}, deterministic=True)
+    rollouts = checked(groups, 16)
+
+    def root(index: int) -> int:
+        parent = rollouts[index].parent
+        return index if parent is None else root(parent)
+
+    assert Counter(root(i) for i in range(16)) == {0: 4, 1: 4, 2: 4, 3: 4}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_plays_have_exactly_their_size_and_true_lineage(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 9)
+
+    def policy(number: int, prompt: str) -> Turn:
+        kind = rng.random()
+        text = f"<code>{number}</code>" if kind < 0.6 else f"Answer: {number}{EOT}"
+        text = f"<code>{number}{EOT}" if kind > 0.9 else text
+        return Turn(text, steps=rng.randint(1, 4), entropy=rng.random() * 5)
+
+    engine, env = StubEngine(TOKENIZER, policy, rng=rng), StubEnv()
+    groups, stats = play(
+        engine,
+        env,
+        num_tasks=3,
+        group_size=size,
+        max_live=rng.randint(1, 40),
+        branching={
+            "initial": rng.randint(1, size - 1),
+            "entropy_weight": rng.random() * 2,
+            "budget": rng.choice(["fixed", "aepo"]),
+            "aepo_beta": 4.0,
+            "consecutive_penalty": rng.choice([0.0, 0.5]),
+        },
+        deterministic=rng.random() < 0.5,
+    )
+    rollouts = checked(groups, size)
+    assert stats.branches == sum(r.parent is not None for r in rollouts)
+    assert stats.engine_steps == engine.steps
+    unique = {id(s): len(s.token_ids) for r in rollouts for s in r.segments if s.sampled}
+    assert stats.total_sampled_tokens == sum(unique.values()), "a shared token was sampled once"
+    for rollout in rollouts:
+        sampled = [s for s in rollout.segments if s.sampled]
+        assert rollout.stats["turns"] == len(sampled) <= 4
+    env.assert_all_closed_once()
+
+
+def test_a_repeated_play_branches_where_it_did() -> None:
+    def lineage() -> list[tuple[int | None, int | None]]:
+        engine = conversation(3, entropy=(1.0, 2.0, 0.5))
+        groups, _ = play(
+            engine, num_tasks=4, branching={"initial": 3, "probability": 0.3}, deterministic=True
+        )
+        return [(r.parent, r.forked_at) for r in checked(groups, 8)]
+
+    first = lineage()
+    assert 3 < sum(parent is not None for parent, _ in first) < 20
+    assert lineage() == first
+
+
+class Forgetful(StubEnv):
+    """A world that is no function of its actions: every call is answered otherwise."""
+
+    answered = 0
+
+    def observe(self) -> Observation:
+        self.answered += 1
+        return Observation(f"answer {self.answered}")
+
+
+def test_a_branch_whose_world_answers_otherwise_is_given_up_and_its_place_filled() -> None:
+    env = Forgetful()
+    env.answer = lambda code: env.observe()
+    groups, stats = play(conversation(1), env, group_size=4, branching={**ALWAYS, "initial": 2})
+    assert all(r.parent is None for r in checked(groups, 4))
+    assert (stats.branches, stats.diverged_forks) == (2, 2)
+    assert all(r.status is Status.COMPLETED for r in groups[0].rollouts)
+    env.assert_all_closed_once()
+
+
+def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent() -> None:
+    """Rollout 0 calls, is told, branches, and then its machine breaks."""
+    turns = ["<code>0</code>", "<code>broken machine</code>"]
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn(turns[n] if n < 2 else f"Answer: {n}{EOT}"))
+    env = StubEnv()
+    groups, stats = play(
+        engine, env, group_size=2, branching={**ALWAYS, "initial": 1}, max_retries=1
+    )
+    again, branch = groups[0].rollouts
+    assert (stats.branches, stats.retries) == (1, 1)
+    assert len(again.segments) == 2
+    assert len(branch.segments) == 4
+    assert (branch.parent, branch.forked_at) == (None, None)
+    env.assert_all_closed_once()
+
+
+def test_aepo_decides_when_the_first_of_a_group_has_seen_a_tools_answer() -> None:
+    high = math.log(len(TOKENIZER))
+    config = {**ALWAYS, "initial": 1, "budget": "aepo", "aepo_beta": 2.0}
+    # 8 * sigmoid(2 * (1 - 0)) = 7.05: the policy is unsure at once, so 7 begin alone and 1 branches
+    groups, _ = play(conversation(1, entropy=(high, 0.0)), branching=config)
+    assert sum(r.parent is None for r in checked(groups, 8)) == 7
+    # 8 * sigmoid(-2) = 0.95: it is unsure after tools; one began and seven branch
+    groups, _ = play(conversation(7, entropy=(0.0, high)), branching=config, max_turns=9)
+    assert sum(r.parent is None for r in checked(groups, 8)) == 1
+
+
+def test_a_turn_after_a_complaint_about_form_is_none_after_a_tool() -> None:
+    """Call, malformed turn, answer: only the turn right behind the tool's answer may branch."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        said = prompt.count("<|im_start|>assistant") - 1
+        return Turn(
+            [f"<code>{number}</code>", f"<code>{number}{EOT}", f"Answer: {number}{EOT}"][said]
+        )
+
+    groups, stats = play(
+        StubEngine(TOKENIZER, policy), group_size=4, branching={**ALWAYS, "initial": 1}
+    )
+    first = checked(groups, 4)[0]
+    behind_tool = sum(len(s.token_ids) for s in first.segments[:3])
+    assert {r.forked_at for r in groups[0].rollouts} == {None, behind_tool}
+    assert stats.branches == 2
+
+
+def test_a_row_of_branchings_ends_where_one_is_left_out() -> None:
+    """With a penalty of 1 every second chance is taken."""
+    groups, _ = play(
+        conversation(3), branching={**ALWAYS, "initial": 1, "consecutive_penalty": 1.0}
+    )
+    rollouts = checked(groups, 8)
+    ends = np.cumsum([len(s.token_ids) for s in rollouts[0].segments]).tolist()
+    behind_tools = [ends[2], ends[4], ends[6]]
+    taken = [any(r.parent == 0 and r.forked_at == at for r in rollouts) for at in behind_tools]
+    assert taken == [True, False, True]
+
+
+def test_a_branch_spends_its_own_calls() -> None:
+    groups, stats = play(
+        conversation(2), group_size=4, branching={**ALWAYS, "initial": 1}, max_tool_calls=2
+    )
+    assert stats.branches == 3
+    assert [r.stats["tool_calls"] for r in checked(groups, 4)] == [2.0] * 4
+    assert [r.stats["refused_calls"] for r in groups[0].rollouts] == [0.0] * 4

@@ -1,0 +1,353 @@
+"""A user's own sampler and TRL's rollout_func: what they get, and what they return is checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from agentgrpo.config import RolloutConfig
+from agentgrpo.rollout.custom import (
+    CustomSampler,
+    RolloutParams,
+    load_sampler,
+    rollout_from_tokens,
+)
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.trl import RolloutFuncSampler, Trainer, generate
+from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task, Treatment
+from tests.rollout.stubs import StubEngine, Turn
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+CHAT = ChatTemplate(TOKENIZER)
+EOT = "<|im_end|>"
+
+
+def tasks(count: int) -> list[Task]:
+    return [
+        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
+        for i in range(count)
+    ]
+
+
+class Engine(StubEngine):
+    """The stub, with what only the real engine has."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.running)
+
+    def abort_all(self) -> None:
+        self.abort(list(self.running))
+
+    def add_request(self, request_id: str, prompt_ids: Any, **options: Any) -> None:
+        super().add_request(request_id, prompt_ids, **{"top_logprobs": 0, **options})
+
+
+def engine(text: str = f"said{EOT}") -> Engine:
+    return Engine(TOKENIZER, lambda number, _: Turn(text, steps=1 + number % 3))
+
+
+def rollout(task: Task, **fields: Any) -> Rollout:
+    return rollout_from_tokens(task, [1, 5, 6], [7, 8, 9], [-0.1, -0.2, -0.3], **fields)
+
+
+class Mine:
+    """Returns what it is told to; keeps what it got."""
+
+    def __init__(self, change: Callable[[Rollout], Any] = lambda r: None) -> None:
+        self.change = change
+        self.got: list[Any] = []
+
+    def rollout(
+        self, engine: Any, tasks: Sequence[Task], n: int, params: RolloutParams
+    ) -> list[list[Rollout]]:
+        self.got.append((engine, list(tasks), n, params))
+        played = [[rollout(task) for _ in range(n)] for task in tasks]
+        self.change(played[-1][-1])
+        return played
+
+
+def sampler(user: Any, served: Any = None, **config: Any) -> CustomSampler:
+    return CustomSampler(user, cast(Any, served or engine()), RolloutConfig(**config), (2,))
+
+
+def test_a_users_sampler_gets_the_run_and_gives_its_groups() -> None:
+    user, served = Mine(), engine()
+    custom = sampler(user, served, temperature=0.5, max_turns=4, max_response_tokens=99)
+    questions = tasks(2)
+    groups, stats = custom.play(questions, 3, seed=11)
+    assert [group.task for group in groups] == questions
+    assert [len(group.rollouts) for group in groups] == [3, 3]
+    assert stats.total_sampled_tokens == 2 * 3 * 3
+    ((seen_engine, seen_tasks, n, params),) = user.got
+    assert (seen_engine, seen_tasks, n) == (served, questions, 3)
+    assert params == RolloutParams(
+        temperature=0.5,
+        max_turns=4,
+        max_turn_tokens=64,
+        max_response_tokens=99,
+        stop_token_ids=(2,),
+        seed=11,
+        filters={},
+    )
+
+
+def test_an_evaluation_tells_it_so() -> None:
+    user = Mine()
+    sampler(user).play(tasks(1), 1, seed=0, temperature=0.0, filters={"top_p": 0.9})
+    params = user.got[0][3]
+    assert (params.temperature, params.filters) == (0.0, {"top_p": 0.9})
+    assert params.max_response_tokens == 10_000  # the engine's context
+
+
+def test_its_ends_are_treated_as_ours() -> None:
+    def cut(last: Rollout) -> None:
+        last.status = Status.TRUNCATED_LENGTH
+
+    config = {"treatment": {"truncated_length": "mask"}}
+    groups, _ = sampler(Mine(cut), **config).play(tasks(1), 2, seed=0)
+    assert [r.treatment for r in groups[0].rollouts] == [Treatment.TRAIN, Treatment.MASK]
+
+
+def other_task(r: Rollout) -> None:
+    r.task = Task(id="stranger", messages=(), spec={})
+
+
+def no_prompt(r: Rollout) -> None:
+    r.segments.pop(0)
+
+
+def nan(r: Rollout) -> None:
+    r.segments.append(Segment(np.array([3], np.int32), np.array([np.nan], np.float32)))
+
+
+def too_long(r: Rollout) -> None:
+    r.segments.append(Segment(np.zeros(10_000, np.int32)))
+
+
+def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
+    def change(r: Rollout) -> None:
+        r.span_rewards.append(SpanReward(start, end, "x", value))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_task, "is of task 'stranger'"),
+        (no_prompt, "must begin with a prompt"),
+        (nan, "log-probability is nan or infinite"),
+        (too_long, "10006 tokens exceed engine.max_model_len 10000"),
+        (span(-1, 2), "is not within its 6 tokens"),
+        (span(3, 7), "is not within its 6 tokens"),
+        (span(4, 4), "is not within its 6 tokens"),
+        (span(3, 6, float("inf")), "is not finite"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_by_name(
+    change: Callable[[Rollout], None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"sampler: task 't1', rollout 1: .*{message}"):
+        sampler(Mine(change)).play(tasks(2), 2, seed=0)
+
+
+def test_spans_to_the_last_token_are_fine() -> None:
+    groups, _ = sampler(Mine(span(0, 6))).play(tasks(1), 1, seed=0)
+    assert groups[0].rollouts[0].span_rewards[0].end == 6
+
+
+def test_a_wrong_number_of_rollouts_is_refused() -> None:
+    class Short(Mine):
+        def rollout(self, *args: Any) -> list[list[Rollout]]:
+            played = super().rollout(*args)
+            played[0].pop()
+            return played
+
+    with pytest.raises(ValueError, match=r"expected 2 lists of 2 rollouts, got lists of \[1, 2\]"):
+        sampler(Short()).play(tasks(2), 2, seed=0)
+
+
+def test_requests_left_behind_are_refused() -> None:
+    class Leaves(Mine):
+        def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
+            ids = np.array([1], np.int32)
+            engine.add_request("a", ids, max_tokens=9, temperature=1.0)
+            return super().rollout(engine, *args)
+
+    with pytest.raises(ValueError, match="returned with 1 requests in flight"):
+        sampler(Leaves()).play(tasks(1), 1, seed=0)
+
+
+def test_a_bug_in_it_leaves_nothing_in_flight() -> None:
+    class Buggy(Mine):
+        def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
+            engine.add_request("a", np.array([1], np.int32), max_tokens=9, temperature=1.0)
+            raise ZeroDivisionError
+
+    served = engine()
+    with pytest.raises(ZeroDivisionError):
+        sampler(Buggy(), served).play(tasks(1), 1, seed=0)
+    assert served.num_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "runs"),
+    [
+        (None, [(5, True)]),
+        ([1, 1, 1, 1, 1], [(5, True)]),
+        ([0, 0, 0, 0, 0], [(5, False)]),
+        ([1, 0, 0, 1, 1], [(1, True), (2, False), (2, True)]),
+        ([0, 1, 0, 1, 0], [(1, False), (1, True), (1, False), (1, True), (1, False)]),
+    ],
+)
+def test_a_mask_becomes_segments(mask: list[int] | None, runs: list[tuple[int, bool]]) -> None:
+    task = tasks(1)[0]
+    made = rollout_from_tokens(task, [1, 2], range(10, 15), [-1, -2, -3, -4, -5], mask)
+    assert made.token_ids.tolist() == [1, 2, 10, 11, 12, 13, 14]
+    assert [(len(s.token_ids), s.sampled) for s in made.segments[1:]] == runs
+    at = 0
+    for segment in made.segments[1:]:
+        if segment.logprobs is not None:
+            assert segment.logprobs.tolist() == [
+                -1.0 - at - i for i in range(len(segment.token_ids))
+            ]
+        at += len(segment.token_ids)
+
+
+def test_an_empty_completion_is_a_prompt_alone() -> None:
+    assert len(rollout_from_tokens(tasks(1)[0], [1], [], []).segments) == 1
+
+
+@pytest.mark.parametrize(("logprobs", "mask"), [([0.0], None), ([0.0] * 2, [1])])
+def test_flat_lists_of_other_lengths_are_refused(logprobs: Any, mask: Any) -> None:
+    with pytest.raises(ValueError, match="2 completion tokens need as many logprobs and mask"):
+        rollout_from_tokens(tasks(1)[0], [1], [3, 4], logprobs, mask)
+
+
+# --- TRL
+
+
+def trl_example(prompts: list[Any], trainer: Any) -> Mapping[str, Sequence[Any]]:
+    """Two turns with a tool's answer between, as TRL's examples write them."""
+    first = generate(trainer, prompts)
+    told = trainer.processing_class.encode("42", add_special_tokens=False)
+    rows: dict[str, list[Any]] = {
+        key: [] for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score", "note")
+    }
+    for turn in first:
+        ids = turn["completion_ids"]
+        rows["prompt_ids"].append(turn["prompt_ids"])
+        rows["completion_ids"].append(ids + told + ids)
+        rows["logprobs"].append(turn["logprobs"] + [0.0] * len(told) + turn["logprobs"])
+        rows["env_mask"].append([1] * len(ids) + [0] * len(told) + [1] * len(ids))
+        rows["score"].append(float(len(turn["text"])))
+        rows["note"].append("not a number")
+    return rows
+
+
+def test_trls_rollout_func_runs_unchanged() -> None:
+    served = engine()
+    user = RolloutFuncSampler(trl_example, CHAT, RolloutConfig())
+    groups, _ = sampler(user, served, temperature=0.5).play(tasks(2), 2, seed=3)
+    texts = [
+        [TOKENIZER.decode(s.token_ids) for s in r.segments] for g in groups for r in g.rollouts
+    ]
+    prompt = "<|im_start|>user\nQ{}" + EOT + "\n<|im_start|>assistant\n"
+    for index, parts in enumerate(texts):
+        assert parts == [prompt.format(index // 2), f"said{EOT}", "42", f"said{EOT}"]
+    rollouts = [r for g in groups for r in g.rollouts]
+    assert all([s.sampled for s in r.segments] == [False, True, False, True] for r in rollouts)
+    assert all(r.rewards == {"score": 4.0} for r in rollouts)
+    assert all((r.answer, r.status) == ("said", Status.COMPLETED) for r in rollouts)
+    assert len({request.options["seed"] for request in served.requests}) == 4
+    for played, request in zip(rollouts, served.requests, strict=True):
+        assert played.segments[1].logprobs is not None
+        assert np.array_equal(played.segments[1].logprobs, request.completion.logprobs)
+
+
+def test_the_trainer_has_what_such_functions_read() -> None:
+    seen: list[Trainer] = []
+
+    def function(prompts: list[Any], trainer: Trainer) -> Mapping[str, Sequence[Any]]:
+        seen.append(trainer)
+        assert prompts == [[{"role": "user", "content": "Q0"}]] * 2
+        return {"prompt_ids": [[1]] * 2, "completion_ids": [[5]] * 2, "logprobs": [[-1.0]] * 2}
+
+    class Served(Engine):
+        llm = "vLLM"
+
+    user = RolloutFuncSampler(function, CHAT, RolloutConfig())
+    served = Served(TOKENIZER, lambda number, _: Turn("x"))
+    groups, _ = sampler(user, served, temperature=0.5, max_response_tokens=77).play(
+        tasks(1), 2, seed=3
+    )
+    (trainer,) = seen
+    assert trainer.processing_class is TOKENIZER
+    assert vars(trainer.args) == {
+        "temperature": 0.5,
+        "num_generations": 2,
+        "max_completion_length": 77,
+    }
+    assert trainer.llm == trainer.vllm_generation.llm == "vLLM"
+    # what does not end with the end of a turn was cut
+    assert {r.status for r in groups[0].rollouts} == {Status.TRUNCATED_LENGTH}
+    assert groups[0].rollouts[0].answer is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"completion_ids": [[1]], "logprobs": [[0.0]]}, "'prompt_ids': .* got no such key"),
+        (
+            {"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": []},
+            "'logprobs': expected 1 values, got 0",
+        ),
+        (
+            {"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "x": [1, 2]},
+            "'x': expected 1 values, got 2",
+        ),
+    ],
+)
+def test_what_a_rollout_func_forgets_is_named(returned: Any, message: str) -> None:
+    user = RolloutFuncSampler(lambda prompts, trainer: returned, CHAT, RolloutConfig())
+    with pytest.raises(ValueError, match=rf"rollout_func: {message}"):
+        sampler(user).play(tasks(1), 1, seed=0)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a user's module."""
+    made = ModuleType("users_own")
+    vars(made).update(
+        Mine=lambda chat, config: Mine(), Wrong=lambda chat, config: object(), func=trl_example
+    )
+    monkeypatch.setitem(sys.modules, "users_own", made)
+    return "users_own"
+
+
+def test_the_config_names_it(module: str) -> None:
+    made = load_sampler(RolloutConfig(sampler=f"{module}:Mine"), CHAT)
+    assert isinstance(made, Mine)
+    func = load_sampler(RolloutConfig(sampler=f"rollout_func:{module}:func"), CHAT)
+    assert isinstance(func, RolloutFuncSampler)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("users_own:Wrong", r"'users_own:Wrong' has no method rollout\(\)"),
+        ("users_own:Missing", "Missing"),
+        ("rollout_func:users_own:missing", "missing"),
+        ("no_such_module:X", "no_such_module"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(module: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"rollout\.sampler.*{message}"):
+        load_sampler(RolloutConfig(sampler=name), CHAT)

@@ -1,0 +1,319 @@
+"""Budgets of a rollout: exactly what fits, nothing that is one over, and zero is a budget."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from agentgrpo.agents.base import Action, CallTools, Malformed, RunCode, Say, ToolCall
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
+from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.types import Rollout, Status, Task, Treatment
+from tests.rollout.stubs import StubEngine, StubEnv, Turn
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+CHAT = ChatTemplate(TOKENIZER)
+EOT = "<|im_end|>"
+TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
+PATIENCE_S = 60
+
+
+def play(*turns: str | Turn, env: StubEnv | None = None, **config: Any) -> Rollout:
+    script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
+    engine = StubEngine(TOKENIZER, lambda number, _: script[number])
+    settings: dict[str, Any] = {
+        "max_turns": 9,
+        "max_turn_tokens": 99,
+        "max_observation_tokens": 200,
+    }
+    settings |= {"max_retries": 0, **config}
+    sampler = Sampler(
+        cast(Any, engine),
+        CodeAgent(AgentConfig(system_prompt="S")),
+        env or StubEnv(),
+        CHAT,
+        RolloutConfig(**settings),
+    )
+    groups, _ = sampler.play([TASK], 1, seed=0)
+    return groups[0].rollouts[0]
+
+
+def told(rollout: Rollout) -> list[str]:
+    """What the policy was shown after its turns."""
+    texts = [TOKENIZER.decode(s.token_ids) for s in rollout.segments[1:] if not s.sampled]
+    return [
+        text.partition("user\n")[2].removesuffix(f"{EOT}\n<|im_start|>assistant\n")
+        for text in texts
+    ]
+
+
+CALL = "<code>1</code>"
+DONE = f"Answer: 1{EOT}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "executed", "refused"),
+    [
+        (0, Status.TRUNCATED_CALLS, 0, 2),
+        (1, Status.TRUNCATED_CALLS, 1, 2),
+        (2, Status.COMPLETED, 2, 1),
+        (3, Status.COMPLETED, 3, 0),
+        (None, Status.COMPLETED, 3, 0),
+    ],
+)
+@pytest.mark.parametrize("by_tool", [True, False])
+def test_calls_over_the_limit_are_not_made_and_the_second_ends_the_rollout(
+    limit: int | None, status: Status, executed: int, refused: int, by_tool: bool
+) -> None:
+    if by_tool:
+        limits: dict[str, Any] = {"max_calls_of": {} if limit is None else {"python": limit}}
+    else:
+        limits = {"max_tool_calls": limit}
+    env = StubEnv()
+    played = play(CALL, CALL, CALL, DONE, env=env, **limits)
+    assert played.status is status
+    assert len(env.executed) == executed == played.stats["tool_calls"]
+    assert played.stats["refused_calls"] == refused
+    if refused:
+        which = "python " if by_tool else ""
+        assert told(played)[executed] == (
+            f"Error: not run. 0 {which}calls left, 1 asked for. Answer with what you have."
+        )
+
+
+def test_the_calls_of_one_turn_are_made_all_or_none() -> None:
+    spent = Spent(RolloutConfig(max_tool_calls=3, max_calls_of={"b": 1}), 0, 99)
+    a, b = ToolCall("a", {}), ToolCall("b", {})
+    assert spent.refuse(CallTools((a, b))) is None
+    said = spent.refuse(CallTools((a, b)))
+    assert said is not None
+    assert said.startswith("Error: not run. 0 b calls left, 1 asked for")
+    assert spent.end(0) is None
+    two = spent.refuse(CallTools((a, a)))
+    assert two is not None
+    assert two.startswith("Error: not run. 1 call left, 2 asked for")
+    assert spent.calls == {"a": 1, "b": 1}
+    assert spent.end(0) is Status.TRUNCATED_CALLS
+
+
+def test_one_refusal_leaves_the_last_call_to_be_made() -> None:
+    spent = Spent(RolloutConfig(max_tool_calls=1), 0, 99)
+    assert spent.refuse(CallTools((ToolCall("a", {}),) * 2)) is not None
+    assert spent.refuse(RunCode("1")) is None
+
+
+@pytest.mark.parametrize(
+    ("action", "names"),
+    [
+        (RunCode("1"), ("python",)),
+        (RunCode("ls", language="shell"), ("shell",)),
+        (CallTools((ToolCall("a", {}), ToolCall("a", {}))), ("a", "a")),
+        (Say("hello"), ()),
+        (Malformed("x"), ()),
+    ],
+)
+def test_talk_is_not_a_call(action: Action, names: tuple[str, ...]) -> None:
+    assert called(action) == names
+    if not names:
+        assert Spent(RolloutConfig(max_tool_calls=0), 0, 99).refuse(action) is None
+
+
+BAD = f"<code>1{EOT}"
+
+
+@pytest.mark.parametrize(
+    ("turns", "limit", "status"),
+    [
+        ([BAD], 1, Status.MALFORMED),
+        ([BAD, DONE], 2, Status.COMPLETED),
+        ([BAD, BAD], 2, Status.MALFORMED),
+        ([BAD, CALL, BAD, DONE], 2, Status.COMPLETED),  # not in a row
+        ([BAD] * 5 + [DONE], None, Status.COMPLETED),
+    ],
+)
+def test_malformed_actions_in_a_row(turns: list[str], limit: int | None, status: Status) -> None:
+    played = play(*turns, max_malformed=limit)
+    assert played.status is status
+    assert played.stats["turns"] == len(turns)
+
+
+PROMPT = len(
+    CHAT.prompt_ids([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}])
+)
+AFTER_CALL = len(CALL) + len(
+    CHAT.observation_ids([{"role": "user", "content": "out of 1"}], turn_closed=False)
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "length"),
+    [
+        (len(CALL) - 1, Status.TRUNCATED_LENGTH, len(CALL) - 1),  # the turn was cut
+        (len(CALL), Status.TRUNCATED_LENGTH, len(CALL)),  # no room for the answer
+        (AFTER_CALL - 1, Status.TRUNCATED_LENGTH, len(CALL)),  # the answer is one over: left out
+        (AFTER_CALL, Status.TRUNCATED_LENGTH, AFTER_CALL),  # it fits exactly: kept
+        (AFTER_CALL + 1, Status.TRUNCATED_LENGTH, AFTER_CALL + 1),
+        (AFTER_CALL + 10, Status.COMPLETED, AFTER_CALL + 10),
+        (AFTER_CALL + 11, Status.COMPLETED, AFTER_CALL + 10),
+    ],
+)
+def test_the_response_never_exceeds_its_tokens(limit: int, status: Status, length: int) -> None:
+    env = StubEnv()
+    played = play(CALL, f"Answer: 1{EOT}", env=env, max_response_tokens=limit)
+    assert played.status is status
+    assert len(played.token_ids) == PROMPT + length
+    assert len(env.executed) == (limit >= len(CALL))
+
+
+TEXT = "".join(chr(ord("0") + i % 75) for i in range(200))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 30, 60, 199, 200, 201])
+@pytest.mark.parametrize("keep", ["ends", "head", "tail"])
+def test_a_long_answer_is_cut_in_tokens_and_says_so(keep: Any, limit: int) -> None:
+    cut = CHAT.clip(TEXT, limit, keep)
+    assert len(CHAT.text_ids(cut)) <= limit
+    if limit >= 200:
+        assert cut == TEXT
+        return
+    note = re.search(r" \.\.\. \[\d+ tokens cut\] \.\.\. ", cut)
+    if note is None:  # the note would have taken more than half of it
+        assert limit < 60
+        assert cut == (TEXT[200 - limit :] if keep == "tail" else TEXT[:limit])
+        return
+    head, tail = cut[: note.start()], cut[note.end() :]
+    assert limit >= 60
+    assert len(cut) == limit
+    assert TEXT.startswith(head)
+    assert TEXT.endswith(tail)
+    assert f"[{200 - len(head) - len(tail)} tokens cut]" in note.group()
+    assert bool(head) == (keep != "tail")
+    assert bool(tail) == (keep != "head")
+    if keep == "ends":
+        assert 0 <= len(head) - len(tail) <= 1
+
+
+@pytest.mark.parametrize("limit", range(9))
+@pytest.mark.parametrize("keep", ["ends", "head", "tail"])
+def test_no_character_is_shown_in_part(limit: int, keep: Any) -> None:
+    """The tokens here are bytes, so that most cuts would split one of these characters."""
+    cut = CHAT.clip("äöü€", limit, keep)
+    assert "\ufffd" not in cut
+    assert len(CHAT.text_ids(cut)) <= limit
+    assert "äöü€".endswith(cut) if keep == "tail" else "äöü€".startswith(cut)
+
+
+@pytest.mark.parametrize("keep", ["ends", "head", "tail"])
+def test_the_config_says_what_is_kept(keep: str) -> None:
+    played = play(
+        f"<code>{TEXT}</code>",
+        DONE,
+        max_observation_tokens=80,
+        keep_observation=keep,
+        max_turn_tokens=999,
+    )
+    assert told(played) == [CHAT.clip(f"out of {TEXT}", 80, cast(Any, keep))]
+
+
+def test_a_rollout_that_is_late_ends_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("agentgrpo.rollout.limits.time.monotonic", lambda: now)
+
+    def passes(seconds: float) -> Callable[..., None]:
+        def pass_time(*_: object) -> None:
+            nonlocal now
+            now += seconds
+
+        return pass_time
+
+    def late(limit: float, *turns: str | Turn, in_tool: float = 0, per_step: float = 0) -> Rollout:
+        script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
+        engine = StubEngine(TOKENIZER, lambda n, _: script[n], on_step=passes(per_step))
+        env = StubEnv(on_call=passes(in_tool))
+        config = RolloutConfig(max_seconds=limit, max_turn_tokens=99)
+        agent = CodeAgent(AgentConfig(system_prompt="S"))
+        sampler = Sampler(cast(Any, engine), agent, env, CHAT, config)
+        played = sampler.play([TASK], 1, seed=0)[0][0].rollouts[0]
+        assert not engine.running
+        env.assert_all_closed_once()
+        return played
+
+    decoding = late(3, Turn(DONE, steps=99), per_step=1)
+    assert (decoding.status, decoding.stats["turns"]) == (Status.TIMED_OUT, 0)
+    calling = late(3, CALL, DONE, in_tool=3)
+    assert (calling.status, calling.stats["tool_calls"]) == (Status.TIMED_OUT, 1)
+    assert calling.treatment is Treatment.DROP
+    assert not calling.scored
+    assert late(3, CALL, DONE, in_tool=2.9).status is Status.COMPLETED
+
+
+def test_every_end_has_a_treatment_and_the_config_may_change_it() -> None:
+    assert TREATMENTS.keys() == set(Status)
+    config = RolloutConfig(treatment={Status.TRUNCATED_LENGTH: Treatment.MASK})
+    assert treatment_of(Status.TRUNCATED_LENGTH, config) is Treatment.MASK
+    assert treatment_of(Status.COMPLETED, config) is Treatment.TRAIN
+    masked = play(Turn("x", cut=True), treatment={"truncated_length": "mask"})
+    assert (masked.scored, masked.trained) == (True, False)
+
+
+BROKEN = "<code>broken machine</code>"
+
+
+def test_what_the_machine_broke_is_played_again_and_then_left_out() -> None:
+    env = StubEnv()
+    played = play(BROKEN, CALL, DONE, env=env, max_retries=1)
+    assert (played.status, played.stats["turns"], played.error) == (Status.COMPLETED, 2, None)
+    env.assert_all_closed_once()
+    assert len(env.episodes) == 2
+    gone = play(BROKEN, BROKEN, BROKEN, max_retries=2)
+    assert (gone.status, gone.scored) == (Status.INFRA_ERROR, False)
+    assert gone.error == "no session for broken machine"
+
+
+def test_any_end_may_be_played_again() -> None:
+    again = play(
+        Turn("x", cut=True), DONE, treatment={Status.TRUNCATED_LENGTH: "retry"}, max_retries=1
+    )
+    assert again.status is Status.COMPLETED
+    twice = play(
+        *[Turn("x", cut=True)] * 2, treatment={Status.TRUNCATED_LENGTH: "retry"}, max_retries=1
+    )
+    assert (twice.status, twice.scored) == (Status.TRUNCATED_LENGTH, False)
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "repetition", "None"])
+def test_a_request_that_the_engine_gave_up_is_the_machines_failure(reason: str) -> None:
+    played = play(Turn(DONE, finish_reason=reason))
+    assert played.status is Status.INFRA_ERROR
+    assert played.error == f"the engine gave a request up: finish_reason {reason!r}"
+    assert not any(s.sampled for s in played.segments)
+    assert play(Turn(DONE, finish_reason=reason), DONE, max_retries=1).status is Status.COMPLETED
+
+
+def test_without_limits_only_the_context_ends_a_rollout() -> None:
+    spent = Spent(RolloutConfig(max_turns=10**6), 5, 100)
+    spent.calls.update({"python": 10**6})
+    spent.malformed = 10**6
+    spent.turns = 10**6 - 1
+    assert spent.end(99) is None
+    assert spent.end(100) is Status.TRUNCATED_LENGTH
+    assert spent.turn_tokens(99) == 1
+    assert math.isfinite(spent.started)
+
+
+def test_another_try_draws_anew() -> None:
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn([BROKEN, DONE][n]))
+    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, RolloutConfig(max_turn_tokens=99))
+    sampler.play([TASK], 1, seed=0)
+    first, second = engine.requests
+    assert first.prompt.tolist() == second.prompt.tolist()
+    assert first.options["seed"] != second.options["seed"]

@@ -1,0 +1,175 @@
+"""Rows that grow, and prompts that were rendered anew."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.losses import token_weights
+from agentgrpo.packing import pack_tree
+from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.rollout.transcript import Drift, Transcript, classify
+from agentgrpo.types import Float32, Group, Int32, Rollout, Status
+from tests.conftest import TASK
+from tests.tiny import make_tokenizer
+
+
+def ids(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+def logp(count: int) -> Float32:
+    return -np.arange(1, count + 1, dtype=np.float32)
+
+
+HELD = ids(*range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "threshold", "expected"),
+    [
+        (ids(*range(1, 12)), 1024, (Drift.CLEAN, 10)),
+        (HELD, 1024, (Drift.CLEAN, 10)),
+        (ids(*range(1, 8), 99, 100), 1024, (Drift.REALIGN, 7)),
+        (ids(1, 2, 50, 4, 5), 1024, (Drift.FORK, 2)),
+        (ids(*range(1, 6)), 1024, (Drift.REALIGN, 5)),  # the whole turn is gone
+        (ids(*range(1, 5)), 1024, (Drift.FORK, 4)),
+        (ids(*range(1, 8), 99), 3, (Drift.FORK, 7)),  # 3 differing tokens are too many
+        (ids(*range(1, 8), 99), 4, (Drift.REALIGN, 7)),
+    ],
+)
+def test_prompts_are_classified(prompt: Int32, threshold: int, expected: tuple[Drift, int]) -> None:
+    assert classify(HELD, prompt, 5, threshold) == expected
+
+
+def held() -> Transcript:
+    transcript = Transcript(ids(1, 2, 3))
+    transcript.give(ids(4, 5))
+    transcript.sample(ids(6, 7, 8, 9, 10), logp(5))
+    return transcript
+
+
+def test_a_clean_prompt_appends_unsampled_tokens() -> None:
+    transcript = held()
+    assert transcript.rerender(ids(*range(1, 12))) is Drift.CLEAN
+    assert transcript.ids.tolist() == list(range(1, 12))
+    assert transcript.mask.tolist() == [0] * 5 + [1] * 5 + [0]
+    assert transcript.logprobs.tolist() == [0] * 5 + [-1, -2, -3, -4, -5, 0]
+    assert transcript.closed_rows == []
+
+
+def test_a_realigned_turn_keeps_its_beginning_in_the_loss() -> None:
+    transcript = held()
+    assert transcript.rerender(ids(*range(1, 8), 99, 100)) is Drift.REALIGN
+    assert transcript.ids.tolist() == [*range(1, 8), 99, 100]
+    assert transcript.mask.tolist() == [0] * 5 + [1, 1, 0, 0]
+    assert transcript.logprobs.tolist() == [0] * 5 + [-1, -2, 0, 0]
+    assert [s.sampled for s in transcript.segments] == [False, False, True, False]
+
+
+def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
+    transcript = held()
+    assert transcript.rerender(ids(1, 2, 50)) is Drift.FORK
+    assert transcript.ids.tolist() == [1, 2, 50]
+    assert transcript.mask.tolist() == [0, 0, 0]
+    (closed,) = transcript.closed_rows
+    assert [s.token_ids.tolist() for s in closed] == [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+    transcript.sample(ids(60), logp(1))
+    assert transcript.rerender(ids(1, 2, 50, 60, 70)) is Drift.CLEAN
+
+
+@given(st.integers(0, 2**32))
+def test_a_row_is_always_what_the_engine_was_sent(seed: int) -> None:
+    """Against plain lists: ids equal the prompt, and every sampled id is kept in one row."""
+    rng = random.Random(seed)
+    transcript = Transcript(ids(0), fork_threshold=rng.choice([1, 3, 1024]))
+    plain, mask = [0], [0]
+    for turn in range(rng.randint(1, 6)):
+        sampled = [rng.randint(1, 3) for _ in range(rng.randint(1, 4))]
+        start = len(plain)
+        transcript.sample(ids(*sampled), logp(len(sampled)))
+        plain, mask = plain + sampled, mask + [1] * len(sampled)
+        prompt = plain[: rng.randint(0, len(plain))] if rng.random() < 0.5 else list(plain)
+        prompt = [*prompt, *(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))] or [9]
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(plain, prompt, strict=False)) if a != b),
+            min(len(plain), len(prompt)),
+        )
+        drift = transcript.rerender(ids(*prompt))
+        if drift is Drift.FORK:
+            assert shared < len(plain)
+            mask = [0] * len(prompt)
+        else:
+            assert drift is Drift.CLEAN or shared >= start
+            mask = [*mask[:shared], *([0] * (len(prompt) - shared))]
+        plain = prompt
+        assert transcript.ids.tolist() == plain
+        assert transcript.mask.tolist() == mask
+        joined = [i for s in transcript.segments for i in s.token_ids.tolist()]
+        assert joined == plain, turn
+
+
+def test_buffers_grow_without_losing_a_token() -> None:
+    transcript, expected = Transcript(ids(1)), [1]
+    for turn in range(40):
+        transcript.sample(np.full(97, turn, np.int32), logp(97))
+        expected += [turn] * 97
+    assert transcript.ids.tolist() == expected
+    assert transcript.ids.flags.c_contiguous
+    assert transcript.ids.dtype == np.int32
+    assert transcript.mask.dtype == np.uint8
+    assert len(transcript) == len(expected)
+
+
+def test_a_forked_rollout_counts_once() -> None:
+    """Both rows are trained on, as terms of one sample, and the normaliser counts one rollout."""
+    transcript = held()
+    transcript.rerender(ids(1, 2, 50))
+    transcript.sample(ids(60, 61), logp(2))
+    forked = Rollout(
+        task=TASK, segments=transcript.segments, closed_rows=transcript.closed_rows,
+        status=Status.COMPLETED, advantage=2.0,
+    )  # fmt: skip
+    plain = Transcript(ids(1, 2, 3))
+    plain.sample(ids(6), logp(1))
+    other = Rollout(task=TASK, segments=plain.segments, status=Status.COMPLETED, advantage=-1.0)
+    groups = [Group(task=TASK, rollouts=[other, forked])]
+    assert forked.num_sampled == 7
+    weights = token_weights(groups, "grpo", 100)
+    assert weights == [1 / 2, 1 / 14]
+    (batch,) = pack_tree(groups, max_tokens=100, weights=weights)
+    terms = sorted(
+        zip(batch.sample_N.tolist(), batch.target_N.tolist(), batch.turn_N.tolist(), strict=True)
+    )
+    assert terms == [(0, 6, 0), *[(1, i, 0) for i in (6, 7, 8, 9, 10)], (1, 60, 1), (1, 61, 1)]
+    assert batch.weight_N.sum() == pytest.approx(1.0)
+    assert batch.advantage_N[batch.sample_N == 1].tolist() == [2.0] * 7
+
+
+THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_drops_thoughts_forks_and_one_that_does_not_is_clean() -> None:
+    said = [{"role": "user", "content": "6*7?"}]
+    turn = "<think>hm</think>42"
+    then = [*said, {"role": "assistant", "content": turn}, {"role": "user", "content": "sure?"}]
+    for template, expected in ((THINKING, Drift.REALIGN), (None, Drift.CLEAN)):
+        tokenizer = make_tokenizer(template) if template else make_tokenizer()
+        chat = ChatTemplate(tokenizer)
+        transcript = Transcript(chat.prompt_ids(said))
+        sampled = ids(*tokenizer.encode(turn, add_special_tokens=False), chat.end_of_turn_id)
+        transcript.sample(sampled, logp(len(sampled)))
+        assert transcript.rerender(chat.prompt_ids(then)) is expected
+        assert transcript.ids.tolist() == chat.prompt_ids(then).tolist()
+        last = [*then, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "ok"}]
+        transcript.sample(ids(*tokenizer.encode("yes"), chat.end_of_turn_id), logp(4))
+        assert transcript.rerender(chat.prompt_ids(last)) is Drift.CLEAN

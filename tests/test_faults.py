@@ -1,0 +1,209 @@
+"""Every way in which sampler and learner were seen to part, done on purpose: each is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentgrpo.agreement import Disagreement, Probes, check_agreement, probe_prompts
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
+from agentgrpo.engine import Engine
+from agentgrpo.learner import Learner
+from agentgrpo.weights import views_for
+from tests.tiny import VOCAB
+
+THRESHOLD = EngineConfig().agreement_on("cpu")
+
+
+@pytest.fixture
+def probes() -> Probes:
+    return probe_prompts(VOCAB)
+
+
+@pytest.fixture
+def make_learner(engine: Engine, tiny_model: Path) -> Callable[[str], Learner]:
+    def make(weights: str) -> Learner:
+        return Learner(
+            tiny_model, engine, LearnerConfig(), LossConfig(),
+            total_steps=1, temperature=1.0, weights=weights, dlogp_limit=THRESHOLD,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def shared(make_learner: Callable[[str], Learner]) -> Learner:
+    return make_learner("shared")
+
+
+@pytest.fixture
+def copied(make_learner: Callable[[str], Learner]) -> Learner:
+    return make_learner("copy")
+
+
+def move(learner: Learner, seed: int = 0) -> None:
+    """An update of every parameter, of the size that an optimizer makes in some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+
+
+def agree(engine: Engine, learner: Learner, probes: Probes) -> dict[str, float]:
+    return check_agreement(engine, learner, probes, threshold=THRESHOLD)
+
+
+@pytest.mark.parametrize("weights", ["shared", "copy"])
+def test_without_a_fault_they_agree_after_each_update(
+    engine: Engine, make_learner: Callable[[str], Learner], probes: Probes, weights: str
+) -> None:
+    learner = make_learner(weights)
+    for seed in range(3):
+        engine.wake()
+        metrics = learner.publish()
+        assert agree(engine, learner, probes)["max_dlogp"] < 1e-5
+        assert ("publish_gb_per_s" in metrics) == (weights == "copy")
+        engine.sleep()
+        move(learner, seed)
+    engine.wake()
+
+
+def test_a_skipped_sync(engine: Engine, copied: Learner, probes: Probes) -> None:
+    copied.publish()
+    agree(engine, copied, probes)
+    move(copied)
+    engine.reset_prefix_cache()
+    with pytest.raises(Disagreement, match=r"the learner has moved .* the sampler has not"):
+        agree(engine, copied, probes)
+
+
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.v_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.0.self_attn.q_norm.weight",
+    "model.layers.0.mlp.gate_proj.weight",
+    "model.layers.1.mlp.up_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.1.post_attention_layernorm.weight",
+    "model.norm.weight",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_skipped_tensor(engine: Engine, copied: Learner, probes: Probes, name: str) -> None:
+    copied.publish()
+    agree(engine, copied, probes)
+    move(copied)
+    views = views_for(engine.model, copied.model)
+    stale = views[name].clone()
+    copied.publish()
+    views[name].copy_(stale)
+    engine.reset_prefix_cache()
+    with pytest.raises(Disagreement, match="both have moved"):
+        agree(engine, copied, probes)
+
+
+def test_a_stale_prefix_cache(engine: Engine, shared: Learner, probes: Probes) -> None:
+    shared.publish()
+    agree(engine, shared, probes)
+    move(shared)  # and no publish(), which would have reset it
+    with pytest.raises(Disagreement):
+        agree(engine, shared, probes)
+    shared.publish()
+    agree(engine, shared, probes)
+
+
+def test_a_wrong_dtype(engine: Engine, copied: Learner, probes: Probes) -> None:
+    copied.publish()
+    with torch.no_grad():
+        for tensor in engine.model.parameters():
+            tensor.copy_(tensor.to(torch.bfloat16))
+    engine.reset_prefix_cache()
+    with pytest.raises(Disagreement, match="they have never agreed in this run"):
+        agree(engine, copied, probes)
+
+
+def reordered(part: Tensor) -> Tensor:
+    """The numbers of a matrix written in the order of its transpose."""
+    return part.t().contiguous().reshape(part.shape)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_proj.weight")])
+def test_a_transposed_slice_of_a_fused_tensor(
+    engine: Engine, copied: Learner, probes: Probes, name: str
+) -> None:
+    copied.publish()
+    views = views_for(engine.model, copied.model)
+    views[name].copy_(reordered(views[name]))
+    engine.reset_prefix_cache()
+    with pytest.raises(Disagreement):
+        agree(engine, copied, probes)
+
+
+@pytest.mark.parametrize("pair", [("k_proj", "v_proj"), ("gate_proj", "up_proj")])
+def test_two_slices_of_a_fused_tensor_in_each_others_place(
+    engine: Engine, copied: Learner, probes: Probes, pair: tuple[str, str]
+) -> None:
+    copied.publish()
+    views = views_for(engine.model, copied.model)
+    part = "self_attn" if pair[0] == "k_proj" else "mlp"
+    a, b = (views[f"model.layers.0.{part}.{name}.weight"] for name in pair)
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+    engine.reset_prefix_cache()
+    with pytest.raises(Disagreement):
+        agree(engine, copied, probes)
+
+
+@pytest.fixture
+def rope(engine: Engine) -> Iterator[list[Tensor]]:
+    """The sampler's tables of rotary positions, which no checkpoint holds."""
+    tables = [b for name, b in engine.model.named_buffers() if "cos_sin_cache" in name]
+    kept = [table.clone() for table in tables]
+    yield tables
+    for table, value in zip(tables, kept, strict=True):
+        table.copy_(value)
+
+
+def test_dropped_rope_buffers(
+    engine: Engine, shared: Learner, probes: Probes, rope: list[Tensor]
+) -> None:
+    shared.publish()
+    agree(engine, shared, probes)
+    assert rope
+    for table in rope:
+        table.zero_()
+    shared.publish()
+    with pytest.raises(Disagreement, match=r"the sampler has moved .* the learner has not"):
+        agree(engine, shared, probes)
+
+
+def test_the_learners_own_rope_buffers(engine: Engine, shared: Learner, probes: Probes) -> None:
+    shared.publish()
+    agree(engine, shared, probes)
+    (inv_freq,) = {
+        id(b): b for n, b in shared.model.named_buffers() if n.endswith("rotary_emb.inv_freq")
+    }.values()
+    inv_freq.zero_()
+    with pytest.raises(Disagreement, match="the learner has moved"):
+        agree(engine, shared, probes)
+
+
+def test_nan_weights_are_no_agreement(engine: Engine, shared: Learner, probes: Probes) -> None:
+    shared.publish()
+    with torch.no_grad():
+        next(iter(shared.model.parameters()))[:] = torch.nan
+    engine.reset_prefix_cache()
+    with pytest.raises(
+        FloatingPointError, match=r"the sampler gave its token 0 the log-prob.* nan"
+    ):
+        agree(engine, shared, probes)

@@ -1,0 +1,114 @@
+"""What a user installs: the sdist builds a wheel, and the wheel works from any directory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.view.runs import write_run
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("agentgrpo", "kernels", "csrc", "docs", "setup.py", "pyproject.toml", "MANIFEST.in")
+SOURCES += ("README.md", "LICENSE", "Makefile", "requirements-cpu.txt", "requirements-dev.txt")
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: object, cwd: Path, **env: str) -> str:
+    """The output of a command that must succeed, in an environment without our paths."""
+    ran = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(cwd), **env},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from the sdist that is built from a copy of the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, source)
+    run(sys.executable, "setup.py", "--quiet", "sdist", cwd=source)
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as tar:
+        tar.extractall(unpacked, filter="data")
+    (folder,) = unpacked.iterdir()
+    run(sys.executable, "setup.py", "--quiet", "bdist_wheel", cwd=folder)
+    (made,) = (folder / "dist").glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of a fresh venv: our wheel in it, its requirements lent by this one."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    site = Path(
+        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).strip()
+    )
+    run(sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-deps",
+        "--no-index", wheel, cwd=folder)  # fmt: skip
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def test_the_wheel_is_of_the_stable_abi_and_holds_every_file(wheel: Path) -> None:
+    assert "-cp311-abi3-" in wheel.name
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tracked = subprocess.run(
+        ["git", "ls-files", "agentgrpo", "kernels"], cwd=ROOT, capture_output=True, text=True
+    )
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    for name in set(tracked.stdout.split()) - {"agentgrpo/kernels"}:
+        inside = f"agentgrpo/{name}" if name.startswith("kernels/") else name
+        if (ROOT / name).exists():
+            assert inside in names, f"{name} would not be installed"
+    assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
+
+
+def test_it_imports_from_any_directory(installed: Path, tmp_path: Path) -> None:
+    program = "import agentgrpo.train, agentgrpo._C; print(agentgrpo.__file__)"
+    said = run(installed / "python", "-c", program, cwd=tmp_path)
+    assert said.startswith(str(installed.parent))
+
+
+def test_kernels_need_torch_and_triton_alone(installed: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"vllm", "transformers", "pydantic", "rich", "safetensors"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import agentgrpo.kernels.grpo_loss, agentgrpo.kernels.linear_logp, agentgrpo.kernels.masked_grpo
+print(agentgrpo.kernels.grpo_loss.__file__)
+"""
+    said = run(installed / "python", "-c", program, cwd=tmp_path, TRITON_INTERPRET="1")
+    assert said.startswith(str(installed.parent))
+
+
+def test_the_command_is_there(installed: Path, tmp_path: Path) -> None:
+    assert "usage: agentgrpo COMMAND" in run(installed / "agentgrpo", cwd=tmp_path)
+    folder = write_run(tmp_path / "run")
+    assert "22 rollouts" in run(installed / "agentgrpo", "view", folder, cwd=tmp_path)
+    assert (folder / "view.html").stat().st_size > 10_000

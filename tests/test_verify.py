@@ -1,0 +1,302 @@
+"""The proof of a run's records: what the sampler recorded passes, no corruption of it does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo import verify
+from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.metrics import RunLog
+from agentgrpo.packing import pack_tree
+from agentgrpo.records import read_parquet, read_rollouts, rollout_record, write_parquet
+from agentgrpo.rollout.transcript import Drift, Transcript
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn
+from agentgrpo.updates import Update
+from tests.conftest import TASK
+from tests.rollout.stubs import StubEngine, StubEnv
+from tests.rollout.test_sampler import TOKENIZER, play, random_policy
+
+Record = dict[str, Any]
+
+
+def write_run(folder: Path, *, seed: int = 0, **overrides: Any) -> TrainConfig:
+    """A run of two steps as train.py records it, played by the sampler with a scripted policy."""
+    changes = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    config = load_config("quickstart", changes)
+    log, rng = RunLog(folder), random.Random(seed)
+    for step in range(2):
+        engine = StubEngine(TOKENIZER, random_policy(rng), max_model_len=400)
+        groups, _ = play(engine, StubEnv(), num_tasks=3, group_size=4)
+        for rollout in (r for group in groups for r in group.rollouts):
+            rollout.advantage = float(np.float32(rng.choice([0.0, 1.0, -0.5])))
+            rollout.span_rewards = [SpanReward(1, 3, "early", 0.5)]
+            rollout.timings = {"decode_s": rng.random()}
+            rollout.learner_logprobs = [s.logprobs for s in rollout.segments]
+        log.rollouts(step, groups)
+        log.rollouts(step, groups[:1], split="heldout")
+    log.describe(config=config.model_dump(mode="json"))
+    return config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"loss.loss_type": "grpo", "loss.beta": 0.1},
+        {"loss.loss_type": "dr_grpo", "loss.num_mini_batches": 2, "learner.max_tokens": 1024},
+    ],
+    ids=["default", "grpo", "mini-batches"],
+)
+def test_what_the_sampler_recorded_is_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: dict[str, Any]
+) -> None:
+    write_run(tmp_path, **overrides)
+    report = verify.verify_run(tmp_path)
+    assert report.faults == []
+    assert report.rollouts == 2 * (12 + 4)
+    assert report.turns > 32
+    assert report.steps == 2
+    assert report.terms > 100
+    assert verify.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("0 faults in 32 rollouts")
+
+
+def _sampled(record: Record) -> Record:
+    found: list[Record] = [s for s in record["segments"] if s["logprobs"]]
+    return found[-1]
+
+
+def change_sampled_id(record: Record) -> None:
+    _sampled(record)["token_ids"][0] ^= 1
+
+
+def change_prompt_id(record: Record) -> None:
+    record["segments"][0]["token_ids"][3] ^= 1
+
+
+def change_tool_text(record: Record) -> None:
+    record["segments"][2]["token_ids"][0] ^= 1
+
+
+def unmask_tool_text(record: Record) -> None:
+    segment = record["segments"][2]
+    segment["logprobs"] = [-1.0] * len(segment["token_ids"])
+
+
+def mask_sampled_text(record: Record) -> None:
+    record["segments"][1]["logprobs"] = None
+
+
+def tool_text_twice(record: Record) -> None:
+    record["segments"].insert(3, dict(record["segments"][2]))
+
+
+def drop_tool_text(record: Record) -> None:
+    del record["segments"][2]
+
+
+def drop_turn(record: Record) -> None:
+    del record["turns"][0]
+
+
+def swap_turns(record: Record) -> None:
+    record["turns"][:2] = record["turns"][1::-1]
+
+
+def cut_turn(record: Record) -> None:
+    segment = record["segments"][1]
+    segment["token_ids"].pop()
+    segment["logprobs"].pop()
+
+
+def move_boundary(record: Record) -> None:
+    prompt, turn = record["segments"][:2]
+    turn["token_ids"].insert(0, prompt["token_ids"].pop())
+    turn["logprobs"].insert(0, -1.0)
+
+
+def not_a_probability(record: Record) -> None:
+    _sampled(record)["logprobs"][0] = 0.5
+
+
+def not_a_number(record: Record) -> None:
+    _sampled(record)["logprobs"][0] = float("nan")
+
+
+def negative_id(record: Record) -> None:
+    record["segments"][2]["token_ids"][0] = -1
+
+
+def reward_outside(record: Record) -> None:
+    record["span_rewards"][0]["end"] = 10**6
+
+
+def unknown_row(record: Record) -> None:
+    record["turns"][0]["row"] = 1
+
+
+def no_account(record: Record) -> None:
+    record["turns"][0]["prompt_hash"] = ""
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "fault"),
+    [
+        (change_sampled_id, "its tokens are not those that the engine sampled"),
+        (change_prompt_id, "turn 0: the engine's prompt is not the"),
+        (change_tool_text, "turn 1: the engine's prompt is not the"),
+        (unmask_tool_text, "sampled segments, but the engine played"),
+        (mask_sampled_text, "sampled segments, but the engine played"),
+        (tool_text_twice, "segment 3: given right after segment 2"),
+        (drop_tool_text, "turn 1: sampled from token"),
+        (drop_turn, "sampled segments, but the engine played"),
+        (swap_turns, "turn 0: sampled from token"),
+        (cut_turn, "tokens, but the engine sampled"),
+        (move_boundary, "turn 0: sampled from token"),
+        (not_a_probability, "logprobs has 0.5, not a log-probability"),
+        (not_a_number, "logprobs has nan, not a log-probability"),
+        (negative_id, "segment 2: token_ids has -1, not an id"),
+        (reward_outside, "reward 'early': tokens [1, 1000000) of"),
+        (unknown_row, "turn 0: row 1 of 1"),
+        (no_account, "turn 0: the engine's prompt is not the"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_corruption_is_found(
+    tmp_path: Path, corrupt: Callable[[Record], None], fault: str
+) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    at = next(
+        i for i, line in enumerate(lines) if len(line["turns"]) > 1 and line["split"] == "heldout"
+    )
+    corrupt(lines[at])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = verify.verify_run(tmp_path)
+    place = f"step {lines[at]['step']} heldout group {lines[at]['group']} rollout "
+    assert any(f"{place}{lines[at]['index']}: " in f and fault in f for f in report.faults), (
+        report.faults
+    )
+    assert all(f.startswith(place) for f in report.faults)
+    assert verify.main([str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "fault"),
+    [
+        ("target_N", "targets are not the sampled ids"),
+        ("old_logp_N", "log-probabilities are not the sampled ones"),
+        ("row_N", "history|at another token"),
+        ("tout_T", "does not see as many|behind the batch"),
+        ("input_ids_T", "the last term sees another history"),
+        ("positions_T", "does not see as many"),
+        ("weight_N", "its terms do not weigh"),
+        ("advantage_N", "its terms have other advantages"),
+        ("sample_N", "terms for|targets are not|packed or left out"),
+    ],
+)
+def test_a_wrong_batch_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, fault: str
+) -> None:
+    config = write_run(tmp_path)
+
+    def wrong(groups: Any, **options: Any) -> list[PackedBatch]:
+        batches = list(pack_tree(groups, **options))
+        values = getattr(batches[0], field)
+        values[len(values) // 2] = values[len(values) // 2] + 1
+        return batches
+
+    monkeypatch.setattr("agentgrpo.updates.pack_tree", wrong)
+    report = verify.verify_run(tmp_path)
+    assert report.faults
+    assert any(re.search(fault, found) for found in report.faults), report.faults
+    assert config.loss.num_mini_batches == 1
+
+
+def test_a_rollout_left_out_of_all_batches_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    monkeypatch.setattr(
+        "agentgrpo.verify.plan_updates",
+        lambda groups, config, step: [Update(batches=[], num_samples=0)],
+    )
+    faults = verify.verify_run(tmp_path).faults
+    assert all("packed or left out wrongly: rollouts [" in fault for fault in faults)
+    assert len(faults) == 2
+
+
+def ids(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+def logp(count: int) -> Float32:
+    return -np.ones(count, np.float32)
+
+
+def forked_rollout() -> Rollout:
+    """Two turns, the second after a prompt that drops the first's thoughts: a fork."""
+    transcript, turns = Transcript(ids(1, 2, 3)), []
+    for row, sampled in ((0, ids(6, 7, 8)), (1, ids(60, 61))):
+        turns.append(Turn.of(transcript.ids.copy(), sampled, "stop"))
+        turns[-1] = Turn(**{f: getattr(turns[-1], f) for f in Turn.__slots__} | {"row": row})
+        transcript.sample(sampled, logp(len(sampled)))
+        if row == 0:
+            assert transcript.rerender(ids(1, 2, 50, 51)) is Drift.FORK
+    return Rollout(
+        task=TASK, segments=transcript.segments, closed_rows=transcript.closed_rows, turns=turns,
+        status=Status.COMPLETED, advantage=1.0,
+    )  # fmt: skip
+
+
+def test_a_recorded_fork_is_proven_and_another_is_not(tmp_path: Path) -> None:
+    rollout = forked_rollout()
+    assert list(verify.rollout_faults(rollout)) == []
+    config = load_config("quickstart")
+    groups = [Group(task=TASK, rollouts=[rollout])]
+    assert verify.step_faults(groups, config, 0) == ([], 5)
+    rollout.closed_rows.clear()  # the fork is not recorded
+    assert list(verify.rollout_faults(rollout)) == ["turn 1: row 1 of 1"]
+
+
+def test_records_read_back_exactly_from_json_lines_and_parquet(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    log = RunLog(tmp_path)
+    log.rollouts(2, [Group(task=TASK, rollouts=[forked_rollout()])])
+    written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    assert len(written) == 33
+    write_parquet(tmp_path / "rollouts.parquet", written)
+    again = list(read_parquet(tmp_path / "rollouts.parquet"))
+    for (place, ours), (other, theirs) in zip(written, again, strict=True):
+        assert place == other
+        assert rollout_record(ours) == rollout_record(theirs)
+        for a, b in zip(ours.segments, theirs.segments, strict=True):
+            assert a.token_ids.tobytes() == b.token_ids.tobytes()
+            assert (a.logprobs is None) == (b.logprobs is None)
+            if a.logprobs is not None and b.logprobs is not None:
+                assert a.logprobs.tobytes() == b.logprobs.tobytes()
+    last = again[-1][1]
+    assert [len(row) for row in last.rows] == [2, 2]
+    assert last.turns[1].row == 1
+
+
+def test_a_line_that_is_no_record_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "rollouts.jsonl"
+    lines = path.read_text().splitlines()
+    for bad, why in (("{", "Expecting"), ('{"status": "gone"}', "'gone' is not a valid Status")):
+        path.write_text("\n".join([lines[0], bad]))
+        assert verify.main([str(tmp_path)]) == 2
+        assert f"error: {path}:2: " in (said := capsys.readouterr().err)
+        assert why in said
