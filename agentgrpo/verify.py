@@ -18,6 +18,7 @@ definition (types.PackedBatch), weights are computed from the record's lengths.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -276,11 +277,15 @@ def _count(report: Report, rollout: Rollout) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Verify the run that the arguments name; returns the exit status."""
-    if len(arguments) != 1:
-        print(__doc__, file=sys.stderr)  # noqa: T201 - the command line's usage
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="agentgrpo verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run's folder: the config's out_dir")
+    folder = parser.parse_args(arguments).run
     try:
-        report = verify_run(Path(arguments[0]))
+        report = verify_run(folder)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
