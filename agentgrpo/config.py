@@ -236,6 +236,9 @@ class RolloutConfig(Section):
     "render": the chat template renders the conversation anew for every turn, as chat servers do;
     where it rewrites what was (drops thoughts), rows are realigned or forked
     (rollout/transcript.py). For policies that will be served so."""
+    template_options: dict[str, Any] = {}
+    """What the model's chat template is given besides messages and tools: { enable_thinking =
+    false }."""
     fork_threshold: Positive = 1024
     """With history "render": from so many differing tokens at the end of a turn on, its row is
     closed and trained on as it is, and the rewritten one is another."""
