@@ -81,7 +81,7 @@ class RolloutView:
     def turn_spans(self) -> tuple[tuple[int, int], ...]:
         """Token range of each turn, for SpanReward."""
         spans, start = [], 0
-        for segment in self.rollout.segments:
+        for segment in self.rollout.all_segments:
             end = start + len(segment.token_ids)
             if segment.sampled:
                 spans.append((start, end))
@@ -99,7 +99,7 @@ class RolloutView:
         return self.stats[name]
 
     def _segments(self, *, sampled: bool) -> list[Any]:
-        return [segment for segment in self.rollout.segments if segment.sampled is sampled]
+        return [segment for segment in self.rollout.all_segments if segment.sampled is sampled]
 
 
 def tool_cost(view: RolloutView) -> float:
@@ -272,7 +272,7 @@ def _add(rollout: Rollout, function: _Function, value: Any) -> None:
 
 
 def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
-    total = sum(len(segment.token_ids) for segment in rollout.segments)
+    total = sum(len(segment.token_ids) for segment in rollout.all_segments)
     if not 0 <= span.start < span.end <= total or not _is_number(span.value):
         raise ValueError(f"expected a finite value on tokens within [0, {total}), got {span}")
     return SpanReward(span.start, span.end, span.name, weight * span.value)
