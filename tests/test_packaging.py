@@ -16,7 +16,15 @@ import pytest
 from tests.view.runs import write_run
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("agentgrpo", "kernels", "csrc", "docs", "setup.py", "pyproject.toml", "MANIFEST.in")
+SOURCES: tuple[str, ...] = (
+    "agentgrpo",
+    "kernels",
+    "csrc",
+    "docs",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+)
 SOURCES += ("README.md", "LICENSE", "Makefile", "requirements-cpu.txt", "requirements-dev.txt")
 
 pytestmark = pytest.mark.slow
