@@ -127,6 +127,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         lock = undo.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
+        if resumed is not None:
+            checkpoint.require_whole(resumed, adapter=config.learner.lora.rank > 0)
         # an adapter's checkpoint holds no model: its base is config.model
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))

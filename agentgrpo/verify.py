@@ -110,8 +110,6 @@ def _segment_faults(row: Sequence[Segment]) -> Iterator[str]:
     if not row or row[0].sampled:
         yield "does not begin with a prompt"
     for number, segment in enumerate(row):
-        if not len(segment.token_ids) and not segment.sampled:
-            yield f"segment {number}: a span of no tokens"
         if len(segment.token_ids) and segment.token_ids.min() < 0:
             yield f"segment {number}: token_ids has {segment.token_ids.min()}, not an id"
         if segment.logprobs is not None and not (segment.logprobs <= WEIGHT_TOLERANCE).all():
@@ -202,6 +200,9 @@ def _batch_faults(
     if not np.array_equal(np.cumsum(opened), batch.positions_T + 1):
         yield "a token does not see as many tokens as its position says"
     for sample in np.unique(batch.sample_N).tolist():
+        if not 0 <= sample < len(rollouts):
+            yield f"sample {sample} of {len(rollouts)}"
+            continue
         mine = np.flatnonzero(batch.sample_N == sample)
         rows = [_flat(row) for row in rollouts[sample].rows]
         counts = [int(mask.sum()) for _, mask, _ in rows]

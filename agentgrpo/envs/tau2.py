@@ -10,8 +10,8 @@ of the database as the ground truth leaves it (DB), assertions on the world (ENV
 what had to be said (COMMUNICATE) and calls that had to be made (ACTION). 0 unless the agent called
 `done` or the customer ended the talk. A task judged by a language model is left out.
 
-Databases are shared by all episodes and copied record by record when touched, so that a reset and a
-reward cost less than a millisecond where loading and hashing would cost half a second.
+Databases are shared by all episodes and copied record by record when touched, so that neither a
+reset nor a reward loads or hashes one.
 """
 
 from __future__ import annotations

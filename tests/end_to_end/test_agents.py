@@ -1,0 +1,126 @@
+"""Every kind of agent with a real engine: records hold what was sampled; acting is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.advantages import assign_advantages
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.agents.inline import InlineAgent
+from agentgrpo.agents.repl import ReplAgent
+from agentgrpo.agents.tools import ToolAgent
+from agentgrpo.config import AgentConfig, LearnerConfig, LossConfig, RolloutConfig
+from agentgrpo.engine import Engine, tool_call_reader
+from agentgrpo.envs.calculator import calculate
+from agentgrpo.envs.console import ConsoleEnv
+from agentgrpo.envs.python import PythonEnv
+from agentgrpo.envs.tools import ToolEnv
+from agentgrpo.learner import Learner
+from agentgrpo.losses import token_weights
+from agentgrpo.packing import pack_tree
+from agentgrpo.rewards import score
+from agentgrpo.rollout import generate
+from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
+from agentgrpo.types import Rollout, Status
+from agentgrpo.updates import Update
+from tests.playing import task
+from tests.rollout.stubs import StubEnv
+
+TOOLS = ToolEnv([calculate])
+BUDGET = RolloutConfig(max_turns=3, max_turn_tokens=24, max_observation_tokens=32)
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("kind", ["code", "repl", "inline", "tools"])
+def test_every_agent_plays_with_a_real_engine_and_sandbox(
+    engine: Engine, tokenizer: Any, kind: str
+) -> None:
+    """Tags of one byte, so that a random model acts at all."""
+    try:
+        pool = SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1)
+    except SandboxUnavailable as reason:
+        pytest.skip(str(reason))
+    tags: dict[str, Any] = {"open_tag": "a", "close_tag": "b"}
+    with pool:
+        made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
+            "code": lambda: (CodeAgent(AgentConfig(**tags)), PythonEnv(pool, 2.0)),
+            "repl": lambda: (ReplAgent(AgentConfig(kind="repl", banner="")), ConsoleEnv(pool, 2.0)),
+            "inline": lambda: (InlineAgent(AgentConfig(kind="inline", **tags), TOOLS.tools), TOOLS),
+            "tools": lambda: (
+                ToolAgent(
+                    AgentConfig(kind="tools"), TOOLS.tools, tool_call_reader("hermes", tokenizer)
+                ),
+                TOOLS,
+            ),
+        }[kind]()
+        agent, env = made
+        (group,) = generate(
+            [task("2+2?")],
+            engine,
+            agent,
+            8,
+            env=env,
+            tokenizer=tokenizer,
+            config=BUDGET,
+            max_live=8,
+        )
+    assert len(group.rollouts) == 8
+    for rollout in group.rollouts:
+        assert rollout.status is not Status.INFRA_ERROR, rollout.error
+        assert 1 <= rollout.stats["turns"] <= 3
+        assert len(rollout.token_ids) <= 256
+        assert not rollout.segments[0].sampled
+        assert all(
+            np.isfinite(s.logprobs).all() for s in rollout.segments if s.logprobs is not None
+        )
+    if kind in ("code", "inline"):
+        assert sum(r.stats["tool_calls"] + r.stats["malformed"] for r in group.rollouts) > 0
+
+
+def calls(rollout: Rollout) -> dict[str, float]:
+    """Whether code was run: the format reward of the first agents of this kind."""
+    return {"called": float(rollout.stats["tool_calls"] > 0)}
+
+
+def test_S0_14_the_share_of_rollouts_that_run_code_rises(
+    engine: Engine, tiny_model: Path, tokenizer: Any
+) -> None:
+    learner = Learner(
+        tiny_model,
+        engine,
+        LearnerConfig(learning_rate=2e-3),
+        LossConfig(),
+        total_steps=10,
+        temperature=1.0,
+        weights="shared",
+        dlogp_limit=1e-4,
+    )
+    agent = CodeAgent(AgentConfig(system_prompt="S", open_tag="a", close_tag="b"))
+    config = RolloutConfig(max_turns=1, max_turn_tokens=24, group_size=16, deterministic=True)
+    shares = []
+    for step in range(10):
+        engine.wake()
+        learner.publish()
+        groups = generate(
+            [task(f"Q{i}") for i in range(4)],
+            engine,
+            agent,
+            16,
+            env=StubEnv(),
+            tokenizer=tokenizer,
+            config=config,
+            seed=step,
+        )
+        engine.sleep()
+        for group in groups:
+            score(group, calls)
+        assign_advantages(groups, LossConfig())
+        weights = token_weights(groups, "dapo", config.max_sampled_tokens)
+        batches = pack_tree(groups, max_tokens=4096, weights=weights)
+        learner.step([Update(batches=batches, num_samples=64)])
+        shares.append(sum(r.reward for g in groups for r in g.rollouts) / 64)
+    assert sum(shares[-2:]) / 2 - sum(shares[:2]) / 2 >= 0.2, shares

@@ -1,0 +1,114 @@
+"""Every shipped config, up to its engine: agent, world, tasks and rewards fit together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.build import prompt_length, set_stage
+from agentgrpo.config import load_config, shipped_configs
+from agentgrpo.progress import Progress
+from agentgrpo.sandbox import SandboxUnavailable
+
+SERVER = '''
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("test")
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+server.run("stdio")
+'''
+NEEDS = {
+    "frozen_lake": "gymnasium",
+    "reasoning_gym": "reasoning_gym",
+    "tau2_telecom": "tau2",
+    "tau2_retail": "tau2",
+    "mcp": "mcp",
+}
+
+
+def write_users_files(folder: Path) -> None:
+    """What the configs expect a user to bring."""
+    rows = [{"question": f"q{i}", "answer": "a", "tests": "assert f() == 1"} for i in range(80)]
+    for name in ("tasks.jsonl", "questions.jsonl"):
+        (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    (folder / "texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
+    (folder / "server.py").write_text(SERVER)
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("name", sorted(set(shipped_configs()) - {"quickstart"}))
+def test_a_shipped_config_sets_its_stage(
+    name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    write_users_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        f"out_dir={tmp_path}/run",
+        "engine.max_model_len=90000",
+        "learner.max_tokens=90000",
+    ]
+    if name == "mcp":
+        overrides.append(f'env.options={{command="{sys.executable}", args=["server.py"]}}')
+    config = load_config(name, overrides)
+    try:
+        stage = set_stage(config, model=str(tiny_model), progress=Progress(1))
+    except SandboxUnavailable as reason:
+        pytest.skip(str(reason))
+    try:
+        tasks: Any = stage.training_tasks(config)
+        (task, *_) = tasks.next(3)
+        assert 10 < prompt_length(stage.agent, stage.chat, task) < 90000
+        assert len(stage.heldout) >= 9
+        assert "answer" not in str(task.messages[-1]) or "spec" not in str(task.messages)
+        episode = stage.env.reset(task)
+        assert hasattr(episode, "step")
+    finally:
+        close: Any = getattr(stage.env, "close", lambda: None)
+        close()
+        stage.pool.close()
+
+
+@pytest.mark.parametrize("limit", [65, 20])
+def test_the_length_filter_counts_what_it_leaves_out(
+    limit: int, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": "q" * (1 + 40 * (i % 2)), "answer": 1} for i in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    overrides = [
+        f"out_dir={tmp_path}/run",
+        f"data.train={path}",
+        f"data.heldout={path}",
+        "data.levels=[1,2]",
+        "data.heldout_levels=[1,2]",
+        "agent.system_prompt=S",
+        "agent.shots=[]",
+        "agent.observation_role=user",
+        f"data.max_prompt_tokens={limit}",
+    ]
+    config = load_config("quickstart", overrides)
+    try:
+        if limit == 20:
+            with pytest.raises(ValueError, match=r"data\.heldout: no prompt has at most 20 tokens"):
+                set_stage(config, model=str(tiny_model))
+            return
+        stage = set_stage(config, model=str(tiny_model))
+    except SandboxUnavailable as reason:
+        pytest.skip(str(reason))
+    try:
+        tasks: Any = stage.training_tasks(config)
+        assert len(tasks) == len(stage.heldout) == 10
+        assert {t.messages[0]["content"] for t in tasks.rows} == {"q"}
+        said = capsys.readouterr().out
+        assert "10 of 20 tasks left out, their prompts are longer than" in said.replace("\n", " ")
+        assert "data: 10 training tasks, 10 held out" in said
+    finally:
+        stage.pool.close()
