@@ -1,4 +1,4 @@
-"""Every kind of agent with a real engine: what is recorded is what was sampled; acting is learned."""
+"""Every kind of agent with a real engine: records hold what was sampled; acting is learned."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from agentgrpo.rewards import score
 from agentgrpo.rollout import generate
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
+from agentgrpo.updates import Update
 from tests.playing import task
 from tests.rollout.stubs import StubEnv
 
@@ -43,9 +44,9 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
         pool = SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1)
     except SandboxUnavailable as reason:
         pytest.skip(str(reason))
-    tags = {"open_tag": "a", "close_tag": "b"}
+    tags: dict[str, Any] = {"open_tag": "a", "close_tag": "b"}
     with pool:
-        made: tuple[Any, Any] = {
+        made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
             "code": lambda: (CodeAgent(AgentConfig(**tags)), PythonEnv(pool, 2.0)),
             "repl": lambda: (ReplAgent(AgentConfig(kind="repl", banner="")), ConsoleEnv(pool, 2.0)),
             "inline": lambda: (InlineAgent(AgentConfig(kind="inline", **tags), TOOLS.tools), TOOLS),
@@ -117,9 +118,9 @@ def test_S0_14_the_share_of_rollouts_that_run_code_rises(
         engine.sleep()
         for group in groups:
             score(group, calls)
-            assign_advantages(group)
+        assign_advantages(groups, LossConfig())
         weights = token_weights(groups, "dapo", config.max_sampled_tokens)
-        learner.step(pack_tree(groups, max_tokens=4096, weights=weights))
+        batches = pack_tree(groups, max_tokens=4096, weights=weights)
+        learner.step([Update(batches=batches, num_samples=64)])
         shares.append(sum(r.reward for g in groups for r in g.rollouts) / 64)
-    print(shares)
     assert sum(shares[-2:]) / 2 - sum(shares[:2]) / 2 >= 0.2, shares
