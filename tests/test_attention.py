@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def branching_groups() -> list[Group]:
     return groups
 
 
-def loss_of(scorer: Scorer, batches: list[PackedBatch]) -> torch.Tensor:
+def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
     """The on-policy objective at temperature 0.8, and a term of the entropy."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:

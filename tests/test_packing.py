@@ -74,7 +74,7 @@ def expected_terms(
 
 def check(
     groups: Sequence[Group], max_tokens: int, weights: Sequence[float], drop_zero: bool = True
-) -> list[PackedBatch]:
+) -> Sequence[PackedBatch]:
     """Every property of a packing; returns it."""
     batches = pack_tree(
         groups, max_tokens=max_tokens, weights=weights, drop_zero_advantage=drop_zero

@@ -12,7 +12,7 @@ import pytest
 
 from agentgrpo.config import TrainConfig, load_config
 from agentgrpo.learner import Learner
-from agentgrpo.metrics import read_rollout
+from agentgrpo.records import read_rollout
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
