@@ -20,10 +20,10 @@ class EndpointConfig(Section):
     """A model that is asked by its name (endpoints.py)."""
 
     kind: Literal["engine", "http", "script"] = "engine"
-    """engine: a model in this process; http: an OpenAI-compatible server; script: your function."""
+    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
+    another local model (two vLLM engines in one process disturb each other); script: a function."""
     model: str = ""
-    """engine: another local model than the run's (empty: the run's own, the same engine);
-    http: what the server calls the model."""
+    """http: what the server calls the model."""
     url: str = ""
     """http: up to and with the version, http://localhost:8000/v1."""
     api_key_env: str = ""
@@ -42,7 +42,7 @@ class EndpointConfig(Section):
         for kind, key in (("http", "url"), ("http", "model"), ("script", "function")):
             if self.kind == kind and not getattr(self, key):
                 raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
-            if self.kind not in (kind, "engine" if key == "model" else kind) and getattr(self, key):
+            if self.kind != kind and getattr(self, key):
                 raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
         return self
 

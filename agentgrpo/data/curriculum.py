@@ -24,11 +24,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
+from agentgrpo.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.config import TrainConfig, load_config_of
 from agentgrpo.data.difficulty import DifficultyTasks
 from agentgrpo.data.pareto import contrast, select_groups
@@ -133,7 +134,7 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
             f"stage {stage}: of {len(groups)} candidates none has both right and wrong rollouts; "
             "play more (curriculum.candidates, curriculum.group_size) or other tasks"
         )
-    _write_lines(folder / "tasks.jsonl", [_row(groups[index].task) for index in chosen])
+    write_lines(folder / "tasks.jsonl", [_row(groups[index].task) for index in chosen])
     seen = [contrast(group, quality) for group in groups]
     summary = {
         "model": player.model,
@@ -144,7 +145,7 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
         / sum(len(g.rollouts) for g in groups),
         "stream": stream.state_dict(),
     }
-    _write(folder / "select.json", summary)
+    write_json(folder / "select.json", summary)
     return summary
 
 
@@ -168,7 +169,7 @@ def _chunks(
             with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
             score_all(groups, player.reward)
-            _append(path, [rollout_record(r) for group in groups for r in group.rollouts])
+            append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
             player.progress.say(
                 f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
             )
@@ -177,9 +178,7 @@ def _chunks(
 
 def _whole_chunks(path: Path, group_size: int, chunk: int, candidates: int) -> list[list[Group]]:
     """What is recorded, in chunks; a partial one at the end is cut off the file."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut short
+    lines = whole_lines(path)
     sizes = [min(chunk, candidates - start) * group_size for start in range(0, candidates, chunk)]
     chunks, kept = [], 0
     for size in sizes:
@@ -193,7 +192,8 @@ def _whole_chunks(path: Path, group_size: int, chunk: int, candidates: int) -> l
             ]
         )
         kept += size
-    os.truncate(path, sum(len(line) + 1 for line in lines[:kept]))
+    if lines[kept:]:
+        os.truncate(path, sum(len(line) + 1 for line in lines[:kept]))
     return chunks
 
 
@@ -244,7 +244,7 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     trained = checkpoint.newest(folder / "rl")
     if trained is None:
         raise ValueError(f"stage {stage} has no checkpoint in {folder / 'rl'}")
-    _write(
+    write_json(
         folder / "stage.json",
         {
             "stage": stage,
@@ -312,26 +312,7 @@ def _require_same_recipe(recipe: RecipeConfig) -> None:
                     f"{now[key]!r}: set it back to continue, or choose another out_dir"
                 )
     recipe.out_dir.mkdir(parents=True, exist_ok=True)
-    _write(path, now)
-
-
-def _write(path: Path, record: Mapping[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
-
-
-def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.replace(path)
-
-
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
+    write_json(path, now)
 
 
 def main(arguments: list[str]) -> int:

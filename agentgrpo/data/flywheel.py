@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import threading
@@ -35,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentgrpo.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.config import load_config_of
 from agentgrpo.data.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.data.trajectories import Limits, Player, Trajectory
@@ -196,17 +196,12 @@ class Buffer:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        if path.exists():  # a line that a kill cut short is begun again
-            os.truncate(path, sum(len(line) + 1 for line in lines))
-        self.done = [json.loads(line)["id"] for line in lines]
+        self.done = [json.loads(line)["id"] for line in whole_lines(path)]
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a question; on disk when this returns."""
-        with self._lock, self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with self._lock:
+            append_lines(self._path, [record])
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All questions, in the order in which they were finished."""
@@ -301,9 +296,9 @@ def write_results(
             entry["operator"] for record in records for entry in record["log"] if "why" in entry
         ),
     }
-    _write(folder / "rollouts.jsonl", "".join(json.dumps(one) + "\n" for one in everything))
-    _write(folder / "sft.jsonl", "".join(json.dumps(one) + "\n" for one in chosen))
-    _write(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_lines(folder / "rollouts.jsonl", everything)
+    write_lines(folder / "sft.jsonl", chosen)
+    write_json(folder / "summary.json", summary)
     return summary
 
 
@@ -323,79 +318,22 @@ def _require_same(folder: Path, recipe: RecipeConfig) -> None:
                     f"is {now[key]!r}: set it back to continue, or choose another out_dir"
                 )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(path, json.dumps(now, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    write_json(path, now)
 
 
 # -- engines and endpoints -------------------------------------------------------------------------
 
 
-class Models:
-    """The engines of a flywheel and the endpoints by name; `policy` is the run's own model.
+def endpoint(recipe: RecipeConfig, name: str, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+    """What the recipe calls by this name; `policy` and every endpoint of kind "engine" is `loop`.
 
-    Args:
-        recipe: says which there are.
-        policy: the run's engine.
-        chat: of the run's model.
+    Raises:
+        ValueError: a script's function is not there.
     """
-
-    def __init__(self, recipe: RecipeConfig, policy: Engine, chat: ChatTemplate) -> None:
-        self._recipe = recipe
-        self.policy = EngineLoop(policy)
-        self._chat = chat
-        self._others: dict[str, tuple[EngineLoop, ChatTemplate]] = {}
-        self._engines: list[Engine] = []
-
-    def endpoint(self, name: str) -> Endpoint:
-        """What a config calls by this name; starts an engine for another local model.
-
-        Raises:
-            ValueError: the model or the function is not there.
-        """
-        config = self._recipe.endpoints.get(name)
-        if config is None:  # "policy": other names are checked by the config
-            return EngineEndpoint(self.policy, self._chat)
-        if config.kind != "engine":
-            return make_endpoint(config, name)
-        return EngineEndpoint(*self._other(config.model or self._recipe.model))
-
-    def _other(self, model: str) -> tuple[EngineLoop, ChatTemplate]:
-        if model == self._recipe.model:
-            return self.policy, self._chat
-        if model not in self._others:
-            from agentgrpo.build import chat_of, resolve_model
-            from agentgrpo.engine import Engine
-
-            found = resolve_model(model)
-            engine = Engine(found, self._recipe.engine, seed=self._recipe.seed)
-            self._engines.append(engine)
-            self._others[model] = (EngineLoop(engine), chat_of(found))
-        return self._others[model]
-
-    def serve(self, work: Future[Any]) -> None:
-        """Decode, the policy in this thread, until the work is done."""
-        loops = [self.policy, *(loop for loop, _ in self._others.values())]
-
-        def stop(_: Future[Any]) -> None:
-            for loop in loops:
-                loop.stop()
-
-        work.add_done_callback(stop)
-        with ThreadPoolExecutor(max(1, len(loops) - 1), "engine") as threads:
-            others = [threads.submit(loop.serve) for loop in loops[1:]]
-            self.policy.serve()
-            for other in others:
-                other.result()
-
-    def close(self) -> None:
-        """Stop the engines that were started here."""
-        for engine in self._engines:
-            engine.shutdown()
+    config = recipe.endpoints.get(name)
+    if config is None or config.kind == "engine":
+        return EngineEndpoint(loop, chat)
+    return make_endpoint(config, name)
 
 
 def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
@@ -408,17 +346,21 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
         tasks: the questions.
 
     Raises:
-        ValueError: see turn() and Models.endpoint().
+        ValueError: see turn() and endpoint().
     """
     config, c = recipe.flywheel, recipe.rollout
-    models = Models(recipe, engine, stage.chat)
-    judge = models.endpoint(recipe.measures.judge) if recipe.measures.judge else None
+    loop = EngineLoop(engine)
+
+    def named(name: str) -> Endpoint:
+        return endpoint(recipe, name, loop, stage.chat)
+
+    judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
         shop = Workshop(
-            player=Player(models.policy, stage.agent, stage.env, stage.chat, stage.reward, worlds),
-            reflector=models.endpoint(config.reflector),
-            critic=models.endpoint(config.critic),
+            player=Player(loop, stage.agent, stage.env, stage.chat, stage.reward, worlds),
+            reflector=named(config.reflector),
+            critic=named(config.critic),
             limits=Limits(
                 max_turns=c.max_turns + config.extra_turns,
                 max_turn_tokens=c.max_turn_tokens,
@@ -432,11 +374,9 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
             max_reply_tokens=config.max_reply_tokens,
         )
         work = side.submit(turn, tasks, shop, quality, recipe, stage.progress)
-        try:
-            models.serve(work)
-            return work.result()
-        finally:
-            models.close()
+        work.add_done_callback(lambda _: loop.stop())
+        loop.serve()
+        return work.result()
 
 
 def run(recipe: RecipeConfig) -> dict[str, Any]:

@@ -19,12 +19,10 @@ from statistics import pvariance
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.measures import SOLVED_AT
 from agentgrpo.types import Group, Int32, Rollout, Status
 
 Points = NDArray[np.float64]
-
-SOLVED_AT = 0.75
-"""Correctness from which on a rollout counts as right where it is graded (F1)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,43 @@
+"""Files that are whole or absent, and lines that are on disk when the call returns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under another name, then rename it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, written whole."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> None:
+    """A JSON-lines file, written whole."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Add rows to a JSON-lines file; they have reached the disk when this returns."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that append_lines() wrote; one that a kill cut short is cut off it."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    os.truncate(path, sum(len(line) + 1 for line in lines))
+    return lines
