@@ -41,6 +41,7 @@ class Progress:
         self._stopwatch = Stopwatch(rest="starting")
         self._phases: list[tuple[str, float]] = []
         self._spinner = Spinner("dots")
+        self._gradientless = False
         self._numbers: dict[str, str] = {}
         self._gauges: dict[str, Callable[[], str]] = {"memory": _memory}
 
@@ -73,7 +74,8 @@ class Progress:
             f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
             f"{_infra(rollout)}agreement {agreement:.1e}  left {left}"
         )
-        if rollout["live_groups"] == 0:
+        told, self._gradientless = self._gradientless, rollout["live_groups"] == 0
+        if self._gradientless and not told:
             self.say(
                 "no group had a gradient: the rollouts of each task all earned the same. Tasks "
                 "that are sometimes solved teach (data.levels, rollout.group_size, "

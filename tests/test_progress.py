@@ -98,6 +98,7 @@ def test_the_time_of_a_phase_goes_by_its_first_word() -> None:
 
 def test_a_step_without_any_gradient_says_what_to_change() -> None:
     progress = Progress(12, Console(file=(out := io.StringIO()), soft_wrap=True))
-    progress.step_done(0, {**STEP[0], "live_groups": 0}, *STEP[1:])
-    assert "no group had a gradient" in out.getvalue()
+    for step in range(3):
+        progress.step_done(step, {**STEP[0], "live_groups": 0}, *STEP[1:])
+    assert out.getvalue().count("no group had a gradient") == 1, "once in a row of them"
     assert "rollout.group_size" in out.getvalue()
