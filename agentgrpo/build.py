@@ -127,6 +127,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         lock = undo.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
+        if resumed is not None:
+            checkpoint.require_whole(resumed, adapter=config.learner.lora.rank > 0)
         # an adapter's checkpoint holds no model: its base is config.model
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
@@ -262,6 +264,7 @@ def set_stage(
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
         _check_shown(config, stage.agent, chat)
+        _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")
     except BaseException:
         pool.close()
@@ -383,11 +386,9 @@ def _with_learner(
 
 def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
     """The run's records and the position in its data, as the checkpoint remembers them."""
-    settings = _flat(config.model_dump(mode="json"))
     step = 0 if resumed is None else checkpoint.step_of(resumed)
-    log = RunLog(
-        config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step=step)
-    )
+    settings = _flat(config.model_dump(mode="json"))
+    log = RunLog(config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step))
     if resumed is None:
         log.cut_back({})
         return log
@@ -462,6 +463,19 @@ def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
             f"agent.observation_role: the model's chat template does not show messages of role "
             f"{told[0]['role']!r}; choose another role"
         )
+
+
+def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
+    """The policy is told of its tools."""
+    schemas = agent.tools(task)
+    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
+    for schema in schemas:
+        name = str(schema["function"]["name"])
+        if name not in shown:
+            raise ValueError(
+                f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
+                "the prompt): take a model made for tool calls, or the code or inline agent"
+            )
 
 
 def _check_model(config: TrainConfig, model: str) -> None:

@@ -22,6 +22,27 @@ def newest(out_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def require_whole(checkpoint: Path, *, adapter: bool) -> None:
+    """Refuse what is named like a checkpoint and is none, before anything is loaded from it.
+
+    Raises:
+        ValueError: naming the files that are missing or empty, and what can be done.
+    """
+    wanted = ("adapter_config.json", "adapter_model.safetensors") if adapter else ("config.json",)
+    missing = [
+        name
+        for name in (STATE, *wanted)
+        if not (checkpoint / name).is_file() or not (checkpoint / name).stat().st_size
+    ]
+    if not adapter and not any(checkpoint.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint that this run can continue from: "
+            f"{', '.join(missing)} missing or empty; move it away to continue from an older one"
+        )
+
+
 def step_of(checkpoint: Path) -> int:
     """Optimizer steps taken when the checkpoint was written."""
     return int(checkpoint.name.removeprefix("step_"))
@@ -50,8 +71,13 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
     try:
         write(partial)
         _flush(partial)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        # safetensors and torch have errors of their own for a full disk
+        if isinstance(error, OSError | RuntimeError) or type(error).__name__ == "SafetensorError":
+            raise OSError(
+                f"checkpoint {final} could not be written: {error}; older ones are whole"
+            ) from error
         raise
     _remove(final)
     partial.rename(final)

@@ -197,6 +197,7 @@ class BranchConfig(Section):
     """aepo: how many begin alone is decided when the first of a group has seen a tool's answer:
     group_size * sigmoid(aepo_beta * (entropy of its first turn - of its turns after tools))."""
     aepo_beta: Annotated[float, Field(ge=0)] = 1.0
+    """See budget."""
 
 
 class RolloutConfig(Section):
@@ -211,10 +212,15 @@ class RolloutConfig(Section):
     top_p: float = 1.0
     """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
     top_k: int = 0
+    """As top_p: to be refused."""
     min_p: float = 0.0
+    """As top_p: to be refused."""
     repetition_penalty: float = 1.0
+    """As top_p: to be refused."""
     presence_penalty: float = 0.0
+    """As top_p: to be refused."""
     frequency_penalty: float = 0.0
+    """As top_p: to be refused."""
     max_turns: Positive = 3
     """Turns of the policy in one rollout."""
     max_turn_tokens: Positive = 64
@@ -292,12 +298,17 @@ class EvaluationConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that have this much probability together."""
     top_k: NotNegative = 0
     """0: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens below this share of the most likely one's probability."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Above 1: tokens that came before, prompt included, become less likely."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token that has been sampled."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token for each time it has been sampled."""
 
     @property
     def filters(self) -> dict[str, float]:
@@ -415,6 +426,7 @@ class LoraConfig(Section):
     """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
 
     rank: NotNegative = 0
+    """Of the adapters; 0: none."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
@@ -481,21 +493,31 @@ class LossConfig(Section):
     clip_ratio_c: float | None = None
     """Dual clip (verl's name)."""
     sapo_temperature_pos: float = 1.0
+    """Of the soft gate for tokens of positive advantage (sapo)."""
     sapo_temperature_neg: float = 1.05
+    """The same for negative advantage."""
     vespo_k_pos: float = 2.0
+    """Exponent of the weight for sequences of positive advantage (vespo)."""
     vespo_lambda_pos: float = 3.0
+    """Decay of that weight."""
     vespo_k_neg: float = 3.0
+    """Exponent for negative advantage."""
     vespo_lambda_neg: float = 2.0
+    """Decay for negative advantage."""
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
     lora the policy without its adapter. 0: none, and no copy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
     use_bias_correction_kl: pydantic.StrictBool = True
+    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
     entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Train on this share of the step's tokens only, those of highest entropy."""
     off_policy_mask_threshold: float | None = None
+    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
+    from the policy that sampled them. None: none are."""
     num_iterations: Positive = 1
     """Passes over the rollouts of a step."""
     num_mini_batches: Positive = 1
@@ -512,8 +534,11 @@ class LossConfig(Section):
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
         "geometric_truncate", "geometric_mask",
     ] = "token_truncate"  # fmt: skip
+    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
     vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of the weight."""
     vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
+    """Lower bound of the weight."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group, of the whole step, or not

@@ -218,6 +218,9 @@ class EngineLoop:
                 self._engine.add_request(request_id, **options)
             except ValueError as error:  # of this request alone
                 future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
             else:
                 waiting[request_id] = future
         return stopping

@@ -44,8 +44,9 @@ class Adapter:
             self._peft: Any = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
         else:
             wanted: Any = list(config.target_modules) or "all-linear"
+            alpha: Any = config.alpha  # a float is as good as the int that peft declares
             options = peft.LoraConfig(
-                r=config.rank, lora_alpha=config.alpha, target_modules=wanted, task_type="CAUSAL_LM"
+                r=config.rank, lora_alpha=alpha, target_modules=wanted, task_type="CAUSAL_LM"
             )
             try:
                 with torch.random.fork_rng(devices=[]):
@@ -53,7 +54,7 @@ class Adapter:
                     self._peft = peft.get_peft_model(model, options)
             except ValueError as error:
                 raise ValueError(f"learner.lora.target_modules: {error}") from error
-        self._layers = {
+        self._layers: dict[str, Any] = {
             name: module
             for name, module in model.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)

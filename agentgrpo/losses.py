@@ -100,7 +100,7 @@ def mismatch_metrics(
     gap: NDArray[np.float64] = np.where(np.isfinite(gap_N), gap_N, 0.0).astype(np.float64)
     level = gap
     if objective.correction_level != "token":
-        total = np.bincount(sample_N, gap)
+        total: NDArray[np.float64] = np.bincount(sample_N, weights=gap)
         if objective.correction_level == "geometric":
             total = total / np.maximum(np.bincount(sample_N), 1)
         level = total[sample_N]
@@ -109,8 +109,8 @@ def mismatch_metrics(
     high = objective.vllm_importance_sampling_clip_max or float("inf")
     corrects = objective.vllm_importance_sampling_correction
     kl = np.expm1(np.minimum(gap, 20)) - gap
-    turn = np.minimum(turn_N, TURNS_SHOWN - 1)
-    by_turn = np.bincount(turn, kl) / np.maximum(np.bincount(turn), 1)
+    turn: Int32 = np.minimum(turn_N, TURNS_SHOWN - 1)
+    by_turn = np.bincount(turn, weights=kl) / np.maximum(np.bincount(turn), 1)
     return {
         "mismatch_ratio_min": float(ratio.min()),
         "mismatch_ratio_mean": float(ratio.mean()),

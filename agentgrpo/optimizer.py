@@ -6,6 +6,7 @@ weights, so they may be written to but never replaced.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,9 +37,10 @@ class MasterAdamW:
             p if p.dtype in _EXACT else p.detach().float().requires_grad_()
             for p in self._parameters
         ]
-        self._adamw: Any = (adamw or torch.optim.AdamW)(
-            self._masters, lr=lr, weight_decay=weight_decay, **({} if adamw else _fused(parameters))
-        )
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        if adamw is None and self._parameters and self._parameters[0].is_cuda:
+            options["fused"] = True
+        self._adamw: Any = (adamw or torch.optim.AdamW)(self._masters, **options)
 
     @property
     def lr(self) -> float:
@@ -65,8 +67,8 @@ class MasterAdamW:
         for p, master in zip(self._parameters, self._masters, strict=True):
             if master is not p:
                 master.grad = None if p.grad is None else p.grad.float()
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm)
-        norm = parallel.whole(norm).item()
+        clipped = torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm)
+        norm = parallel.whole(clipped).item()
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient norm is {norm}; the weights are unchanged")
         self._adamw.step()
@@ -131,12 +133,12 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
     Raises:
         ValueError: adamw_8bit without a GPU or without bitsandbytes.
     """
-    adamw = None
+    adamw: Any = None
     if config.optimizer == "adamw_8bit":  # NEVER RUN yet: it needs a GPU
         if not torch.cuda.is_available():
             raise ValueError("learner.optimizer = 'adamw_8bit' needs a CUDA device")
         try:
-            from bitsandbytes.optim import AdamW8bit as adamw
+            adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit
         except ImportError as error:
             raise ValueError(
                 f"learner.optimizer = 'adamw_8bit' needs the package bitsandbytes: {error}"
@@ -144,10 +146,6 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
     return MasterAdamW(
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adamw=adamw
     )
-
-
-def _fused(parameters: Sequence[Tensor]) -> dict[str, bool]:
-    return {"fused": True} if parameters and parameters[0].is_cuda else {}
 
 
 def _whole(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -43,8 +44,8 @@ def pack_tree(
     weights: Sequence[float] | None = None,
     drop_zero_advantage: bool = True,
     share_prefixes: bool = True,
-) -> list[PackedBatch]:
-    """Lay the rollouts of a step out as prefix trees of at most `max_tokens` tokens.
+) -> Batches:
+    """Plan how the rollouts of a step lie in prefix trees of at most `max_tokens` tokens.
 
     Subtrees stay whole where they fit (first fit decreasing) and are otherwise cut at branch
     points, the path above repeated. A rollout lies in one batch, so each of its sampled tokens is
@@ -64,7 +65,7 @@ def pack_tree(
             layers take no attention mask.
 
     Returns:
-        The batches; none if nothing is to be learned. Deterministic.
+        The batches, laid out as they are read; none if nothing is to be learned. Deterministic.
 
     Raises:
         ValueError: a rollout has a negative id, a nan or infinite logprob, advantage or weight,
@@ -72,30 +73,55 @@ def pack_tree(
             and field. Or `weights` has another length.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = [row for rollout in rollouts for row in rollout.rows]
-    segments = [segment for row in rows for segment in row]
-    rows_of = [len(rollout.rows) for rollout in rollouts]
     if weights is None:
         weights = [1.0] * len(rollouts)
     if len(weights) != len(rollouts):
         raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
-    numbers, sizes = _C.pack_tree(
-        [segment.token_ids for segment in segments],
-        [segment.logprobs for segment in segments],
-        np.array([len(row) for row in rows], np.int32),
-        np.repeat(np.array([_largest_advantage(r) for r in rollouts], np.float32), rows_of),
-        np.repeat(np.array(weights, np.float32), rows_of),
-        max_tokens,
-        drop_zero_advantage,
-        share_prefixes,
-        lambda size: np.empty(size, np.int32),
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    rows_of = [1 + len(rollout.closed_rows) for rollout in rollouts]
+    segments = [segment for row in rows for segment in row]
+    advantages = [advantage for rollout in rollouts for advantage in _advantages(rollout)]
+    return Batches(
+        _C.TreePlan(
+            [segment.token_ids for segment in segments],
+            [segment.logprobs for segment in segments],
+            np.array(advantages, np.float32),
+            np.array([len(row) for row in rows], np.int32),
+            np.repeat(np.arange(len(rollouts), dtype=np.int32), rows_of),
+            np.repeat(np.array(weights, np.float32), rows_of),
+            max_tokens,
+            drop_zero_advantage,
+            share_prefixes,
+        )
     )
-    bounds = np.cumsum([0] + [3 * tokens + 6 * terms for tokens, terms in sizes])
-    labels = _TokenLabels(rollouts)
-    return [
-        _packed_batch(numbers[start:end], tokens, labels)
-        for start, end, (tokens, _) in zip(bounds, bounds[1:], sizes, strict=False)
-    ]
+
+
+class Batches(Sequence[PackedBatch]):
+    """The batches of a step, in order; each is laid out anew whenever it is asked for.
+
+    A batch that is used and dropped before the next is asked for leaves it memory that is warm.
+    """
+
+    def __init__(self, plan: _C.TreePlan) -> None:
+        self._plan = plan
+        self.sizes = plan.sizes()
+        """(T, N) of each."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> PackedBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PackedBatch]: ...
+    def __getitem__(self, index: int | slice) -> PackedBatch | list[PackedBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        num_tokens, num_terms = self.sizes[index]
+        numbers = np.empty(3 * num_tokens + 7 * num_terms, np.int32)
+        self._plan.lay_out(index, numbers)
+        return _packed_batch(numbers, num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,71 +155,43 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     numbers = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32)
     num_blocks = -(-len(tout_T) // block_size)
     fields: list[Int32] = []
-    for kind in numbers.reshape(4, num_blocks * (num_blocks + 1)):
-        fields += [kind[:num_blocks], kind[num_blocks:].reshape(num_blocks, num_blocks)]
+    for kind in numbers.reshape(4, -1):
+        rows = kind[num_blocks : num_blocks * (num_blocks + 1)]
+        fields += [kind[:num_blocks], rows.reshape(num_blocks, num_blocks)]
     return FlexBlocks(*fields)
 
 
-def _largest_advantage(rollout: Rollout) -> float:
-    """What tells the packer whether to lay the rollout out; nan and infinity win, to be refused.
+def _advantages(rollout: Rollout) -> list[float]:
+    """One per segment of all rows.
 
     Raises:
-        ValueError: segment_advantages has another length than segments.
+        ValueError: segment_advantages has another length.
     """
+    count = sum(len(row) for row in rollout.rows)
     if rollout.segment_advantages is None:
-        return rollout.advantage
-    segments = [segment for row in rollout.rows for segment in row]
-    if len(rollout.segment_advantages) != len(segments):
+        return [rollout.advantage] * count
+    if len(rollout.segment_advantages) != count:
         raise ValueError(
-            f"task {rollout.task.id}: {len(segments)} segments need as many "
-            f"segment_advantages, got {len(rollout.segment_advantages)}"
+            f"task {rollout.task.id}: {count} segments need as many segment_advantages, got "
+            f"{len(rollout.segment_advantages)}"
         )
-    pairs = zip(segments, rollout.segment_advantages, strict=True)
-    sampled = [advantage for segment, advantage in pairs if segment.sampled]
-    if not np.isfinite(sampled).all():
-        return float("nan")
-    return max(sampled, key=abs, default=0.0)
+    return rollout.segment_advantages
 
 
-class _TokenLabels:
-    """Rollout, turn and advantage of every token of the step, found by row and position."""
-
-    def __init__(self, rollouts: Sequence[Rollout]) -> None:
-        lengths, turn, advantage, sizes = [], [], [], []
-        for rollout in rollouts:
-            segments = [segment for row in rollout.rows for segment in row]
-            lengths += [len(segment.token_ids) for segment in segments]
-            turn += (np.cumsum([segment.sampled for segment in segments]) - 1).tolist()
-            advantage += rollout.segment_advantages or [rollout.advantage] * len(segments)
-            sizes += [len(row) for row in rollout.rows]
-        ends = np.cumsum([0, *sizes])
-        self._first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[ends]
-        self._turn = np.repeat(np.array(turn, np.int32), lengths)
-        self._advantage = np.repeat(np.array(advantage, np.float32), lengths)
-        rows_of = [len(rollout.rows) for rollout in rollouts]
-        self._rollout = np.repeat(np.arange(len(rollouts), dtype=np.int32), rows_of)
-
-    def of(self, row_N: Int32, position_N: Int32) -> tuple[Int32, Int32, Float32]:
-        """(rollout, turn, advantage) of the tokens at these positions of these rows."""
-        at = self._first[row_N] + position_N
-        return self._rollout[row_N], self._turn[at], self._advantage[at]
-
-
-def _packed_batch(numbers: Int32, num_tokens: int, labels: _TokenLabels) -> PackedBatch:
-    """The fields of one tree, views of the memory that _C.pack_tree filled but for the labels."""
+def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
+    """The fields of one tree, views of the memory that TreePlan.lay_out filled."""
     per_token = numbers[: 3 * num_tokens].reshape(3, -1)
-    per_term = numbers[3 * num_tokens :].reshape(6, -1)
-    floats = per_term[3:].view(np.float32)
-    sample_N, turn_N, advantage_N = labels.of(per_term[2], per_token[1][per_term[0]] + 1)
+    per_term = numbers[3 * num_tokens :].reshape(7, -1)
+    floats = per_term[4:].view(np.float32)
     return PackedBatch(
         input_ids_T=per_token[0],
         positions_T=per_token[1],
         tout_T=per_token[2],
         row_N=per_term[0],
         target_N=per_term[1],
-        sample_N=sample_N,
+        sample_N=per_term[2],
+        turn_N=per_term[3],
         old_logp_N=floats[0],
-        turn_N=turn_N,
-        advantage_N=advantage_N,
+        advantage_N=floats[1],
         weight_N=floats[2],
     )

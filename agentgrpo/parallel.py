@@ -124,7 +124,10 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
     from torch.distributed.tensor import DTensor
 
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    gathered: Tensor = tensor.full_tensor()
+    return gathered.detach()
 
 
 def sharded_like(tensor: Tensor, example: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ import numpy as np
 
 from agentgrpo.types import Rollout
 
-PLACE = ("step", "split", "group", "index")
-"""Where in its run a rollout was played, beside its fields."""
+PLACE = ("step", "split", "group", "index", "flywheel")
+"""Where in its run a rollout was played (or how it was made), beside its fields."""
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:

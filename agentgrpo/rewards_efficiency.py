@@ -21,7 +21,6 @@ from collections.abc import Callable
 from math import exp
 from statistics import fmean, pstdev
 
-from agentgrpo.rewards import Reward
 from agentgrpo.types import Group, Rollout, Status
 
 
@@ -31,50 +30,44 @@ def well_formed(rollout: Rollout) -> bool:
     return answered and not rollout.stats.get("malformed", 0.0)
 
 
-def efficiency_reward(
+def add_efficiency(
     group: Group,
-    reward: Reward,
     *,
     sigma_tool: float = 0.2,
     sigma_length: float = 0.5,
     valid: Callable[[Rollout], bool] = well_formed,
-) -> Reward:
-    """The reward of the rollouts of one group, for score(group, ...).
+) -> None:
+    """Add the part `efficiency` to the rewards of a scored group, and replace the part `format`.
 
     Args:
-        group: its rollouts played to their end; those that the machine broke have no part in means.
-        reward: whose part `answer` (or else the environment's) is what the factors apply to; its
-            part `format` is replaced, others stay.
+        group: its rollouts scored; those that the machine broke have no part in means.
         sigma_tool: how much a call above the group's mean costs; 0: nothing.
         sigma_length: how much a standard deviation of tokens above the mean costs; 0: nothing.
         valid: otherwise the part `format` is -1.
 
     Raises:
-        ValueError: a sigma is negative; or, from the returned reward, nobody gave `answer`.
+        ValueError: a sigma is negative, or a rollout's rewards have no part `answer`.
     """
     for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
         if not sigma >= 0:
             raise ValueError(f"{name}: expected 0 or more, got {sigma}")
-    valid_rollouts = [r for r in group.rollouts if r.status is not Status.INFRA_ERROR]
-    calls = [rollout.stats["tool_calls"] for rollout in valid_rollouts] or [0.0]
-    lengths = [rollout.num_sampled for rollout in valid_rollouts] or [0]
-    mean_calls, mean_length, deviation = fmean(calls), fmean(lengths), pstdev(lengths)
-
-    def score(rollout: Rollout) -> dict[str, float]:
-        parts = dict(reward(rollout))
-        answer = parts.get("answer", rollout.rewards.get("answer"))
-        if answer is None:
+    rollouts = [r for r in group.rollouts if r.status is not Status.INFRA_ERROR]
+    if not rollouts:
+        return
+    mean_calls = fmean(rollout.stats["tool_calls"] for rollout in rollouts)
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    mean_length, deviation = fmean(lengths), pstdev(lengths)
+    for rollout in rollouts:
+        if "answer" not in rollout.rewards:
             raise ValueError(
                 f"task {group.task.id}: efficiency needs a reward with the part 'answer', "
-                f"got {sorted(parts)}"
+                f"got {sorted(rollout.rewards)}"
             )
         z = (rollout.num_sampled - mean_length) / deviation if deviation else 0.0
-        few_calls = _factor(sigma_tool * (rollout.stats["tool_calls"] - mean_calls))
-        parts["efficiency"] = answer * (few_calls * _factor(sigma_length * z) - 1.0)
-        parts["format"] = 0.0 if valid(rollout) else -1.0
-        return parts
-
-    return score
+        factor = _factor(sigma_tool * (rollout.stats["tool_calls"] - mean_calls))
+        factor *= _factor(sigma_length * z)
+        rollout.rewards["efficiency"] = rollout.rewards["answer"] * (factor - 1.0)
+        rollout.rewards["format"] = 0.0 if valid(rollout) else -1.0
 
 
 def decay(step: int, steps: int) -> float:

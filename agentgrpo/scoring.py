@@ -29,7 +29,7 @@ from typing import Any
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.rewards import Reward, load_callable, score
-from agentgrpo.rewards_efficiency import decay, efficiency_reward
+from agentgrpo.rewards_efficiency import add_efficiency, decay
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
 
 Decode = Callable[[Sequence[int]], str]
@@ -203,22 +203,20 @@ class Scoring:
             if rollout.status is not Status.INFRA_ERROR
         ]
         for group in groups:
-            score(group, self._base if step is None else self._base_in(group, step))
+            score(group, self._base)
         if self._functions:
             asyncio.run(self._apply_all(rollouts))
+        if step is not None:
+            for group in groups:
+                self._compare(group, step)
 
-    def _base_in(self, group: Group, step: int) -> Reward:
-        """The built-in reward in training: with sigmas, what siblings spent counts too."""
+    def _compare(self, group: Group, step: int) -> None:
+        """Reward spending less than one's siblings, where the config says so."""
         c = self._config
-        if not (c.sigma_tool or c.sigma_length):
-            return self._base
-        left = decay(step, self._total_steps) if c.decay_sigmas else 1.0
-        return efficiency_reward(
-            group,
-            self._base,
-            sigma_tool=c.sigma_tool * left,
-            sigma_length=c.sigma_length * left,
-        )
+        if c.sigma_tool or c.sigma_length:
+            left = decay(step, self._total_steps) if c.decay_sigmas else 1.0
+            tool, length = c.sigma_tool * left, c.sigma_length * left
+            add_efficiency(group, sigma_tool=tool, sigma_length=length)
 
     async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         await asyncio.gather(*(self._apply(index, rollout) for index, rollout in rollouts))

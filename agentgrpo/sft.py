@@ -3,7 +3,7 @@
 The data is a .jsonl file ([sft] data). A row is one of
 
 * a rollout, as a run's rollouts.jsonl and the flywheel's sft.jsonl hold them: its tokens as they
-  are. Trained are the segments that the policy sampled, or those marked `"trained": true`;
+  are. Trained are the segments that the policy sampled, of the flywheel's those with an author;
 * a conversation, {"messages": [...]}, for a cold start: rendered as a rollout is, by the same chat
   template and (agent_prompt) behind the agent's own prompt. Trained are the assistant's messages,
   and the token that closes one unless it ends with a stop string of the agent, after which
@@ -51,9 +51,15 @@ class Trainer:
 
     device: str
     dtype: str
+    model: Any
+    """A module without weights: there is nothing to copy to."""
 
     def unpack(self) -> None:
         """Nothing is packed."""
+
+    def load_weights(self, named: object) -> None:
+        """Not called: nothing is published."""
+        raise AssertionError("fine-tuning publishes no weights")
 
 
 def read_examples(
@@ -84,7 +90,7 @@ def read_examples(
             raise ValueError(f"{path}:{number}: {said}") from error
         if example is None:
             continue
-        length = len(example.token_ids)
+        length = max(sum(len(s.token_ids) for s in part) for part in example.rows)
         if length <= max_tokens:
             examples.append(example)
         elif config.too_long == "error":
@@ -101,6 +107,7 @@ def _example(
     row: Mapping[str, Any], config: SftConfig, chat: ChatTemplate, agent: Agent, *, name: str
 ) -> Rollout | None:
     """The row as a rollout to be imitated; None if it is not kept."""
+    closed: list[list[Segment]] = []
     if "messages" in row:
         segments = conversation(row["messages"], chat, agent, agent_prompt=config.agent_prompt)
         task = Task(id=name, messages=(), spec={})
@@ -111,15 +118,22 @@ def _example(
         right = played.rewards.get("solved", played.rewards.get("answer", 0.0)) > 0
         if played.status is Status.INFRA_ERROR or (config.keep == "solved" and not right):
             return None
-        marks = [segment.get("trained") for segment in row["segments"]]
-        segments = [
-            _segment(segment.token_ids, segment.sampled if mark is None else mark)
-            for segment, mark in zip(played.segments, marks, strict=True)
-        ]
+        rows = [[_segment(s.token_ids, s.sampled) for s in part] for part in played.rows]
+        if "flywheel" in row:
+            authors = row["flywheel"]["authors"]
+            written = zip(played.segments, authors, strict=True)
+            rows = [[_segment(s.token_ids, author is not None) for s, author in written]]
+        *closed, segments = rows
         task = played.task
-    if not any(segment.sampled and len(segment.token_ids) for segment in segments):
+    if not any(s.sampled and len(s.token_ids) for part in (*closed, segments) for s in part):
         raise ValueError("nothing of this example is the policy's own")
-    return Rollout(task=task, segments=segments, status=Status.COMPLETED, advantage=1.0)
+    return Rollout(
+        task=task,
+        segments=segments,
+        closed_rows=closed,
+        status=Status.COMPLETED,
+        advantage=1.0,
+    )
 
 
 def conversation(
@@ -232,7 +246,7 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Learner(
         model,
-        cast(Any, Trainer(device, config.engine.dtype_on(device))),
+        cast(Any, Trainer(device, config.engine.dtype_on(device), torch.nn.Module())),
         config.learner,
         config.loss,
         total_steps=total_steps,
@@ -261,7 +275,7 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         FloatingPointError: a gradient is not finite.
         OSError: something cannot be read or written.
     """
-    from agentgrpo.build import locked, require_same_run
+    from agentgrpo.build import locked, require_same_run, set_stage
 
     config, data = settings_of(recipe), Path(recipe.sft.data or recipe.out_dir / "flywheel")
     data = data / "sft.jsonl" if not recipe.sft.data else data
@@ -269,14 +283,14 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         stack.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
-        chat, agent, model = _chat_and_agent(config, resumed)
+        parts = set_stage(config, model=str(resumed) if resumed else None, progress=progress)
+        parts.pool.close()
         examples = read_examples(
-            data, recipe.sft, chat, agent, max_tokens=config.engine.max_model_len
+            data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len
         )
         steps = recipe.sft.epochs * math.ceil(len(examples) / recipe.sft.batch_size)
-        progress = progress or Progress(steps)
-        learner = make_learner(model, config, steps)
-        run = _Run(recipe, config, chat, learner, examples, progress, steps)
+        learner = make_learner(parts.model, config, steps)
+        run = _Run(recipe, config, parts.chat, learner, examples, parts.progress, steps)
         run.restore(resumed)
         for step in range(learner.step_count, steps):
             run.step(step)
@@ -341,14 +355,6 @@ class _Run:
             self.config.out_dir, self.learner.step_count, write, keep=self.config.keep_checkpoints
         )
         self.progress.say(f"saved {saved}")
-
-
-def _chat_and_agent(config: TrainConfig, resumed: Path | None) -> tuple[ChatTemplate, Agent, str]:
-    from agentgrpo.agents.code import CodeAgent
-    from agentgrpo.build import chat_of, resolve_model
-
-    model = str(resumed) if resumed else resolve_model(config.model)
-    return chat_of(model), CodeAgent(config.agent), model
 
 
 def main(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentgrpo import parallel
 from agentgrpo.types import Metrics
 
 PROJECT = "agentgrpo"
@@ -84,9 +85,9 @@ def require(names: Sequence[str]) -> None:
 
 
 def open_trackers(
-    names: Sequence[str], out_dir: Path, config: dict[str, Any], *, step: int
+    names: Sequence[str], out_dir: Path, config: dict[str, Any], step: int
 ) -> list[Tracker]:
-    """The trackers of these names ("tensorboard", "trackio", "wandb").
+    """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone.
 
     Args:
         names: of the trackers.
@@ -97,6 +98,9 @@ def open_trackers(
     Raises:
         ValueError: a library is not installed.
     """
+    if parallel.rank() > 0:
+        return []
+    out_dir.mkdir(parents=True, exist_ok=True)
     return [
         TensorBoard(out_dir, config, step=step)
         if name == "tensorboard"

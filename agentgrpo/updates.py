@@ -17,7 +17,7 @@ from agentgrpo.types import Group, PackedBatch
 class Update:
     """One optimizer update. Its batches' weights are the normaliser of all of them together."""
 
-    batches: list[PackedBatch]
+    batches: Sequence[PackedBatch]
     num_samples: int
     """Rollouts that sample_N of the batches counts."""
 

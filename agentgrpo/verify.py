@@ -18,6 +18,7 @@ definition (types.PackedBatch), weights are computed from the record's lengths.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,8 +110,6 @@ def _segment_faults(row: Sequence[Segment]) -> Iterator[str]:
     if not row or row[0].sampled:
         yield "does not begin with a prompt"
     for number, segment in enumerate(row):
-        if not len(segment.token_ids) and not segment.sampled:
-            yield f"segment {number}: a span of no tokens"
         if len(segment.token_ids) and segment.token_ids.min() < 0:
             yield f"segment {number}: token_ids has {segment.token_ids.min()}, not an id"
         if segment.logprobs is not None and not (segment.logprobs <= WEIGHT_TOLERANCE).all():
@@ -201,6 +200,9 @@ def _batch_faults(
     if not np.array_equal(np.cumsum(opened), batch.positions_T + 1):
         yield "a token does not see as many tokens as its position says"
     for sample in np.unique(batch.sample_N).tolist():
+        if not 0 <= sample < len(rollouts):
+            yield f"sample {sample} of {len(rollouts)}"
+            continue
         mine = np.flatnonzero(batch.sample_N == sample)
         rows = [_flat(row) for row in rollouts[sample].rows]
         counts = [int(mask.sum()) for _, mask, _ in rows]
@@ -275,11 +277,15 @@ def _count(report: Report, rollout: Rollout) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Verify the run that the arguments name; returns the exit status."""
-    if len(arguments) != 1:
-        print(__doc__, file=sys.stderr)  # noqa: T201 - the command line's usage
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="agentgrpo verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run's folder: the config's out_dir")
+    folder = parser.parse_args(arguments).run
     try:
-        report = verify_run(Path(arguments[0]))
+        report = verify_run(folder)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

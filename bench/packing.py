@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentgrpo import _C
-from agentgrpo.packing import flex_blocks, ids_from_list, logprobs_from_list, pack_tree
+from agentgrpo.packing import (
+    Batches,
+    flex_blocks,
+    ids_from_list,
+    logprobs_from_list,
+    pack_tree,
+)
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
 from bench.harness import append_row, cpu_seconds
 
@@ -62,12 +68,13 @@ def all_rollouts(groups: list[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def step(groups: list[Group], budget: int) -> list[PackedBatch]:
-    """All that a learner needs: trees, loss terms and FlexAttention's block masks."""
-    batches = pack_tree(groups, max_tokens=budget)
-    for batch in batches:
+def step(groups: list[Group], budget: int) -> int:
+    """All that a learner needs: trees, loss terms and FlexAttention's block masks, one by one."""
+    terms = 0
+    for batch in pack_tree(groups, max_tokens=budget):
         flex_blocks(batch.tout_T)
-    return batches
+        terms += len(batch.row_N)
+    return terms
 
 
 def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> None:
@@ -76,34 +83,52 @@ def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> 
     note = "a group a batch"
     if tree_row is not None:
         samples = [trl_sample(rollout) for rollout in all_rollouts(groups)]
-        check_same_terms(step(groups, budget), trl_pack(tree_row, samples, budget))
+        batches = pack_tree(groups, max_tokens=budget)
+        check_same_terms(batches, trl_pack(tree_row, samples, budget))
         times = cpu_seconds(lambda: trl_pack(tree_row, samples, budget), repeats=3, warmup=0)
         append_row("packing", "tree_trl", ms(times), unit="ms", shape=shape, note=note)
     times = cpu_seconds(lambda: step(groups, budget), repeats=31)
     append_row("packing", "tree", ms(times), unit="ms", shape=shape, note=f"{note}, with masks")
-    inputs = c_arguments(groups, budget, share=True)
-    numbers = np.empty(c_pack(*inputs, fresh)[0].size, np.int32)
-    times = cpu_seconds(lambda: c_pack(*inputs, lambda _: numbers), repeats=31)
-    note += ", without masks, into memory at hand"
-    append_row("packing", "tree_reused_memory", ms(times), unit="ms", shape=shape, note=note)
-    times = cpu_seconds(lambda: c_pack(*inputs, stop_before_layout), repeats=31)
+    plan = pack_tree(groups, max_tokens=budget)
+    times = cpu_seconds(lambda: drain(plan), repeats=31)
+    note = "the batches one after another, planned already, without masks"
+    append_row("packing", "tree_lay_out", ms(times), unit="ms", shape=shape, note=note)
+    times = cpu_seconds(lambda: pack_tree(groups, max_tokens=budget), repeats=31)
     note = "read, check, sort and cut into bins only"
     append_row("packing", "tree_plan", ms(times), unit="ms", shape=shape, note=note)
+
+
+def drain(batches: Batches) -> None:
+    for _ in batches:
+        pass
 
 
 def bench_flat(prompt: int, groups: list[Group]) -> None:
     """Rollouts side by side, against copying as many bytes as that writes."""
     shape = {"rollouts": len(all_rollouts(groups)), "tokens": NUM_TOKENS, "prompt": prompt}
-    inputs = c_arguments(groups, GROUP_SIZE * NUM_TOKENS, share=False)
-    numbers, sizes = c_pack(*inputs, fresh)
-    assert sum(tokens for tokens, _ in sizes) == len(all_rollouts(groups)) * (NUM_TOKENS - 1)
-    copy = numbers.copy()
-    times = cpu_seconds(lambda: c_pack(*inputs, lambda _: numbers), repeats=31)
-    ours = append_row("packing", "flat", ms(times), unit="ms", shape=shape, note="memory at hand")
-    times = cpu_seconds(lambda: np.copyto(copy, numbers), repeats=31)
-    note = f"{numbers.nbytes} bytes: what flat writes"
-    memcpy = append_row("packing", "flat_memcpy", ms(times), unit="ms", shape=shape, note=note)
-    print(f"flat packing takes {ours / memcpy:.2f} x memcpy")
+    budget = GROUP_SIZE * NUM_TOKENS
+    batches = pack_tree(groups, max_tokens=budget, share_prefixes=False)
+    assert sum(tokens for tokens, _ in batches.sizes) == shape["rollouts"] * (NUM_TOKENS - 1)
+    outputs = [np.empty(3 * tokens + 7 * terms, np.int32) for tokens, terms in batches.sizes]
+
+    def flat() -> None:
+        plan = pack_tree(groups, max_tokens=budget, share_prefixes=False)._plan
+        for number, numbers in enumerate(outputs):
+            plan.lay_out(number, numbers)
+
+    times = cpu_seconds(flat, repeats=31)
+    note = "plan and lay out, memory at hand"
+    ours = append_row("packing", "flat", ms(times), unit="ms", shape=shape, note=note)
+    copies = [numbers.copy() for numbers in outputs]
+
+    def memcpy() -> None:
+        for copy, numbers in zip(copies, outputs, strict=True):
+            np.copyto(copy, numbers)
+
+    times = cpu_seconds(memcpy, repeats=31)
+    note = f"{sum(numbers.nbytes for numbers in outputs)} bytes: what flat writes"
+    theirs = append_row("packing", "flat_memcpy", ms(times), unit="ms", shape=shape, note=note)
+    print(f"flat packing takes {ours / theirs:.2f} x memcpy")
 
 
 def bench_lists(rng: np.random.Generator) -> None:
@@ -150,43 +175,6 @@ def ms(times: list[float]) -> list[float]:
     return [1e3 * t for t in times]
 
 
-# --- the C call by itself ---
-
-
-def fresh(size: int) -> Int32:
-    return np.empty(size, np.int32)
-
-
-class Planned(Exception):
-    """Ends a call of the C function where it asks for the output's memory."""
-
-
-def stop_before_layout(size: int) -> Int32:
-    raise Planned
-
-
-def c_arguments(groups: list[Group], budget: int, *, share: bool) -> tuple[Any, ...]:
-    rollouts = all_rollouts(groups)
-    segments = [segment for rollout in rollouts for segment in rollout.segments]
-    return (
-        [segment.token_ids for segment in segments],
-        [segment.logprobs for segment in segments],
-        np.array([len(rollout.segments) for rollout in rollouts], np.int32),
-        np.array([rollout.advantage for rollout in rollouts], np.float32),
-        np.ones(len(rollouts), np.float32),
-        budget,
-        True,
-        share,
-    )
-
-
-def c_pack(*arguments: Any) -> tuple[Int32, list[tuple[int, int]]]:
-    try:
-        return _C.pack_tree(*arguments)
-    except Planned:
-        return np.empty(0, np.int32), []
-
-
 # --- TRL ---
 
 
@@ -225,7 +213,7 @@ def trl_pack(tree_row: type[Any], samples: list[dict[str, Any]], budget: int) ->
     return [row.pack() for row in rows]
 
 
-def check_same_terms(batches: list[PackedBatch], rows: list[Any]) -> None:
+def check_same_terms(batches: Sequence[PackedBatch], rows: list[Any]) -> None:
     ours = Counter(
         term
         for batch in batches

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from agentgrpo.engine import Completion, Engine
     from agentgrpo.learner import Learner
 
-TURNS = 5
-REPEATS = 3
+TURNS = 4
+REPEATS = 2
 ENGINE = EngineConfig(max_model_len=512, kv_cache_gib=1.0, max_num_seqs=256)
 
 

@@ -8,13 +8,13 @@
 extern PyMethodDef agentgrpo_blocks_methods[];
 extern PyMethodDef agentgrpo_delta_methods[];
 extern PyMethodDef agentgrpo_ingest_methods[];
-extern PyMethodDef agentgrpo_pack_methods[];
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_landlock_methods[];
 extern PyMethodDef agentgrpo_sandbox_loop_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
 
+extern PyType_Spec agentgrpo_plan_spec;
 extern PyType_Spec agentgrpo_scanner_spec;
 
 #endif

@@ -15,7 +15,6 @@ add_all(PyObject *module)
         agentgrpo_blocks_methods,
         agentgrpo_delta_methods,
         agentgrpo_ingest_methods,
-        agentgrpo_pack_methods,
         agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_landlock_methods,
         agentgrpo_sandbox_loop_methods,
@@ -28,10 +27,16 @@ add_all(PyObject *module)
             return -1;
         }
     }
-    PyObject *scanner = PyType_FromModuleAndSpec(module, &agentgrpo_scanner_spec, NULL);
-    const int failed = scanner == NULL || PyModule_AddType(module, (PyTypeObject *)scanner) < 0;
-    Py_XDECREF(scanner);
-    return failed ? -1 : 0;
+    PyType_Spec *const types[] = {&agentgrpo_plan_spec, &agentgrpo_scanner_spec};
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, types[i], NULL);
+        const int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
+        Py_XDECREF(type);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static PyModuleDef_Slot slots[] = {

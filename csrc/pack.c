@@ -1,4 +1,5 @@
-/* pack_tree(): the rollouts of a step become prefix trees under a token budget (tree.c).
+/* TreePlan: the rollouts of a step as prefix trees under a token budget (tree.c), laid out one tree
+ * at a time, so that a step's batches need not all be in memory at once.
  *
  * This file reads and checks the arrays and owns the memory; the work itself runs without the GIL.
  */
@@ -10,77 +11,87 @@
 #include "methods.h"
 #include "tree.h"
 
-/* Everything a call holds; all of it zero or NULL until acquired. */
+/* Everything a plan holds; all of it zero or NULL until acquired. */
 typedef struct {
-    Py_buffer sizes, advantages, weights; /* per rollout */
-    Py_buffer *views;                     /* of the segments: ids, logprobs, ids, ... */
+    PyObject_HEAD Py_buffer sizes, samples, weights; /* per row: a rollout has one or more */
+    Py_buffer advantages;                            /* per segment */
+    Py_buffer *views;                                /* of the segments: ids, logprobs, ids, ... */
     Segment *segments;
     Path *paths;
     Leaf *leaves;
     Bin *bins;
     int32_t *open;
     Py_ssize_t num_views, num_segments;
-    int32_t num_rollouts, num_paths, max_tokens;
+    int32_t num_rows, num_paths, num_bins, max_tokens;
     int drop_zero, share;
-} Job;
+} Plan;
 
 static void
-release(Job *job)
+release(Plan *plan)
 {
-    for (Py_ssize_t i = 0; i < job->num_views; i++) {
-        PyBuffer_Release(&job->views[i]);
+    for (Py_ssize_t i = 0; i < plan->num_views; i++) {
+        PyBuffer_Release(&plan->views[i]);
     }
-    PyBuffer_Release(&job->sizes); /* a no-op where nothing is held */
-    PyBuffer_Release(&job->advantages);
-    PyBuffer_Release(&job->weights);
-    void *const blocks[] = {job->views,  job->segments, job->paths,
-                            job->leaves, job->bins,     job->open};
+    PyBuffer_Release(&plan->sizes); /* a no-op where nothing is held */
+    PyBuffer_Release(&plan->samples);
+    PyBuffer_Release(&plan->advantages);
+    PyBuffer_Release(&plan->weights);
+    void *const blocks[] = {plan->views, plan->segments, plan->paths, plan->leaves, plan->bins};
     for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
         PyMem_Free(blocks[i]);
     }
 }
 
-/* Returns 0 with num_rollouts and the per-rollout buffers set, or -1. */
+/* Reads the arrays that have one element per row. Returns 0 with num_rows set, or -1. */
 static int
-get_rollouts(Job *job, PyObject *const *args)
+get_rows(Plan *plan, PyObject *const *args)
+{
+    if (tokens_get_buffer(args[3], 'i', 0, &plan->sizes, "num_segments") < 0 ||
+        tokens_get_buffer(args[4], 'i', 0, &plan->samples, "samples") < 0 ||
+        tokens_get_buffer(args[5], 'f', 0, &plan->weights, "weights") < 0) {
+        return -1;
+    }
+    plan->num_rows = (int32_t)plan->sizes.shape[0];
+    if (plan->samples.shape[0] != plan->num_rows || plan->weights.shape[0] != plan->num_rows) {
+        PyErr_Format(PyExc_ValueError, "%d rows, but %zd samples and %zd weights",
+                     (int)plan->num_rows, plan->samples.shape[0], plan->weights.shape[0]);
+        return -1;
+    }
+    for (int32_t r = 0; r < plan->num_rows; r++) {
+        const int32_t size = ((const int32_t *)plan->sizes.buf)[r];
+        const int32_t sample = ((const int32_t *)plan->samples.buf)[r];
+        if (size < 0) {
+            PyErr_Format(PyExc_ValueError, "rollout %d: num_segments is %d", (int)sample,
+                         (int)size);
+            return -1;
+        }
+        if (!isfinite(((const float *)plan->weights.buf)[r])) {
+            PyErr_Format(PyExc_ValueError, "rollout %d: weight is not finite", (int)sample);
+            return -1;
+        }
+        plan->num_segments += size;
+    }
+    return 0;
+}
+
+/* Checks the lists that have one element per segment and reads the advantages. */
+static int
+get_lists(Plan *plan, PyObject *const *args)
 {
     if (!PyList_Check(args[0]) || !PyList_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "token_ids and logprobs must be lists of arrays");
         return -1;
     }
-    if (tokens_get_buffer(args[2], 'i', 0, &job->sizes, "num_segments") < 0 ||
-        tokens_get_buffer(args[3], 'f', 0, &job->advantages, "advantages") < 0 ||
-        tokens_get_buffer(args[4], 'f', 0, &job->weights, "weights") < 0) {
+    if (tokens_get_buffer(args[2], 'f', 0, &plan->advantages, "advantages") < 0) {
         return -1;
     }
-    job->num_rollouts = (int32_t)job->sizes.shape[0];
-    if (job->advantages.shape[0] != job->num_rollouts ||
-        job->weights.shape[0] != job->num_rollouts) {
-        PyErr_Format(PyExc_ValueError, "%d rollouts, but %zd advantages and %zd weights",
-                     (int)job->num_rollouts, job->advantages.shape[0], job->weights.shape[0]);
-        return -1;
-    }
-    int64_t total = 0;
-    for (int32_t r = 0; r < job->num_rollouts; r++) {
-        const int32_t size = ((const int32_t *)job->sizes.buf)[r];
-        const float advantage = ((const float *)job->advantages.buf)[r];
-        const float weight = ((const float *)job->weights.buf)[r];
-        if (size < 0) {
-            PyErr_Format(PyExc_ValueError, "rollout %d: num_segments is %d", (int)r, (int)size);
-            return -1;
-        }
-        if (!isfinite(advantage) || !isfinite(weight)) {
-            PyErr_Format(PyExc_ValueError, "rollout %d: %s is not finite", (int)r,
-                         isfinite(advantage) ? "weight" : "advantage");
-            return -1;
-        }
-        total += size;
-    }
-    job->num_segments = PyList_Size(args[0]);
-    if (total != job->num_segments || total != PyList_Size(args[1])) {
+    const Py_ssize_t ids = PyList_Size(args[0]), logprobs = PyList_Size(args[1]);
+    if (ids != plan->num_segments || logprobs != plan->num_segments ||
+        plan->advantages.shape[0] != plan->num_segments) {
         PyErr_Format(PyExc_ValueError,
-                     "num_segments sums to %lld, but there are %zd token_ids and %zd logprobs",
-                     (long long)total, job->num_segments, PyList_Size(args[1]));
+                     "num_segments sums to %zd, but there are %zd token_ids, %zd logprobs and %zd "
+                     "advantages",
+                     plan->num_segments, ids, logprobs, plan->advantages.shape[0]);
         return -1;
     }
     return 0;
@@ -98,7 +109,7 @@ allocate(Py_ssize_t count, size_t size)
 
 /* Takes the buffer of list[i], which may be a list that a buffer's owner changes meanwhile. */
 static int
-get_item_buffer(Job *job, PyObject *list, Py_ssize_t i, char format, const char *field, int32_t r,
+get_item_buffer(Plan *plan, PyObject *list, Py_ssize_t i, char format, const char *field, int32_t r,
                 int32_t s)
 {
     PyObject *item = PyList_GetItem(list, i); /* borrowed; IndexError if the list has shrunk */
@@ -106,32 +117,41 @@ get_item_buffer(Job *job, PyObject *list, Py_ssize_t i, char format, const char 
         return -1;
     }
     Py_INCREF(item);
-    Py_buffer *view = &job->views[job->num_views];
+    Py_buffer *view = &plan->views[plan->num_views];
     const int failed = tokens_get_buffer(item, format, 0, view, "rollout %d: segment %d: %s",
                                          (int)r, (int)s, field);
     Py_DECREF(item); /* the view holds it */
-    job->num_views += failed == 0;
+    plan->num_views += failed == 0;
     return failed;
 }
 
 /* Reads segment i, the s-th of rollout r. Returns 0, or -1. An empty one has size 0. */
 static int
-get_segment(Job *job, PyObject *const *args, Py_ssize_t i, int32_t r, int32_t s, Segment *segment)
+get_segment(Plan *plan, PyObject *const *args, Py_ssize_t i, int32_t r, int32_t s, Segment *segment)
 {
-    if (get_item_buffer(job, args[0], i, 'i', "token_ids", r, s) < 0) {
+    if (get_item_buffer(plan, args[0], i, 'i', "token_ids", r, s) < 0) {
         return -1;
     }
-    const Py_buffer *ids = &job->views[job->num_views - 1];
-    *segment = (Segment){.ids = ids->buf, .size = (int32_t)ids->shape[0]};
+    const Py_buffer *ids = &plan->views[plan->num_views - 1];
+    *segment = (Segment){
+        .ids = ids->buf,
+        .size = (int32_t)ids->shape[0],
+        .advantage = ((const float *)plan->advantages.buf)[i],
+    };
     PyObject *logprobs = PyList_GetItem(args[1], i);
     if (logprobs == NULL || logprobs == Py_None) {
         return logprobs == NULL ? -1 : 0;
     }
-    if (get_item_buffer(job, args[1], i, 'f', "logprobs", r, s) < 0) {
+    if (get_item_buffer(plan, args[1], i, 'f', "logprobs", r, s) < 0) {
         return -1;
     }
-    const Py_buffer *logp = &job->views[job->num_views - 1];
+    const Py_buffer *logp = &plan->views[plan->num_views - 1];
     segment->logp = logp->buf;
+    if (!isfinite(segment->advantage)) {
+        PyErr_Format(PyExc_ValueError, "rollout %d: segment %d: advantage is not finite", (int)r,
+                     (int)s);
+        return -1;
+    }
     if (logp->shape[0] != segment->size) {
         PyErr_Format(PyExc_ValueError, "rollout %d: segment %d: %zd logprobs for %d token_ids",
                      (int)r, (int)s, logp->shape[0], (int)segment->size);
@@ -159,27 +179,33 @@ check_values(const Segment *segment, int32_t r, int32_t s)
     return -1;
 }
 
-/* Reads rollout r, whose segments begin at `first`, and makes it a path if it has loss terms. */
+/* Reads row r, whose segments begin at `first`, and makes it a path if it has loss terms. turn is
+ * the number of sampled segments in earlier rows of the same rollout, and counts on.
+ */
 static int
-get_path(Job *job, PyObject *const *args, Py_ssize_t first, int32_t r, Segment **segments)
+get_path(Plan *plan, PyObject *const *args, Py_ssize_t first, int32_t r, int32_t *turn,
+         Segment **segments)
 {
-    const int32_t size = ((const int32_t *)job->sizes.buf)[r];
-    Path path = {.segments = *segments, .sample = r};
-    path.advantage = ((const float *)job->advantages.buf)[r];
-    path.weight = ((const float *)job->weights.buf)[r];
+    const int32_t size = ((const int32_t *)plan->sizes.buf)[r];
+    const int32_t sample = ((const int32_t *)plan->samples.buf)[r];
+    const float weight = ((const float *)plan->weights.buf)[r];
+    Path path = {.segments = *segments, .sample = sample, .weight = weight};
     int64_t length = 0;
+    int matters = !plan->drop_zero;
     for (int32_t s = 0; s < size; s++) {
         Segment *segment = *segments;
-        if (get_segment(job, args, first + s, r, s, segment) < 0 ||
-            check_values(segment, r, s) < 0) {
+        if (get_segment(plan, args, first + s, sample, s, segment) < 0 ||
+            check_values(segment, sample, s) < 0) {
             return -1;
         }
         length += segment->size;
         *segments += segment->size > 0;
         if (length > INT32_MAX) {
-            PyErr_Format(PyExc_ValueError, "rollout %d: over 2**31 - 1 tokens", (int)r);
+            PyErr_Format(PyExc_ValueError, "rollout %d: over 2**31 - 1 tokens", (int)sample);
             return -1;
         }
+        segment->turn = *turn;
+        *turn += segment->logp != NULL;
         if (segment->logp == NULL || segment->size == 0) {
             continue;
         }
@@ -187,59 +213,58 @@ get_path(Job *job, PyObject *const *args, Py_ssize_t first, int32_t r, Segment *
             PyErr_Format(PyExc_ValueError,
                          "rollout %d: segment %d: sampled from the first token on, which no token "
                          "before it predicts",
-                         (int)r, (int)s);
+                         (int)sample, (int)s);
             return -1;
         }
+        matters |= segment->advantage != 0.0f;
         path.num_terms += segment->size;
         path.length = (int32_t)length - 1;
     }
-    if (path.num_terms == 0 || (job->drop_zero && path.advantage == 0.0f)) {
+    if (path.num_terms == 0 || !matters) {
         return 0;
     }
-    if (path.length > job->max_tokens) {
+    if (path.length > plan->max_tokens) {
         PyErr_Format(PyExc_ValueError,
                      "rollout %d: %d tokens to lay out, more than max_tokens=%d; shorten rollouts "
                      "or raise the budget",
-                     (int)r, (int)path.length, (int)job->max_tokens);
+                     (int)sample, (int)path.length, (int)plan->max_tokens);
         return -1;
     }
-    job->paths[job->num_paths++] = path;
+    plan->paths[plan->num_paths++] = path;
     return 0;
 }
 
 static int
-get_paths(Job *job, PyObject *const *args)
+get_paths(Plan *plan, PyObject *const *args)
 {
-    job->views = allocate(2 * job->num_segments, sizeof *job->views);
-    job->segments = allocate(job->num_segments, sizeof *job->segments);
-    job->paths = allocate(job->num_rollouts, sizeof *job->paths);
-    job->leaves = allocate(job->num_rollouts, sizeof *job->leaves);
-    job->bins = allocate(job->num_rollouts, sizeof *job->bins);
+    plan->views = allocate(2 * plan->num_segments, sizeof *plan->views);
+    plan->segments = allocate(plan->num_segments, sizeof *plan->segments);
+    plan->paths = allocate(plan->num_rows, sizeof *plan->paths);
+    plan->leaves = allocate(plan->num_rows, sizeof *plan->leaves);
+    plan->bins = allocate(plan->num_rows, sizeof *plan->bins);
     if (PyErr_Occurred() != NULL) {
         return -1;
     }
-    Segment *segments = job->segments;
+    const int32_t *const samples = plan->samples.buf;
+    Segment *segments = plan->segments;
     Py_ssize_t first = 0;
-    int32_t longest = 0;
-    for (int32_t r = 0; r < job->num_rollouts; r++) {
-        if (get_path(job, args, first, r, &segments) < 0) {
+    int32_t turn = 0;
+    for (int32_t r = 0; r < plan->num_rows; r++) {
+        turn = r > 0 && samples[r] == samples[r - 1] ? turn : 0;
+        if (get_path(plan, args, first, r, &turn, &segments) < 0) {
             return -1;
         }
-        first += ((const int32_t *)job->sizes.buf)[r];
+        first += ((const int32_t *)plan->sizes.buf)[r];
     }
-    for (int32_t i = 0; i < job->num_paths; i++) {
-        longest = job->paths[i].length > longest ? job->paths[i].length : longest;
-    }
-    job->open = allocate(longest, sizeof *job->open);
-    return job->open == NULL ? -1 : 0;
+    return 0;
 }
 
-/* Returns the slices of memory, which holds 3 * num_tokens + 6 * num_terms numbers. */
+/* Returns the slices of memory, which holds numbers_in(bin). */
 static Layout
 layout_in(int32_t *memory, const Bin *bin)
 {
     int32_t *const terms = memory + 3 * bin->num_tokens;
-    float *const floats = (float *)(terms + 3 * bin->num_terms);
+    float *const floats = (float *)(terms + 4 * bin->num_terms);
     return (Layout){
         .input_ids = memory,
         .positions = memory + bin->num_tokens,
@@ -247,6 +272,7 @@ layout_in(int32_t *memory, const Bin *bin)
         .row = terms,
         .target = terms + bin->num_terms,
         .sample = terms + 2 * bin->num_terms,
+        .turn = terms + 3 * bin->num_terms,
         .old_logp = floats,
         .advantage = floats + bin->num_terms,
         .weight = floats + 2 * bin->num_terms,
@@ -256,107 +282,171 @@ layout_in(int32_t *memory, const Bin *bin)
 static int64_t
 numbers_in(const Bin *bin)
 {
-    return 3 * bin->num_tokens + 6 * bin->num_terms;
+    return 3 * bin->num_tokens + 7 * bin->num_terms;
 }
 
-/* Writes all bins, one behind the other, into an array made by allocate(size). Returns the array
- * and the bins' (T, N).
- */
+PyDoc_STRVAR(sizes_doc, "sizes($self, /)\n"
+                        "--\n"
+                        "\n"
+                        "Each tree's number of tokens and of loss terms, (T, N).");
+
 static PyObject *
-lay_out(const Job *job, int32_t num_bins, PyObject *allocate_array)
+plan_sizes(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    int64_t total = 0;
-    PyObject *sizes = PyList_New(num_bins);
-    for (int32_t i = 0; sizes != NULL && i < num_bins; i++) {
-        const Bin *bin = &job->bins[i];
+    const Plan *plan = (const Plan *)self;
+    PyObject *sizes = PyList_New(plan->num_bins);
+    for (int32_t i = 0; sizes != NULL && i < plan->num_bins; i++) {
+        const Bin *bin = &plan->bins[i];
         PyObject *size = Py_BuildValue("LL", (long long)bin->num_tokens, (long long)bin->num_terms);
         if (size == NULL) {
             Py_CLEAR(sizes);
             break;
         }
         PyList_SetItem(sizes, i, size);
-        total += numbers_in(bin);
     }
-    PyObject *array =
-        sizes == NULL ? NULL : PyObject_CallFunction(allocate_array, "L", (long long)total);
-    Py_buffer view;
-    if (array == NULL || tokens_get_buffer(array, 'i', 1, &view, "allocate(%lld)", total) < 0) {
-        Py_XDECREF(array);
-        Py_XDECREF(sizes);
-        return NULL;
-    }
-    const int fits = view.shape[0] == total;
-    if (fits) {
-        Py_BEGIN_ALLOW_THREADS
-            int32_t *memory = view.buf;
-            for (int32_t i = 0; i < num_bins; i++) {
-                const Layout layout = layout_in(memory, &job->bins[i]);
-                tree_lay_out(job->paths, job->leaves, &job->bins[i], job->open, &layout);
-                memory += numbers_in(&job->bins[i]);
-            }
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_Format(PyExc_ValueError, "allocate(%lld) returned %zd elements", (long long)total,
-                     view.shape[0]);
-    }
-    PyBuffer_Release(&view);
-    PyObject *result = fits ? PyTuple_Pack(2, array, sizes) : NULL;
-    Py_DECREF(array);
-    Py_DECREF(sizes);
-    return result;
+    return sizes;
 }
 
-PyDoc_STRVAR(
-    pack_tree_doc,
-    "pack_tree($module, token_ids, logprobs, num_segments, advantages, weights, max_tokens,\n"
-    "          drop_zero_advantage, share_prefixes, allocate, /)\n"
-    "--\n"
-    "\n"
-    "Lay the rollouts of a step out as prefix trees of at most max_tokens tokens, or side by side\n"
-    "if not share_prefixes.\n"
-    "\n"
-    "token_ids and logprobs list the segments of all rollouts in turn: 1-d int32 arrays, and\n"
-    "float32 arrays of the same length or None where the policy did not sample. num_segments\n"
-    "(int32), advantages and weights (float32) have one element per rollout.\n"
-    "Returns the int32 array that allocate(size) made, filled, and each tree's (T, N). The trees\n"
-    "lie in it one behind the other, each as input_ids, positions, tout (T each), row, target,\n"
-    "sample, and the bits of the float32 old_logp, advantage, weight (N each).\n"
-    "Raises TypeError or ValueError naming the rollout and the field. Releases the GIL.");
+PyDoc_STRVAR(lay_out_doc,
+             "lay_out($self, tree, memory, /)\n"
+             "--\n"
+             "\n"
+             "Write a tree to a writable int32 array of 3 T + 7 N elements: input_ids, positions,\n"
+             "tout (T each), row, target, sample, turn, and the bits of the float32 old_logp,\n"
+             "advantage, weight (N each). Releases the GIL.");
 
 static PyObject *
-pack_tree(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+plan_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 9) {
-        return PyErr_Format(PyExc_TypeError, "pack_tree() takes 9 arguments, got %zd", nargs);
+    const Plan *plan = (const Plan *)self;
+    if (nargs != 2) {
+        return PyErr_Format(PyExc_TypeError, "lay_out() takes 2 arguments, got %zd", nargs);
     }
-    const long max_tokens = PyLong_AsLong(args[5]);
-    if (max_tokens == -1 && PyErr_Occurred() != NULL) {
+    const Py_ssize_t tree = PyLong_AsSsize_t(args[0]);
+    if (tree == -1 && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    if (tree < 0 || tree >= plan->num_bins) {
+        return PyErr_Format(PyExc_IndexError, "tree %zd of %d", tree, (int)plan->num_bins);
+    }
+    const Bin *bin = &plan->bins[tree];
+    Py_buffer memory;
+    if (tokens_get_buffer(args[1], 'i', 1, &memory, "memory") < 0) {
+        return NULL;
+    }
+    void *scratch = NULL;
+    if (memory.shape[0] != numbers_in(bin)) {
+        PyErr_Format(PyExc_ValueError, "memory: expected %lld elements, got %zd",
+                     (long long)numbers_in(bin), memory.shape[0]);
+    } else {
+        scratch = allocate(bin->num_leaves, 8);
+    }
+    if (scratch != NULL) {
+        const Layout layout = layout_in(memory.buf, bin);
+        Py_BEGIN_ALLOW_THREADS
+            tree_lay_out(plan->paths, plan->leaves, bin, scratch, &layout);
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(scratch);
+    PyBuffer_Release(&memory);
+    return scratch == NULL ? NULL : Py_NewRef(Py_None);
+}
+
+/* --- the type ------------------------------------------------------------------------------- */
+
+static void
+plan_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    release((Plan *)object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static int
+make(Plan *plan, PyObject *const *args)
+{
+    if (get_rows(plan, args) < 0 || get_lists(plan, args) < 0 || get_paths(plan, args) < 0) {
+        return -1;
+    }
+    int32_t num_bins;
+    Py_BEGIN_ALLOW_THREADS
+        num_bins = tree_plan(plan->paths, plan->num_paths, plan->max_tokens, plan->share,
+                             plan->leaves, plan->bins);
+    Py_END_ALLOW_THREADS
+    if (num_bins < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    plan->num_bins = num_bins;
+    return 0;
+}
+
+static PyObject *
+plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"token_ids",      "logprobs", "advantages", "num_segments",
+                            "samples",        "weights",  "max_tokens", "drop_zero_advantage",
+                            "share_prefixes", NULL};
+    PyObject *arrays[6];
+    long max_tokens;
+    int drop_zero, share;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOlpp:TreePlan", names, &arrays[0],
+                                     &arrays[1], &arrays[2], &arrays[3], &arrays[4], &arrays[5],
+                                     &max_tokens, &drop_zero, &share)) {
         return NULL;
     }
     if (max_tokens < 1 || max_tokens > INT32_MAX) {
         return PyErr_Format(PyExc_ValueError, "max_tokens must be in [1, 2**31), got %ld",
                             max_tokens);
     }
-    Job job = {
-        .max_tokens = (int32_t)max_tokens,
-        .drop_zero = PyObject_IsTrue(args[6]),
-        .share = PyObject_IsTrue(args[7]),
-    };
-    PyObject *result = NULL;
-    if (job.drop_zero >= 0 && job.share >= 0 && get_rollouts(&job, args) == 0 &&
-        get_paths(&job, args) == 0) {
-        int32_t num_bins;
-        Py_BEGIN_ALLOW_THREADS
-            num_bins = tree_plan(job.paths, job.num_paths, job.max_tokens, job.share, job.leaves,
-                                 job.bins);
-        Py_END_ALLOW_THREADS
-        result = num_bins < 0 ? PyErr_NoMemory() : lay_out(&job, num_bins, args[8]);
+    PyObject *self = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL) {
+        return NULL;
     }
-    release(&job);
-    return result;
+    Plan *plan = (Plan *)self;
+    plan->max_tokens = (int32_t)max_tokens;
+    plan->drop_zero = drop_zero;
+    plan->share = share;
+    if (make(plan, arrays) < 0) {
+        Py_CLEAR(self);
+    }
+    return self;
 }
 
-PyMethodDef agentgrpo_pack_methods[] = {
-    {"pack_tree", (PyCFunction)(void (*)(void))pack_tree, METH_FASTCALL, pack_tree_doc},
+PyDoc_STRVAR(
+    plan_doc,
+    "TreePlan(token_ids, logprobs, advantages, num_segments, samples, weights, max_tokens,\n"
+    "         drop_zero_advantage, share_prefixes)\n"
+    "--\n"
+    "\n"
+    "How the rows of a step lie in prefix trees of at most max_tokens tokens, or side by side if\n"
+    "not share_prefixes.\n"
+    "\n"
+    "token_ids, logprobs and advantages (float32) have the segments of all rows in turn: 1-d "
+    "int32\n"
+    "arrays, and float32 arrays of the same length or None where the policy did not sample.\n"
+    "num_segments (int32), samples (int32: which rollout it belongs to; rows of one rollout are\n"
+    "neighbours) and weights (float32) have one element per row. The arrays are held, not copied.\n"
+    "Raises TypeError or ValueError naming the rollout and the field. Releases the GIL.");
+
+static PyMethodDef plan_methods[] = {
+    {"sizes", plan_sizes, METH_NOARGS, sizes_doc},
+    {"lay_out", (PyCFunction)(void (*)(void))plan_lay_out, METH_FASTCALL, lay_out_doc},
     {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_new, (void *)plan_new},
+    {Py_tp_dealloc, (void *)plan_dealloc},
+    {Py_tp_methods, plan_methods},
+    {Py_tp_doc, (void *)plan_doc},
+    {0, NULL},
+};
+
+PyType_Spec agentgrpo_plan_spec = {
+    .name = "agentgrpo._C.TreePlan",
+    .basicsize = sizeof(Plan),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = plan_slots,
 };

@@ -263,29 +263,58 @@ tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *lea
 /* --- layout --------------------------------------------------------------------------------- */
 
 static void
-count_from(int32_t start, int32_t n, int32_t *out)
+count_from(int32_t start, int32_t n, int32_t *restrict out)
 {
     for (int32_t i = 0; i < n; i++) {
         out[i] = start + i;
     }
 }
 
-/* Writes n copies of a four-byte value. */
 static void
-repeat(const void *value, int32_t n, void *out)
+fill(int32_t value, int32_t n, int32_t *restrict out)
 {
-    uint32_t bits;
-    memcpy(&bits, value, sizeof bits);
     for (int32_t i = 0; i < n; i++) {
-        memcpy((char *)out + (size_t)i * sizeof bits, &bits, sizeof bits);
+        out[i] = value;
     }
 }
 
-/* Appends the tokens [start, path->length) of path, the first of them at packed index t. open[d]
- * becomes the packed index of the path's token at depth d.
- */
 static void
-append_tokens(const Path *path, int32_t start, int32_t t, int32_t *open, const Layout *out)
+fill_floats(float value, int32_t n, float *restrict out)
+{
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = value;
+    }
+}
+
+/* Tokens of the path at hand that lie one behind the other: depths from `depth` on, up to the next
+ * run's, at packed indices from `index` on.
+ */
+typedef struct {
+    int32_t depth, index;
+} Run;
+
+/* The runs of the path at hand, root first, and its length. A path has a run per branch point. */
+typedef struct {
+    Run *runs;
+    int32_t count, length;
+} Open;
+
+/* Closes what is open from depth `shared` on: those subtrees end at packed index t. */
+static void
+close_from(Open *open, int32_t shared, int32_t t, int32_t *tout)
+{
+    while (open->length > shared) {
+        const Run *last = &open->runs[open->count - 1];
+        const int32_t from = last->depth > shared ? last->depth : shared;
+        fill(t, open->length - from, tout + last->index + (from - last->depth));
+        open->length = from;
+        open->count -= from == last->depth;
+    }
+}
+
+/* Appends the tokens [start, path->length) of path, the first of them at packed index t. */
+static void
+append_tokens(const Path *path, int32_t start, int32_t t, Open *open, const Layout *out)
 {
     Cursor at = {path->segments, 0};
     for (int32_t depth = start, step = start; depth < path->length; depth += step) {
@@ -296,25 +325,43 @@ append_tokens(const Path *path, int32_t start, int32_t t, int32_t *open, const L
                (size_t)step * sizeof *out->input_ids);
     }
     count_from(start, path->length - start, out->positions + t);
-    count_from(t, path->length - start, open + start);
+    if (path->length > start) {
+        open->runs[open->count++] = (Run){.depth = start, .index = t};
+        open->length = path->length;
+    }
 }
 
-/* Writes path's loss terms from index `term` on: the token at depth d is predicted at open[d - 1].
- */
+/* Writes the packed indices of the path's tokens at depths [first, first + n). */
 static void
-append_terms(const Path *path, int64_t term, const int32_t *open, const Layout *out)
+write_indices(const Open *open, int32_t first, int32_t n, int32_t *out)
+{
+    int32_t end = first + n;
+    for (int32_t i = open->count - 1; i >= 0 && end > first; i--) {
+        const Run run = open->runs[i];
+        if (run.depth < end) {
+            const int32_t from = run.depth > first ? run.depth : first;
+            count_from(run.index + (from - run.depth), end - from, out + (from - first));
+            end = from;
+        }
+    }
+}
+
+/* Writes path's loss terms from index `term` on: a token is predicted at the one before it. */
+static void
+append_terms(const Path *path, int64_t term, const Open *open, const Layout *out)
 {
     const int64_t end = term + path->num_terms;
-    repeat(&path->sample, path->num_terms, out->sample + term);
-    repeat(&path->advantage, path->num_terms, out->advantage + term);
-    repeat(&path->weight, path->num_terms, out->weight + term);
+    fill(path->sample, path->num_terms, out->sample + term);
+    fill_floats(path->weight, path->num_terms, out->weight + term);
     int32_t depth = 0;
     for (const Segment *segment = path->segments; term < end; segment++) {
         if (segment->logp != NULL) {
             const size_t size = (size_t)segment->size * sizeof(int32_t);
-            memcpy(out->row + term, open + depth - 1, size);
+            write_indices(open, depth - 1, segment->size, out->row + term);
             memcpy(out->target + term, segment->ids, size);
             memcpy(out->old_logp + term, segment->logp, size);
+            fill(segment->turn, segment->size, out->turn + term);
+            fill_floats(segment->advantage, segment->size, out->advantage + term);
             term += segment->size;
         }
         depth += segment->size;
@@ -322,24 +369,22 @@ append_terms(const Path *path, int64_t term, const int32_t *open, const Layout *
 }
 
 void
-tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, int32_t *open,
+tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, void *scratch,
              const Layout *out)
 {
-    int32_t t = 0, depth = 0; /* depth: how many tokens are open */
+    Open open = {.runs = scratch};
+    int32_t t = 0;
     int64_t term = 0;
     for (int32_t i = 0; i <= bin->num_leaves; i++) {
         const Leaf *leaf = i < bin->num_leaves ? &leaves[bin->first + i] : NULL;
         const int32_t shared = leaf != NULL ? leaf->shared : 0;
-        while (depth > shared) {
-            out->tout[open[--depth]] = t; /* its subtree ends before the next token */
-        }
+        close_from(&open, shared, t, out->tout);
         if (leaf != NULL) {
             const Path *path = &paths[leaf->path];
-            append_tokens(path, shared, t, open, out);
-            append_terms(path, term, open, out);
+            append_tokens(path, shared, t, &open, out);
+            append_terms(path, term, &open, out);
             t += path->length - shared;
             term += path->num_terms;
-            depth = path->length;
         }
     }
 }

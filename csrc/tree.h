@@ -13,6 +13,8 @@ typedef struct {
     const int32_t *ids;
     const float *logp; /* NULL: not sampled */
     int32_t size;      /* > 0 */
+    int32_t turn;      /* how many sampled segments come before it */
+    float advantage;
 } Segment;
 
 typedef struct {
@@ -20,7 +22,6 @@ typedef struct {
     int32_t length;          /* tokens to lay out: all before the last sampled one */
     int32_t num_terms;       /* sampled tokens */
     int32_t sample;          /* index of the rollout within the step */
-    float advantage;
     float weight;
 } Path;
 
@@ -41,7 +42,7 @@ typedef struct {
 /* Where one bin is written: [T] per token, [N] per loss term. */
 typedef struct {
     int32_t *input_ids, *positions, *tout;
-    int32_t *row, *target, *sample;
+    int32_t *row, *target, *sample, *turn;
     float *old_logp, *advantage, *weight;
 } Layout;
 
@@ -52,8 +53,8 @@ typedef struct {
 int32_t tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves,
                   Bin *bins);
 
-/* Writes one bin. open is scratch for as many tokens as its longest path has. */
-void tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, int32_t *open,
+/* Writes one bin. scratch has 8 bytes for each of its leaves. */
+void tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, void *scratch,
                   const Layout *out);
 
 #endif

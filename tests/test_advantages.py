@@ -206,16 +206,17 @@ def test_the_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
     for chosen in itertools.product(outcomes, repeat=group_size):
         group = Group(task=TASK, rollouts=[play(actions) for actions in chosen])
         assign_advantages([group], config)
-        surrogate, probability = torch.zeros((), dtype=torch.float64), 1.0
+        surrogate = torch.zeros((), dtype=torch.float64)
+        weight = 1.0
         for actions, rollout in zip(chosen, group.rollouts, strict=True):
             logs = log_probs(theta, actions)
-            probability *= math.exp(sum(x.item() for x in logs))
+            weight *= math.exp(sum(x.item() for x in logs))
             each = rollout.segment_advantages or [rollout.advantage] * len(rollout.segments)
             sampled = [a for s, a in zip(rollout.segments, each, strict=True) if s.sampled]
             assert len(sampled) == len(actions)
             surrogate = surrogate + sum(a * x for a, x in zip(sampled, logs, strict=True))
         (gradient,) = torch.autograd.grad(surrogate / group_size, theta)
-        got += probability * gradient
+        got += weight * gradient
     factor = (group_size - 1) / group_size if baseline == "mean" else 1.0
     torch.testing.assert_close(got, factor * want, rtol=1e-12, atol=1e-12)
 

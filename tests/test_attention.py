@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from agentgrpo.types import Group, PackedBatch, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
 VOCAB = 61
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 256, "initializer_range": 0.2, "attention_dropout": 0.0,
@@ -120,7 +120,7 @@ def branching_groups() -> list[Group]:
     return groups
 
 
-def loss_of(scorer: Scorer, batches: list[PackedBatch]) -> torch.Tensor:
+def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
     """The on-policy objective at temperature 0.8, and a term of the entropy."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
@@ -150,7 +150,7 @@ def unrolled_loss(model: Any, groups: list[Group]) -> torch.Tensor:
 
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from agentgrpo import checkpoint
 
@@ -124,3 +128,77 @@ def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     for name in (".partial-step_000009", ".removed-step_000008", "step_7", "step_000009.old"):
         (made.parent / name).mkdir()
     assert checkpoint.newest(tmp_path) == made
+
+
+# What disks and people do to checkpoints.
+
+
+class Full:
+    """Files may grow to this size and no further: what a full disk does, without filling one."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def write_tensors(folder: Path) -> None:
+    save_file({"w": torch.zeros(100_000)}, folder / "model.safetensors")
+
+
+def write_state(folder: Path) -> None:
+    torch.save({"w": torch.zeros(100_000)}, folder / checkpoint.STATE)
+
+
+def write_text(folder: Path) -> None:
+    (folder / "config.json").write_text("x" * 400_000)
+
+
+@pytest.mark.parametrize("write", [write_tensors, write_state, write_text])
+def test_a_full_disk_is_said_and_loses_nothing(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    old = checkpoint.save(tmp_path, 1, writer("old"), keep=1)
+    message = r"checkpoint .*step_000002 could not be written: .*; older ones are whole"
+    with Full(1000), pytest.raises(OSError, match=message):
+        checkpoint.save(tmp_path, 2, write, keep=1)
+    assert listed(tmp_path) == [old.name]
+    assert (old / "weights").read_text() == "old"
+    checkpoint.save(tmp_path, 2, write, keep=1)
+    assert listed(tmp_path) == ["step_000002"]
+
+
+def test_a_bug_is_no_full_disk(tmp_path: Path) -> None:
+    def bug(folder: Path) -> None:
+        raise KeyError("typo")
+
+    with pytest.raises(KeyError, match="typo"):
+        checkpoint.save(tmp_path, 1, bug, keep=1)
+
+
+WHOLE = {"config.json", "model-00001-of-00002.safetensors", checkpoint.STATE}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", checkpoint.STATE}
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapter: bool) -> None:
+    names = ADAPTER if adapter else WHOLE
+    for name in names:
+        (tmp_path / name).write_text("x")
+    checkpoint.require_whole(tmp_path, adapter=adapter)
+    for name in names:
+        (tmp_path / name).unlink()
+        said = "*.safetensors" if name.startswith("model") else name
+        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move it away"):
+            checkpoint.require_whole(tmp_path, adapter=adapter)
+        (tmp_path / name).write_text("x")
+    (tmp_path / checkpoint.STATE).write_text("")
+    with pytest.raises(ValueError, match=f"{checkpoint.STATE} missing or empty"):
+        checkpoint.require_whole(tmp_path, adapter=adapter)
+    with pytest.raises(ValueError, match="is not a checkpoint that this run can continue from"):
+        checkpoint.require_whole(tmp_path, adapter=not adapter)

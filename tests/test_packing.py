@@ -74,7 +74,7 @@ def expected_terms(
 
 def check(
     groups: Sequence[Group], max_tokens: int, weights: Sequence[float], drop_zero: bool = True
-) -> list[PackedBatch]:
+) -> Sequence[PackedBatch]:
     """Every property of a packing; returns it."""
     batches = pack_tree(
         groups, max_tokens=max_tokens, weights=weights, drop_zero_advantage=drop_zero
@@ -211,8 +211,8 @@ def test_rollouts_without_gradient_leave_no_trace() -> None:
     assert batch.input_ids_T.tolist() == [1, 2]
     (batch,) = check(groups, 10, [1.0, 1.0], drop_zero=False)
     assert batch.input_ids_T.tolist() == [1, 2, 4]
-    assert pack_tree([group(rollout(observed(1, 2)))], max_tokens=1) == []
-    assert pack_tree([], max_tokens=1) == []
+    assert len(pack_tree([group(rollout(observed(1, 2)))], max_tokens=1)) == 0
+    assert len(pack_tree([], max_tokens=1)) == 0
 
 
 def test_equal_rollouts_share_every_token_and_keep_their_terms() -> None:
@@ -239,6 +239,19 @@ def test_rollouts_can_be_laid_out_alone(groups: list[Group]) -> None:
         assert len(batch.tout_T) <= 2 * longest
 
 
+def test_batches_are_a_sequence() -> None:
+    groups = [group(*(rollout(observed(1), sampled(9 + i, 2, 3)) for i in range(3)))]
+    batches = pack_tree(groups, max_tokens=4)
+    assert [b.sample_N.tolist() for b in batches] == [[i] * 3 for i in range(3)]
+    assert batches[-1].sample_N.tolist() == batches[2].sample_N.tolist()
+    assert [b.sample_N[0] for b in batches[1:]] == [1, 2]
+    with pytest.raises(IndexError):
+        batches[3]
+    first = batches[0]
+    first.target_N[:] = 0  # a batch is its reader's own
+    assert batches[0].target_N.tolist() == [9, 2, 3]
+
+
 def test_packing_is_deterministic() -> None:
     rng = np.random.default_rng(0)
     groups = [
@@ -262,7 +275,10 @@ def one_bad(segment: Segment) -> list[Group]:
         (one_bad(sampled(3, 4, logp=np.nan)), r"rollout 1: segment 1: logprobs\[0\] is not finite"),
         (one_bad(sampled(3, logp=-np.inf)), r"rollout 1: segment 1: logprobs\[0\] is not finite"),
         ([group(rollout(sampled(3)))], "rollout 0: segment 0: sampled from the first token on"),
-        ([group(rollout(observed(1), sampled(2), advantage=np.nan))], "rollout 0: advantage"),
+        (
+            [group(rollout(observed(1), sampled(2), advantage=np.nan))],
+            "segment 1: advantage is not",
+        ),
         ([group(rollout(observed(*range(9)), sampled(2, 3)))], "rollout 0: 10 tokens to lay out"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentgrpo.rewards import score
-from agentgrpo.rewards_efficiency import decay, efficiency_reward, well_formed
+from agentgrpo.rewards_efficiency import add_efficiency, decay, well_formed
 from agentgrpo.types import Group, Rollout, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -39,7 +39,8 @@ def five(rollout: MakeRollout) -> Group:
 
 def test_S3_9_the_worked_example(rollout: MakeRollout) -> None:
     group = five(rollout)
-    score(group, efficiency_reward(group, right, sigma_tool=0.2, sigma_length=0.5))
+    score(group, right)
+    add_efficiency(group, sigma_tool=0.2, sigma_length=0.5)
     expected = [1.406036, 1.167147, 0.0, 0.374991, 0.354544]
     assert [r.reward for r in group.rollouts] == pytest.approx(expected, abs=1e-6)
     assert [r.rewards["format"] for r in group.rollouts] == [0, 0, 0, 0, -1]
@@ -56,7 +57,8 @@ def test_S3_9_each_factor_alone(
     rollout: MakeRollout, sigmas: tuple[float, float], expected: list[float]
 ) -> None:
     group = five(rollout)
-    score(group, efficiency_reward(group, right, sigma_tool=sigmas[0], sigma_length=sigmas[1]))
+    score(group, right)
+    add_efficiency(group, sigma_tool=sigmas[0], sigma_length=sigmas[1])
     earned = [r.rewards["answer"] + r.rewards["efficiency"] for r in group.rollouts]
     assert earned == pytest.approx(expected, abs=6e-6)
     assert [r.rewards["answer"] for r in group.rollouts] == [1, 1, 0, 1, 1]
@@ -64,7 +66,8 @@ def test_S3_9_each_factor_alone(
 
 def test_S3_9_without_sigmas_it_is_accuracy_and_format(rollout: MakeRollout) -> None:
     group = five(rollout)
-    score(group, efficiency_reward(group, right, sigma_tool=0.0, sigma_length=0.0))
+    score(group, right)
+    add_efficiency(group, sigma_tool=0.0, sigma_length=0.0)
     assert [r.reward for r in group.rollouts] == [1, 1, 0, 1, 0]
 
 
@@ -78,32 +81,26 @@ def test_what_the_machine_broke_and_what_tools_said_counts_nowhere(rollout: Make
     group = five(rollout)
     broken = rollout([[-1.0] * 9999], status=Status.INFRA_ERROR, stats={"tool_calls": 50.0})
     with_broken = Group(task=TASK, rollouts=[*group.rollouts, broken])
-    score(with_broken, efficiency_reward(with_broken, right))
+    score(with_broken, right)
+    add_efficiency(with_broken)
     assert [r.reward for r in group.rollouts] == pytest.approx(
         [1.406036, 1.167147, 0.0, 0.374991, 0.354544], abs=1e-6
     )
     assert broken.rewards == {}
 
 
-def test_other_parts_stay_and_bad_sigmas_are_named(rollout: MakeRollout) -> None:
+def test_other_parts_stay_and_what_is_wrong_is_named(rollout: MakeRollout) -> None:
     group = five(rollout)
-    given_parts = {"answer": 1.0, "style": 0.25}
-    score(group, efficiency_reward(group, lambda r: given_parts))
-    assert all(r.rewards["style"] == 0.25 for r in group.rollouts)
-    assert given_parts == {"answer": 1.0, "style": 0.25}
+    score(group, lambda r: {"answer": 1.0, "style": 0.25})
     with pytest.raises(ValueError, match="sigma_length: expected 0 or more, got -1"):
-        efficiency_reward(group, right, sigma_length=-1)
-
-
-def test_the_answer_may_be_judged_by_the_environment(rollout: MakeRollout) -> None:
-    group = five(rollout)
-    for played in group.rollouts:
-        played.rewards = {"answer": right(played)["answer"]}
-    score(group, efficiency_reward(group, lambda r: {}))
-    assert [r.reward for r in group.rollouts][:2] == pytest.approx([1.406036, 1.167147], abs=1e-6)
+        add_efficiency(group, sigma_length=-1)
+    add_efficiency(group)
+    assert all(r.rewards["style"] == 0.25 for r in group.rollouts)
     unjudged = five(rollout)
+    score(unjudged, lambda r: {"style": 1.0})
     with pytest.raises(ValueError, match=r"task t: .* part 'answer', got \['style'\]"):
-        score(unjudged, efficiency_reward(unjudged, lambda r: {"style": 1.0}))
+        add_efficiency(unjudged)
+    add_efficiency(Group(task=TASK, rollouts=[rollout(status=Status.INFRA_ERROR)]))
 
 
 def test_a_rollout_is_well_formed_if_it_answered_without_a_malformed_turn(
@@ -136,7 +133,8 @@ def test_fewer_calls_never_earn_less(calls: list[int], sigma: float) -> None:
         for count in calls
     ]
     group = Group(task=TASK, rollouts=rollouts)
-    score(group, efficiency_reward(group, right, sigma_tool=sigma))
+    score(group, right)
+    add_efficiency(group, sigma_tool=sigma)
     earned = [r.reward for r in sorted(rollouts, key=lambda r: r.stats["tool_calls"])]
     assert earned == sorted(earned, reverse=True)
     assert all(0 <= value <= 2 and math.isfinite(value) for value in earned)

@@ -39,7 +39,7 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_service_gets_every_line_and_the_end(service: FakeService, tmp_path: Path) -> None:
-    opened = open_trackers([service.__name__], tmp_path, {"steps": 2}, step=0)
+    opened = open_trackers([service.__name__], tmp_path, {"steps": 2}, 0)
     log = RunLog(tmp_path, opened)
     log.write(0, eval={"solved": 0.5})
     log.write(0, rollout={"reward": 1.0}, learner={"loss": 0.25})
@@ -56,12 +56,12 @@ def test_a_service_gets_every_line_and_the_end(service: FakeService, tmp_path: P
 
 def test_a_resumed_run_goes_on_in_the_same_curves(service: FakeService, tmp_path: Path) -> None:
     for step in (0, 3):
-        open_trackers([service.__name__], tmp_path, {}, step=step)
+        open_trackers([service.__name__], tmp_path, {}, step)
     first, second = (options for _, options in service.calls)
     assert first == second
     other = tmp_path / "other"
     other.mkdir()
-    open_trackers([service.__name__], other, {}, step=0)
+    open_trackers([service.__name__], other, {}, 0)
     assert service.calls[2][1]["name"] != first["name"]
 
 
@@ -77,7 +77,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install tensorboard to try it")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (opened,) = open_trackers(["tensorboard"], tmp_path, {"steps": 2}, step=0)
+    (opened,) = open_trackers(["tensorboard"], tmp_path, {"steps": 2}, 0)
     opened.write(1, {"rollout/reward": 0.5})
     opened.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

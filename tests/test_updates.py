@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentgrpo.advantages import assign_advantages
 from agentgrpo.agreement import Disagreement
-from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig, TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from agentgrpo.updates import plan_updates
@@ -51,9 +51,8 @@ class Holder:
 @pytest.fixture
 def make_learner(tiny_model: Path) -> Callable[..., Learner]:
     def make(loss: LossConfig | None = None, **config: Any) -> Learner:
-        options = {"learning_rate": LR, "max_grad_norm": 1e9, "adapter": None, "reference": None}
-        options |= config
-        given = {name: options.pop(name) for name in ("adapter", "reference")}
+        given: dict[str, Any] = {name: config.pop(name, None) for name in ("adapter", "reference")}
+        options: dict[str, Any] = {"learning_rate": LR, "max_grad_norm": 1e9, **config}
         engine: Any = Holder()
         learner = Learner(
             tiny_model, engine, LearnerConfig(**options), loss or LossConfig(), total_steps=4,
@@ -120,8 +119,8 @@ def groups(tiny_model: Path) -> list[Group]:
 def run_config(loss: LossConfig, **learner: Any) -> TrainConfig:
     return TrainConfig(
         model="m", out_dir=Path("o"), loss=loss,
-        learner=LearnerConfig(**learner), rollout={"tasks_per_step": 2},
-    )  # type: ignore[arg-type]  # fmt: skip
+        learner=LearnerConfig(**learner), rollout=RolloutConfig(tasks_per_step=2),
+    )  # fmt: skip
 
 
 def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
@@ -158,7 +157,7 @@ def oracle_step(
                     each = each + beta * (gap.exp() - gap - 1) * (logp - old).exp()
                 loss = loss + each.sum() / tokens
             adamw.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             adamw.step()
             losses.append(loss.item())
     return model, losses
@@ -302,8 +301,10 @@ def test_only_tokens_of_high_entropy_are_trained_on(
 def test_what_the_sampler_saw_is_checked_before_the_first_update(
     make_learner: Callable[..., Learner], groups: list[Group]
 ) -> None:
-    for options in ({}, {"num_iterations": 2}, {"old_logps": "sampler"}, {"num_mini_batches": 2}):
-        loss = LossConfig(**options)  # type: ignore[arg-type]
+    twice = {"num_iterations": 2}
+    cases: list[dict[str, Any]] = [{}, twice, {"old_logps": "sampler"}, {"num_mini_batches": 2}]
+    for options in cases:
+        loss = LossConfig(**options)
         learner = make_learner(loss)
         learner._dlogp_limit = 0.5
         before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}

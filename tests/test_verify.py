@@ -210,7 +210,7 @@ def test_a_wrong_batch_is_found(
     config = write_run(tmp_path)
 
     def wrong(groups: Any, **options: Any) -> list[PackedBatch]:
-        batches = pack_tree(groups, **options)
+        batches = list(pack_tree(groups, **options))
         values = getattr(batches[0], field)
         values[len(values) // 2] = values[len(values) // 2] + 1
         return batches

@@ -76,10 +76,14 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
         ValueError: the recipe's settings do not fit; or see start_model().
     """
     folder = folder_of(recipe, stage)
+    if recipe.data.heldout == "split":
+        raise ValueError(
+            "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
+        )
     kept = {
         key: value
         for key, value in recipe.data.model_dump(exclude_unset=True).items()
-        if key not in ("levels", "promote_at")  # of the generated tasks
+        if key not in ("levels", "promote_at", "question", "answer", "id")  # of its own source
     }
     return recipe.of_run(
         model=start_model(recipe, stage),

@@ -74,12 +74,13 @@ class Judged:
 
     def record(self) -> dict[str, Any]:
         """JSON values."""
-        return {
-            **self.trajectory.record(),
+        record = self.trajectory.record()
+        record["flywheel"] |= {
             "quality": self.quality,
             "right": self.right,
             "valid": well_formed(self.trajectory.rollout),
         }
+        return record
 
 
 class Question:
@@ -171,17 +172,22 @@ def kept(trajectories: Sequence[Mapping[str, Any]], keep: int) -> list[Mapping[s
     """Records of one question that go into the fine-tuning set; see the module's docstring."""
 
     def cost(record: Mapping[str, Any]) -> tuple[float, int]:
-        trained = sum(len(s["token_ids"]) for s in record["segments"] if s["trained"])
-        return (record["stats"]["tool_calls"], trained)
+        return (record["stats"]["tool_calls"], sum(map(len, _learned(record))))
 
-    said: set[str] = set()
+    good = [r for r in trajectories if r["flywheel"]["right"] and r["flywheel"]["valid"]]
+    said: list[list[list[int]]] = []
     chosen = []
-    for record in sorted((r for r in trajectories if r["right"] and r["valid"]), key=cost):
-        text = json.dumps([s["token_ids"] for s in record["segments"] if s["trained"]])
-        if text not in said:
-            said.add(text)
+    for record in sorted(good, key=cost):
+        if _learned(record) not in said:
+            said.append(_learned(record))
             chosen.append(record)
     return chosen[:keep]
+
+
+def _learned(record: Mapping[str, Any]) -> list[list[int]]:
+    """The tokens that somebody wrote in the policy's place, or it itself."""
+    written = zip(record["segments"], record["flywheel"]["authors"], strict=True)
+    return [segment["token_ids"] for segment, author in written if author is not None]
 
 
 class Buffer:
@@ -274,21 +280,22 @@ def write_results(
     """rollouts.jsonl, sft.jsonl and summary.json from the buffer's records; returns the summary."""
     everything = [one for record in records for one in record["trajectories"]]
     chosen = [one for record in records for one in kept(record["trajectories"], keep)]
+    made = [one["flywheel"] for one in everything]
     summary = {
         "questions": len(records),
         "failed_by_the_machine": failed,
-        "trajectories": len(everything),
-        "right": sum(one["right"] for one in everything),
-        "right_and_valid": sum(one["right"] and one["valid"] for one in everything),
+        "trajectories": len(made),
+        "right": sum(one["right"] for one in made),
+        "right_and_valid": sum(one["right"] and one["valid"] for one in made),
         "kept": len(chosen),
         "rule": f"right, valid, different, at most {keep} of a question by calls, then by tokens",
         "operators": {
             name: {
-                "made": sum(one["operator"] == name for one in everything),
-                "right": sum(one["operator"] == name and one["right"] for one in everything),
-                "kept": sum(one["operator"] == name for one in chosen),
+                "made": sum(one["operator"] == name for one in made),
+                "right": sum(one["operator"] == name and one["right"] for one in made),
+                "kept": sum(one["flywheel"]["operator"] == name for one in chosen),
             }
-            for name in dict.fromkeys(one["operator"] for one in everything)
+            for name in dict.fromkeys(one["operator"] for one in made)
         },
         "nothing_made": Counter(
             entry["operator"] for record in records for entry in record["log"] if "why" in entry

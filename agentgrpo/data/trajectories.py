@@ -70,20 +70,16 @@ class Trajectory:
         return tuple(turn.text for turn in self.turns)
 
     def record(self) -> dict[str, Any]:
-        """JSON values that metrics.read_rollout() reads, and who wrote what; see sft.py."""
-        record = rollout_record(self.rollout)
-        authors: list[str | None] = [None] * (len(record["segments"]) - self._num_segments)
+        """JSON values that records.read_rollout() reads; `flywheel` says how it was made.
+
+        Its `authors` has who wrote each segment; None: the prompt, or the world.
+        """
+        authors: list[str | None] = [None]  # the prompt
         for turn in self.turns:
             authors += [author for _, author in turn.pieces]
             authors += [None] * (turn.told is not None)
-        for segment, author in zip(record["segments"], authors, strict=True):
-            segment["trained"] = author is not None
-            segment["author"] = author
-        return {**record, "operator": self.operator, "parent": self.parent}
-
-    @property
-    def _num_segments(self) -> int:
-        return sum(len(turn.pieces) + (turn.told is not None) for turn in self.turns)
+        made = {"operator": self.operator, "parent": self.parent, "authors": authors}
+        return {**rollout_record(self.rollout), "flywheel": made}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

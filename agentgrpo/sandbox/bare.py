@@ -61,10 +61,9 @@ def make_home(scratch: str, number: int, uid: int) -> None:
         os.chown(home, uid, uid)
 
 
-def remove_home(scratch: str, number: int | str) -> None:
-    """Delete what a session has left; what it still writes meanwhile goes with the zygote.
+def remove(path: str) -> None:
+    """Delete what sessions have left; what one still writes meanwhile goes with its zygote.
 
-    By rm, which a nest of any depth does not bring down.
+    By rm, which directories nested to any depth do not bring down.
     """
-    command = ["/bin/rm", "-rf", "--", os.path.join(scratch, str(number))]
-    subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+    subprocess.run(["/bin/rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)

@@ -170,6 +170,7 @@ class Cgroups:
         name = f"{OWNER}.{os.getpid()}.{start_time(os.getpid())}.{id(self):x}"
         self._parents = {key: mounted[key] / name for key in wanted}
         self._cpu: Path | None = None
+        self.cpu_shared = False
         try:
             for path in self._parents.values():
                 remove_stale(path.parent)
@@ -188,13 +189,18 @@ class Cgroups:
         self._used.append(self._all[0])
 
     def _share_cpu(self, hierarchy: Path | None, name: str) -> None:
-        """Let all sessions together weigh as much as one busy thread per processor, not more."""
+        """Let all sessions together weigh as much as one busy thread per processor, not more.
+
+        Where that hierarchy is not ours to write, they have their niceness only (cpu_shared).
+        """
         processors = os.cpu_count() or 1
         if self.version == 2:
             weight = self._parents[""] / "cpu.weight"
             if weight.exists():
                 weight.write_text(str(min(10_000, 100 * processors)))
-        elif hierarchy is not None:
+                self.cpu_shared = True
+        elif hierarchy is not None and os.access(hierarchy, os.W_OK):
+            self.cpu_shared = True
             remove_stale(hierarchy)
             self._cpu = hierarchy / name
             self._cpu.mkdir()

@@ -36,12 +36,19 @@ def digest(result: StepResult) -> str:
     error = result.error
     shown = (
         result.status,
-        result.state_lost,
+        f"{result.state_lost} {result.more} {result.value is None} {error is None}",
         result.stdout,
         result.stderr,
-        result.value,
-        (error.name, error.value) if error is not None else None,
-        result.more,
+        result.value or "",
+        error.name if error is not None else "",
+        error.value if error is not None else "",
     )
-    text = _ADDRESS.sub("0x", repr(shown))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    text = "\0".join(f"{len(part)} {part}" for part in shown)
+    if "0x" in text:
+        text = "\0".join(map(_without_addresses, shown))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _without_addresses(text: str) -> str:
+    stripped = _ADDRESS.sub("0x", text)
+    return f"{len(stripped)} {stripped}"

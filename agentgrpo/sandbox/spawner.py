@@ -245,6 +245,9 @@ class Spawner:
             "degraded": self.rung is Rung.BARE,
             "proc": self._proc(),
             "memory_limit": memory,
+            "processors": "one group"
+            if self.cgroups is not None and self.cgroups.cpu_shared
+            else "niceness",
             "zygote_restarts": self.restarts,
         }
 

@@ -39,9 +39,9 @@ def proportional_kib(pid: int) -> int:
 
 
 def socket_kib(pid: int) -> int:
-    """What the TCP sockets of a process's network namespace hold: no process has it mapped."""
+    """What internet sockets of a process's network namespace hold: no process has it mapped."""
     total = 0
-    for name in ("tcp", "tcp6"):
+    for name in ("tcp", "tcp6", "udp", "udp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
         except OSError:

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import (
     ENVIRONMENT,
@@ -128,6 +127,9 @@ class Zygote:
                 self.pid = self._launch(guest.fileno())
             settings = _settings(template, limits, rung, bound_address_space)
             self.python_version = self._greet(settings | self._places())
+            for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
+                # a machine without memory left ends them, not the trainer
+                Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         except BaseException:
             self.close()
             raise
@@ -244,7 +246,7 @@ class Zygote:
 
     def _clear_up(self, number: int) -> None:
         if self.rung is Rung.BARE:
-            bare.remove_home(self._scratch, number)
+            bare.remove(os.path.join(self._scratch, str(number)))
 
     def alive(self) -> bool:
         """Whether its jail still runs."""
@@ -261,9 +263,7 @@ class Zygote:
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
-        if self.rung is Rung.BARE:
-            bare.remove_home(self._scratch, "")
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        bare.remove(self._scratch)
 
 
 def remove_stale_scratch() -> None:
@@ -272,7 +272,7 @@ def remove_stale_scratch() -> None:
         pid, start = path.name.split(".")[1:3]
         with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
             if path.stat().st_uid == os.geteuid() and start_time(int(pid)) != start:
-                shutil.rmtree(path, ignore_errors=True)
+                bare.remove(str(path))
 
 
 def _reap(pid: int) -> None:

@@ -130,7 +130,8 @@ def question(name: str = "q") -> Task:
 
 def texts(record: Mapping[str, Any], world: World) -> list[tuple[str, str | None]]:
     decode = world.chat.tokenizer.decode
-    return [(decode(s["token_ids"]), s["author"]) for s in record["segments"][1:]]
+    written = zip(record["segments"], record["flywheel"]["authors"], strict=True)
+    return [(decode(segment["token_ids"]), author) for segment, author in written][1:]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +167,11 @@ def test_S3_13_a_wrong_trajectory_is_repaired(
     made = world(operators=(operator,))
     made.spin(question())
     first, repaired = made.lines("rollouts.jsonl")
-    assert (first["operator"], first["right"], first["answer"]) == ("fresh", False, "41")
-    assert (repaired["operator"], repaired["parent"]) == (operator, 0)
-    assert repaired["right"]
-    assert repaired["valid"]
+    then, now = first["flywheel"], repaired["flywheel"]
+    assert (then["operator"], then["right"], first["answer"]) == ("fresh", False, "41")
+    assert (now["operator"], now["parent"], now["quality"]) == (operator, 0, 1.0)
+    assert now["right"]
+    assert now["valid"]
     spoken = [part for part in texts(repaired, made) if part[1]]
     assert spoken == turns
     told = "".join(text for text, author in texts(repaired, made) if author is None)
@@ -184,10 +186,13 @@ def test_S3_13_a_right_trajectory_is_improved(world: Callable[..., World]) -> No
     made = world()
     made.spin(question("easy"))
     first, again, corrected, refined = made.lines("rollouts.jsonl")
-    assert [r["operator"] for r in (first, again, corrected, refined)] == [
+    assert [r["flywheel"]["operator"] for r in (first, again, corrected, refined)] == [
         "fresh", "fresh", "redundant", "refinement",
     ]  # fmt: skip
-    assert all(r["right"] and r["valid"] for r in (first, again, corrected, refined))
+    assert all(
+        r["flywheel"]["right"] and r["flywheel"]["valid"]
+        for r in (first, again, corrected, refined)
+    )
     assert texts(corrected, made)[0] == (f"Better. {RIGHT}", "critic")  # cut behind the stop string
     results = [text for text, author in texts(first, made) if author is None]
     spoken = [part for part in texts(refined, made) if part[1]]
@@ -314,12 +319,9 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(world: Callable[..
 
 
 def record_of(tokens: int, calls: int, *, right: bool = True, valid: bool = True) -> dict[str, Any]:
-    segments = [
-        {"token_ids": [0] * 50, "trained": False},
-        {"token_ids": list(range(tokens)), "trained": True},
-    ]
-    stats = {"tool_calls": float(calls)}
-    return {"segments": segments, "stats": stats, "right": right, "valid": valid}
+    segments = [{"token_ids": [0] * 50}, {"token_ids": list(range(tokens))}]
+    made = {"authors": [None, "generator"], "right": right, "valid": valid}
+    return {"segments": segments, "stats": {"tool_calls": float(calls)}, "flywheel": made}
 
 
 def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
@@ -338,8 +340,5 @@ def test_records_are_rollouts(world: Callable[..., World]) -> None:
         played = read_rollout(record)
         assert well_formed(played)
         assert played.task == question()
-        sampled = [segment["author"] == "generator" for segment in record["segments"]]
+        sampled = [author == "generator" for author in record["flywheel"]["authors"]]
         assert [segment.sampled for segment in played.segments] == sampled
-        assert [s["trained"] for s in record["segments"]] == [
-            s["author"] is not None for s in record["segments"]
-        ]

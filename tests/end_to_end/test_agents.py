@@ -62,7 +62,7 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
         pytest.skip(str(reason))
     tags: dict[str, Any] = {"open_tag": opens, "close_tag": closes, "system_prompt": ""}
     with pool:
-        made: tuple[Any, Any] = {
+        made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
             "code": lambda: (CodeAgent(AgentConfig(**tags)), PythonEnv(pool, 2.0)),
             "repl": lambda: (
                 ReplAgent(AgentConfig(kind="repl", banner="", system_prompt="")),

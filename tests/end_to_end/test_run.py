@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentgrpo import verify
 from agentgrpo.records import read_rollout
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
@@ -177,6 +178,12 @@ class TestWholeRun:
         assert all(row["engine/max_dlogp"] <= 1e-4 for row in steps)
         assert all(row["learner/sampler_gap_max"] <= 1e-4 for row in steps)
         assert [row["step"] for row in rows if "eval/solved" in row] == [0, 3, STEPS]
+
+    def test_its_records_are_what_the_engine_saw(
+        self, whole_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert verify.main([str(whole_run[0])]) == 0, capsys.readouterr().out
+        assert "0 faults in" in capsys.readouterr().out
 
     def test_code_was_run_in_the_sandbox(self, whole_run: tuple[Path, str]) -> None:
         from agentgrpo.agents.code import CodeAgent

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     prepare_environment()
 
 from agentgrpo import parallel
-from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.updates import plan_updates
 from tests.test_updates import Holder
@@ -36,8 +36,8 @@ def learn(
     options = LearnerConfig(**{"learning_rate": 1e-3, "max_tokens": 128} | learner)
     config = TrainConfig(
         model="m", out_dir=here, loss=LossConfig(**loss), learner=options,
-        engine={"max_model_len": 128},
-    )  # type: ignore[arg-type]  # fmt: skip
+        engine=EngineConfig(max_model_len=128),
+    )  # fmt: skip
     saved = None if source is None else here / source
     adapter = saved if options.lora.rank else None
     engine: Any = Holder()

@@ -89,7 +89,7 @@ class StubEngine:
             -np.arange(1, min(len(ids), max_tokens) + 1, dtype=np.float32) - number,
             turn.finish_reason or ("length" if cut else "stop"),
             entropies=np.full(min(len(ids), max_tokens), turn.entropy, np.float32)
-            if options["top_logprobs"]
+            if options.get("top_logprobs")
             else np.zeros(0, np.float32),
             account=Account.of(
                 prompt_ids.copy(), np.array(ids[:max_tokens], np.int32), "length" if cut else "stop"

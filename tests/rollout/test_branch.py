@@ -454,3 +454,42 @@ def test_aepo_decides_when_the_first_of_a_group_has_seen_a_tools_answer() -> Non
     # 8 * sigmoid(-2) = 0.95: it is unsure after tools; one began and seven branch
     groups, _ = play(conversation(7, entropy=(0.0, high)), branching=config, max_turns=9)
     assert sum(r.parent is None for r in checked(groups, 8)) == 1
+
+
+def test_a_turn_after_a_complaint_about_form_is_none_after_a_tool() -> None:
+    """Call, malformed turn, answer: only the turn right behind the tool's answer may branch."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        said = prompt.count("<|im_start|>assistant") - 1
+        return Turn(
+            [f"<code>{number}</code>", f"<code>{number}{EOT}", f"Answer: {number}{EOT}"][said]
+        )
+
+    groups, stats = play(
+        StubEngine(TOKENIZER, policy), group_size=4, branching={**ALWAYS, "initial": 1}
+    )
+    first = checked(groups, 4)[0]
+    behind_tool = sum(len(s.token_ids) for s in first.segments[:3])
+    assert {r.forked_at for r in groups[0].rollouts} == {None, behind_tool}
+    assert stats.branches == 2
+
+
+def test_a_row_of_branchings_ends_where_one_is_left_out() -> None:
+    """With a penalty of 1 every second chance is taken."""
+    groups, _ = play(
+        conversation(3), branching={**ALWAYS, "initial": 1, "consecutive_penalty": 1.0}
+    )
+    rollouts = checked(groups, 8)
+    ends = np.cumsum([len(s.token_ids) for s in rollouts[0].segments]).tolist()
+    behind_tools = [ends[2], ends[4], ends[6]]
+    taken = [any(r.parent == 0 and r.forked_at == at for r in rollouts) for at in behind_tools]
+    assert taken == [True, False, True]
+
+
+def test_a_branch_spends_its_own_calls() -> None:
+    groups, stats = play(
+        conversation(2), group_size=4, branching={**ALWAYS, "initial": 1}, max_tool_calls=2
+    )
+    assert stats.branches == 3
+    assert [r.stats["tool_calls"] for r in checked(groups, 4)] == [2.0] * 4
+    assert [r.stats["refused_calls"] for r in groups[0].rollouts] == [0.0] * 4

@@ -307,3 +307,13 @@ def test_without_limits_only_the_context_ends_a_rollout() -> None:
     assert spent.end(100) is Status.TRUNCATED_LENGTH
     assert spent.turn_tokens(99) == 1
     assert math.isfinite(spent.started)
+
+
+def test_another_try_draws_anew() -> None:
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn([BROKEN, DONE][n]))
+    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, RolloutConfig(max_turn_tokens=99))
+    sampler.play([TASK], 1, seed=0)
+    first, second = engine.requests
+    assert first.prompt.tolist() == second.prompt.tolist()
+    assert first.options["seed"] != second.options["seed"]

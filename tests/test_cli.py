@@ -1,0 +1,120 @@
+"""The command's words lead to their modules, and a newcomer can read the help."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import cli, doctor, init
+from agentgrpo.config import load_config
+from agentgrpo.sandbox.doctor import Check
+from tests import tiny
+
+
+def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["-h"], []):
+        assert cli.main(arguments) == 0
+        said = capsys.readouterr().out
+        assert "usage: agentgrpo COMMAND" in said
+        for word in ("init", "train", "evaluate", "view", "sandbox", "doctor"):
+            assert f"\n  {word}" in said
+        assert max(map(len, said.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("word", sorted(cli.available()))
+def test_every_command_has_a_main_and_a_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(cli.COMMANDS[word][0])
+    assert callable(module.main)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([word, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: ")
+
+
+def test_a_command_whose_module_is_not_there_is_not_offered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "dance", ("agentgrpo.nosuch", "not there"))
+    assert "dance" not in cli.usage()
+    assert cli.main(["dance"]) == 2
+    assert "no command 'dance'" in capsys.readouterr().err
+
+
+def test_a_slip_is_told_the_nearest_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err.startswith("error: no command 'trian'; did you mean train?")
+
+
+def test_status_and_arguments_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    module = types.ModuleType("dancer")
+    module.main = lambda arguments: seen.append(arguments) or 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dancer", module)
+    module.__spec__ = importlib.machinery.ModuleSpec("dancer", None)
+    monkeypatch.setitem(cli.COMMANDS, "dance", ("dancer", ""))
+    assert cli.main(["dance", "a", "--b"]) == 7
+    assert seen == [["a", "--b"]]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rows.jsonl"
+    rows = [f'{{"q": "{row["question"]}", "a": "{row["answer"]}"}}\n' for row in tiny.sums(20)]
+    path.write_text("".join(rows))
+    return path
+
+
+def test_init_writes_a_config_that_says_what_it_may_hold(data: Path, tmp_path: Path) -> None:
+    columns = ["--question", "q", "--answer", "a"]
+    assert init.main(["some/model", "rows.jsonl", *columns, "-o", "my.toml", "steps=7"]) == 0
+    text = (tmp_path / "my.toml").read_text()
+    config = load_config(tmp_path / "my.toml")
+    assert (config.model, config.steps, str(config.out_dir)) == ("some/model", 7, "runs/my")
+    assert config.data.train == str(data)
+    assert (config.data.heldout, config.data.num_heldout) == ("split", 4)
+    assert (config.data.question, config.data.answer) == ("q", "a")
+    assert "agentgrpo train my.toml --dry-run" in text
+    assert "# group_size = 8" in text
+    assert "# Rollouts per task, at least 2" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["m/m", "nosuch.jsonl"], "nosuch.jsonl"),
+        (["m/m", "rows.jsonl"], "no column 'question'; the row has ['a', 'q']"),
+        (["rows.jsonl", "rows.jsonl"], "no directory with a config.json"),
+        (["m/m", "rows.jsonl", "--question", "q", "--answer", "a", "-o", "taken.toml"], "exists"),
+        (
+            ["m/m", "rows.jsonl", "--question", "q", "--answer", "a", "stepps=3"],
+            "did you mean step",
+        ),
+    ],
+)
+def test_init_refuses_in_one_line(
+    data: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    Path("taken.toml").write_text("")
+    assert init.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not Path("train.toml").exists()
+
+
+def test_the_doctor_ends_with_1_if_something_essential_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.sandbox_doctor, "report", lambda: ("isolated", True))
+    assert doctor.main([]) == 0
+    broken = Check("torch", False, "not installed", "install it", essential=True)
+    monkeypatch.setattr(doctor.machine, "package_checks", lambda *_, **__: [broken])
+    assert doctor.main([]) == 1
+    said = capsys.readouterr().out
+    assert "MISS torch            not installed\n     remedy           install it" in said

@@ -1,0 +1,198 @@
+"""What a newcomer runs into: one line that says what is wrong and what to do, found by a dry run.
+
+The packages' part is in test_machine.py, the sandbox's in sandbox/test_doctor.py; every message
+is in docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import machine
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.train import main
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+pytestmark = pytest.mark.nsjail
+
+DryRun = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def isolated() -> None:
+    try:
+        SandboxPool(max_live=1).close()
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+
+
+@pytest.fixture
+def dry_run(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], isolated: None
+) -> DryRun:
+    """Runs `agentgrpo train --dry-run` on SUMS with settings of its own; status, out, err."""
+    rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    path = tmp_path / "c.toml"
+    path.write_text(
+        f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\nsteps = 3\n'
+        f'[data]\ntrain = "{tmp_path / "rows.jsonl"}"\nheldout = "split"\nnum_heldout = 4\n'
+        "[engine]\nkv_cache_gib = 0.0625\n"
+    )
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        status = main([str(path), "--dry-run", *overrides])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def refused(answer: tuple[int, str, str], message: str) -> None:
+    """One line, that says this, and is in the page."""
+    status, _, err = answer
+    assert status == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert message in PAGE, f"docs/troubleshooting.md does not have {message!r}"
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path: Path) -> None:
+    status, out, err = dry_run("rollout.max_turns=2")
+    assert (status, err) == (0, "")
+    assert not (tmp_path / "run").exists()
+    for line in (
+        r"data +.*rows.jsonl; 4 held-out tasks",
+        r"a step +12 tasks x 8 = 96 rollouts, at most 12,288 sampled tokens",
+        r"the run +3 steps, saved every 50",
+        r"sandbox +zygote",
+        r"device +CPU, \d+ cores, .* GiB free; float32",
+        r"model +.*: (\d+,\d{3}) parameters, \1 of them trained",
+        r"memory +weights .* \+ gradients .* \+ optimizer .* \+ KV cache 0.06 = 0.1 GiB",
+        r"out_dir +.*/run: new",
+    ):
+        assert re.search(line, out), (line, out)
+    assert "WARNING" not in out
+
+
+def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:
+    _, every, _ = dry_run()
+    _, last, _ = dry_run("learner.trained_layers=1")
+    count = re.compile(r"([\d,]+) parameters, ([\d,]+) of them trained")
+    numbers = [int(n.replace(",", "")) for t in (every, last) for n in count.search(t).groups()]  # type: ignore[union-attr]
+    model = tiny.make_model()
+    assert numbers == [
+        *[sum(p.numel() for p in model.parameters())] * 3,
+        sum(p.numel() for p in model.model.layers[-1].parameters()),
+    ]
+
+
+def test_a_context_too_short_for_a_prompt(dry_run: DryRun) -> None:
+    refused(dry_run("engine.max_model_len=128"), "tokens, engine.max_model_len is")
+
+
+def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> None:
+    status, out, _ = dry_run("engine.max_model_len=256", "rollout.max_turn_tokens=100")
+    assert status == 0
+    assert re.search(r"WARNING +the context is short: .* = 256 leaves \d+ tokens", out)
+    assert "WARNING    the context is short" in PAGE
+
+
+def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) -> None:
+    model = tiny.make_model_dir(tmp_path / "model")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        path = model / name
+        if path.exists():
+            path.unlink()
+    tiny.make_tokenizer(chat_template=None).save_pretrained(model)
+    refused(dry_run(f"model={model}"), "has no chat template")
+
+
+def test_a_chat_template_without_tools(
+    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    tools = tmp_path / "newcomers_tools.py"
+    tools.write_text('def add(a: int, b: int) -> int:\n    """Add a and b."""\n    return a + b\n')
+    refused(
+        dry_run(
+            "agent.kind=tools", "env.kind=tools", 'env.options={tools=["newcomers_tools:add"]}'
+        ),
+        "does not show tools",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nosuchmodule:f", "reward: no module 'nosuchmodule'"),
+        ("json:nosuch", "module 'json' has no 'nosuch'"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported(dry_run: DryRun, kind: str, message: str) -> None:
+    status, _, err = dry_run(f"reward.kind={kind}")
+    assert status == 2
+    assert message in err
+    assert "`reward: no module`" in PAGE
+
+
+def test_an_empty_data_set(dry_run: DryRun, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n")
+    status, _, err = dry_run()
+    assert status == 2
+    assert "no rows" in err
+    assert "no rows" in PAGE
+
+
+def test_other_columns(dry_run: DryRun, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "target": "2"}\n')
+    refused(dry_run(), "no column")
+
+
+def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSJAIL", "/nosuch/nsjail")
+    answer = dry_run()
+    refused(answer, "this machine cannot isolate untrusted code")
+    assert "remedy: " in answer[2]
+
+
+def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "installed", lambda: {"torch": "2.11.0", "vllm": "0.22.0"})
+    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
+    refused(dry_run(), "is the CUDA build, and this machine shows no NVIDIA GPU")
+
+
+def test_a_slip_in_a_key(dry_run: DryRun) -> None:
+    refused(dry_run("rollout.groupsize=3"), "unknown config key")
+
+
+def test_a_tracker_that_is_not_installed(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    refused(dry_run('trackers=["wandb"]'), "needs a package that is not installed")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "no group had a gradient",
+        "sampler and learner disagree",
+        "leaves the GPU of this machine idle",
+        "importing transformers fails with it",
+        "BROKEN BY THE MACHINE",
+        "holds a run with",
+        "is in use by another run",
+        "its tokenizer cannot be read",
+    ],
+)
+def test_the_page_has_the_messages_that_the_code_says(message: str) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "agentgrpo").glob("*.py"))
+    assert message in re.sub(r'"\s*\n\s*f?"', "", source)
+    assert f"`{message}`" in PAGE
