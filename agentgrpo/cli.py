@@ -11,6 +11,8 @@ COMMANDS = {
     "init": ("agentgrpo.init", "write a config for your model and your data"),
     "train": ("agentgrpo.train", "train a policy (--dry-run: check everything, train nothing)"),
     "sft": ("agentgrpo.sft", "fine-tune on examples first"),
+    "flywheel": ("agentgrpo.data.flywheel", "make and repair trajectories to fine-tune on"),
+    "curriculum": ("agentgrpo.data.curriculum", "train in stages on the tasks that teach most"),
     "evaluate": ("agentgrpo.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
     "verify": ("agentgrpo.verify", "check a run's records against its weights"),
@@ -32,7 +34,7 @@ def available() -> dict[str, tuple[str, str]]:
 
 def usage() -> str:
     """What `agentgrpo --help` prints."""
-    lines = [f"  {word:9} {text}" for word, (_, text) in available().items()]
+    lines = [f"  {word:10} {text}" for word, (_, text) in available().items()]
     return "\n".join(
         [
             "Train LLM agents with GRPO: vLLM, learner and sandbox in one process.",

@@ -40,6 +40,7 @@ class Progress:
         self._solved: dict[int, float] = {}
         self._stopwatch = Stopwatch(rest="starting")
         self._phases: list[tuple[str, float]] = []
+        self._spinner = Spinner("dots")
         self._numbers: dict[str, str] = {}
         self._gauges: dict[str, Callable[[], str]] = {"memory": _memory}
 
@@ -139,14 +140,14 @@ class Progress:
         """The live lines: the phase, then the last step's numbers and the gauges."""
         what, since = self._phases[-1] if self._phases else ("", time.monotonic())
         step = f"step {len(self._step_started)}/{self._total}, " if self._step_started else ""
-        line = Spinner("dots", f"{step}{what}, {time.monotonic() - since:.0f} s")
+        self._spinner.update(text=f"{step}{what}, {time.monotonic() - since:.0f} s")
         shown = {**self._numbers, **{name: read() for name, read in self._gauges.items()}}
         table = Table.grid(padding=(0, 3))
         names = list(shown)
         for start in range(0, len(names), 5):
             row = names[start : start + 5]
             table.add_row(*(f"[dim]{name}[/dim] {shown[name]}" for name in row))
-        return Group(line, table)
+        return Group(self._spinner, table)
 
 
 def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) -> dict[str, str]:

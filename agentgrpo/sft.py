@@ -159,13 +159,13 @@ def conversation(
         segments.append(_segment(chat.text_ids(prefill), trained=False))
     for index, (text, told) in enumerate(turns):
         said = chat.text_ids(text.removeprefix(prefill) if index == 0 else text)
-        inline = isinstance(told, str)
-        closed = not inline and not any(text.endswith(stop) for stop in agent.stop)
+        acts = any(text.endswith(stop) for stop in agent.stop)
+        closed = not acts and not isinstance(told, str)
         if closed:
             said = np.append(said, np.int32(chat.end_of_turn_id))
         segments.append(_segment(said, trained=True))
-        if inline:
-            segments.append(_segment(chat.text_ids(str(told)), trained=False))
+        if isinstance(told, str):
+            segments.append(_segment(chat.text_ids(told), trained=False))
         elif told:
             ids = chat.observation_ids(list(told), turn_closed=closed)
             segments.append(_segment(ids, trained=False))
@@ -186,7 +186,7 @@ def _turns(
     first = roles.index("assistant")
     turns: list[tuple[str, Told]] = []
     for message in messages[first:]:
-        told = turns[-1][1] if turns else ()
+        told: Told = turns[-1][1] if turns else ()
         if message["role"] == "assistant":
             if turns and not told:
                 raise ValueError(f"an assistant message follows another one, got roles {roles}")

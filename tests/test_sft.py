@@ -266,7 +266,7 @@ def interrupt_after(step: int, made: RecipeConfig) -> None:
     import agentgrpo.sft
 
     inner: Callable[..., Any] = agentgrpo.sft.learn
-    seen = []
+    seen: list[None] = []
 
     def stops(*args: Any) -> Any:
         if len(seen) == step:
