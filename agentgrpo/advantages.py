@@ -143,7 +143,9 @@ def why_dead(group: Group) -> str | None:
 
 
 def _sampled_advantages(rollout: Rollout) -> list[float]:
-    return [value for segment, value in _with_advantages(rollout) if len(segment.token_ids)]
+    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.all_segments)
+    pairs = zip(rollout.all_segments, each, strict=True)
+    return [value for segment, value in pairs if segment.sampled and len(segment.token_ids)]
 
 
 def _checked(group: Group, rewards: Sequence[float], baseline: str) -> list[float]:
@@ -192,15 +194,12 @@ def reward_parts(rollout: Rollout) -> dict[str, float]:
 def returns_to_go(rollout: Rollout) -> list[float]:
     """What the rollout earned from each of its sampled segments on."""
     total = sum(rollout.rewards.values())
-    found = []
-    for index, row in enumerate(rollout.rows):
-        start = 0
-        for segment in row:
-            if segment.sampled:
-                spans = rollout.span_rewards
-                later = (span.value for span in spans if (span.row, span.end) > (index, start))
-                found.append(total + sum(later))
-            start += len(segment.token_ids)
+    found, start = [], 0
+    for segment in rollout.all_segments:
+        if segment.sampled:
+            later = sum(span.value for span in rollout.span_rewards if span.end > start)
+            found.append(total + later)
+        start += len(segment.token_ids)
     return found
 
 
@@ -246,7 +245,6 @@ def _average_shared(rollouts: Sequence[Rollout]) -> None:
 
 
 def _with_advantages(rollout: Rollout) -> list[tuple[Segment, float]]:
-    segments = rollout.all_segments
-    each = rollout.segment_advantages or [rollout.advantage] * len(segments)
-    pairs = zip(segments, each, strict=True)
+    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.all_segments)
+    pairs = zip(rollout.all_segments, each, strict=True)
     return [(segment, value) for segment, value in pairs if segment.sampled]

@@ -102,11 +102,9 @@ class SpanReward:
 
     start: int
     end: int
-    """Tokens [start, end) of the row, the prompt's counted."""
+    """Tokens [start, end) of the rollout's rows, the prompt's counted."""
     name: str
     value: float
-    row: int = 0
-    """Which of the rollout's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,7 +248,7 @@ def test_rows_are_credited_in_order() -> None:
     """Turns in rows of their own, as where a template rewrites history, are turns all the same."""
     whole, rows = play((0, 1)), play((0, 1))
     rows.closed_rows, rows.segments = [rows.segments[:2]], [PROMPT, turn(1)]
-    rows.span_rewards = [SpanReward(3, 4, "turn", 0.2), SpanReward(3, 4, "turn", 0.9, row=1)]
+    rows.span_rewards = [SpanReward(3, 4, "turn", 0.2), SpanReward(7, 8, "turn", 0.9)]
     assert returns_to_go(rows) == returns_to_go(whole)
     group = Group(task=TASK, rollouts=[rows, play((0, 0))])
     assigned(group, scale_rewards="none", span_credit="return_to_go")
