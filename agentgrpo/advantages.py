@@ -143,9 +143,7 @@ def why_dead(group: Group) -> str | None:
 
 
 def _sampled_advantages(rollout: Rollout) -> list[float]:
-    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.segments)
-    pairs = zip(rollout.segments, each, strict=True)
-    return [value for segment, value in pairs if segment.sampled and len(segment.token_ids)]
+    return [value for segment, value in _with_advantages(rollout) if len(segment.token_ids)]
 
 
 def _checked(group: Group, rewards: Sequence[float], baseline: str) -> list[float]:
@@ -194,12 +192,15 @@ def reward_parts(rollout: Rollout) -> dict[str, float]:
 def returns_to_go(rollout: Rollout) -> list[float]:
     """What the rollout earned from each of its sampled segments on."""
     total = sum(rollout.rewards.values())
-    found, start = [], 0
-    for segment in rollout.segments:
-        if segment.sampled:
-            later = sum(span.value for span in rollout.span_rewards if span.end > start)
-            found.append(total + later)
-        start += len(segment.token_ids)
+    found = []
+    for index, row in enumerate(rollout.rows):
+        start = 0
+        for segment in row:
+            if segment.sampled:
+                spans = rollout.span_rewards
+                later = (span.value for span in spans if (span.row, span.end) > (index, start))
+                found.append(total + sum(later))
+            start += len(segment.token_ids)
     return found
 
 
@@ -219,7 +220,8 @@ def _set(rollouts: Sequence[Rollout], by_turn: Sequence[Sequence[float]], factor
         if len(by_turn) > 1:
             turn = iter(by_turn)
             rollout.segment_advantages = [
-                next(turn)[i] * factor if segment.sampled else 0.0 for segment in rollout.segments
+                next(turn)[i] * factor if segment.sampled else 0.0
+                for segment in rollout.all_segments
             ]
 
 
@@ -239,11 +241,12 @@ def _average_shared(rollouts: Sequence[Rollout]) -> None:
         sampled = {id(segment) for segment, _ in _with_advantages(rollout)}
         rollout.segment_advantages = [
             fmean(owners[id(segment)]) if id(segment) in sampled else 0.0
-            for segment in rollout.segments
+            for segment in rollout.all_segments
         ]
 
 
 def _with_advantages(rollout: Rollout) -> list[tuple[Segment, float]]:
-    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.segments)
-    pairs = zip(rollout.segments, each, strict=True)
+    segments = rollout.all_segments
+    each = rollout.segment_advantages or [rollout.advantage] * len(segments)
+    pairs = zip(segments, each, strict=True)
     return [(segment, value) for segment, value in pairs if segment.sampled]

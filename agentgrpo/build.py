@@ -11,7 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -245,7 +245,7 @@ def set_stage(
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
-        chat = chat_of(model)
+        chat = chat_of(model, config.rollout.template_options)
         _check_model(config, model)
         read_calls = None
         if config.agent.kind == "tools":
@@ -567,7 +567,7 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     )
 
 
-def chat_of(model: str) -> ChatTemplate:
+def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
     """The chat template of a model's tokenizer.
 
     Raises:
@@ -581,7 +581,7 @@ def chat_of(model: str) -> ChatTemplate:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {model!r}: its tokenizer cannot be read: {error}") from error
-    return ChatTemplate(tokenizer)
+    return ChatTemplate(tokenizer, options)
 
 
 def _versions() -> dict[str, str]:

@@ -231,6 +231,17 @@ class RolloutConfig(Section):
     """Tokens of one tool's answer at most, the note that it was cut included."""
     keep_observation: Literal["ends", "head", "tail"] = "ends"
     """What is kept of an answer that is too long."""
+    history: Literal["append", "render"] = "append"
+    """"append": each turn's tokens stay as they were sampled, and what is said is appended.
+    "render": the chat template renders the conversation anew for every turn, as chat servers do;
+    where it rewrites what was (drops thoughts), rows are realigned or forked
+    (rollout/transcript.py). For policies that will be served so."""
+    template_options: dict[str, Any] = {}
+    """What the model's chat template is given besides messages and tools: { enable_thinking =
+    false }."""
+    fork_threshold: Positive = 1024
+    """With history "render": from so many differing tokens at the end of a turn on, its row is
+    closed and trained on as it is, and the rewritten one is another."""
     max_tool_calls: NotNegative | None = None
     """Tool calls of a rollout. One too many is refused, the policy is told once; the next ends it.
     None: no limit but that of turns."""
@@ -278,6 +289,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.treatment.infra_error must be 'drop' or 'retry', got "
                 f"{str(self.treatment[Status.INFRA_ERROR])!r}: the machine failed, not the policy"
+            )
+        if self.history == "render" and self.branching.initial:
+            raise ValueError(
+                "rollout.history 'render' and rollout.branching.initial "
+                f"{self.branching.initial} exclude each other: branches share what was appended"
             )
         if self.branching.initial >= self.group_size:
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
-from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
-from agentgrpo.kernels.reduce import combine_metrics
 from agentgrpo.lora import Adapter
-from agentgrpo.losses import mismatch_metrics, objective_of
+from agentgrpo.losses import objective_of
 from agentgrpo.optimizer import make_optimizer
 from agentgrpo.policy import (
     Scorer,
@@ -33,20 +31,13 @@ from agentgrpo.policy import (
     load_frozen,
     make_policy,
 )
+from agentgrpo.step_record import Before, StepRecord
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
 from agentgrpo.updates import Update
 from agentgrpo.weights import InPlaceCopy
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Engine
-
-
-class _Before(NamedTuple):
-    """What is known of a batch's terms before the first update of a step, [N] each."""
-
-    old_logp: Tensor | None
-    """None: that of the update's own forward pass, which is the same."""
-    ref_logp: Tensor | None
 
 
 class Learner:
@@ -95,19 +86,8 @@ class Learner:
                 )
             weights = "copy"
         self.weights, self.model = make_policy(model, engine, weights)
-        self._adapter: Adapter | None = None
-        if config.lora.rank:
-            self._adapter = Adapter(self.model, config.lora, adapter)
-            self.trained = self._adapter.parameters
-        else:
-            self.trained = freeze_all_but(self.model, config.trained_layers)
-        self._num_trained = sum(p.numel() for p in self.trained)
-        if config.gradient_checkpointing:
-            checkpoint_layers(self.model)
-        self._scorer = Scorer(self.model)
-        if parallel.world_size() > 1:
-            parallel.shard(self._scorer, self.model.get_decoder().layers)
-            self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._adapter = Adapter(self.model, config.lora, adapter) if config.lora.rank else None
+        self._scorer, self.trained, self._num_trained = self._prepare(config)
         self._reference: Scorer | None = None
         if loss.beta and self._adapter is None:
             self._reference = Scorer(load_frozen(reference or model, engine))
@@ -119,6 +99,21 @@ class Learner:
             engine.unpack()
             self._copy = InPlaceCopy(engine.model, engine.load_weights)
         self.step_count = 0
+
+    def _prepare(self, config: LearnerConfig) -> tuple[Scorer, list[Tensor], int]:
+        """(what scores batches, the trained parameters, how many numbers they are)."""
+        if self._adapter is not None:
+            trained = self._adapter.parameters
+        else:
+            trained = freeze_all_but(self.model, config.trained_layers)
+        count = sum(p.numel() for p in trained)
+        if config.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        scorer = Scorer(self.model)
+        if parallel.world_size() > 1:
+            parallel.shard(scorer, self.model.get_decoder().layers)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+        return scorer, trained, count
 
     def describe(self) -> dict[str, Any]:
         """What was chosen, for the record."""
@@ -249,7 +244,7 @@ class Learner:
         started = time.perf_counter()
         self._optimizer.to(self.device)
         self._optimizer.set_lr(self.learning_rate)
-        run = _Step()
+        run = StepRecord()
         live = [update for update in updates if update.batches]
         self._look_ahead(live, run)
         for epoch in range(self._loss.num_iterations):
@@ -272,7 +267,7 @@ class Learner:
         return self._config.learning_rate_at(self.step_count, self._total_steps)
 
     @torch.no_grad()
-    def _look_ahead(self, updates: Sequence[Update], run: _Step) -> None:
+    def _look_ahead(self, updates: Sequence[Update], run: StepRecord) -> None:
         """Score every batch with the policies that the updates are compared with."""
         more_than_one = len(updates) * self._loss.num_iterations > 1
         wants_old = more_than_one and self._loss.old_logps == "recomputed"
@@ -289,7 +284,7 @@ class Learner:
                     old = scored.logp_N
                 if self._loss.beta:
                     ref = self._reference_logp(batch)
-                run.before[index, number] = _Before(old if wants_old else None, ref)
+                run.before[index, number] = Before(old if wants_old else None, ref)
         if wants_old or wants_entropy:
             self._require_agreement(run)
             run.looked = True
@@ -305,7 +300,7 @@ class Learner:
         assert self._reference is not None
         return Tensor(self._reference(batch, self._temperature).logp_N)
 
-    def _update(self, run: _Step, index: int, update: Update, *, first_pass: bool) -> None:
+    def _update(self, run: StepRecord, index: int, update: Update, *, first_pass: bool) -> None:
         self._optimizer.zero_grad()
         loss_sum = 0.0
         for number, batch, counts in parallel.share(update.batches):
@@ -322,14 +317,14 @@ class Learner:
         run.losses.append(parallel.total(loss_sum))
         run.norms.append(self._optimizer.step(max_grad_norm=self._config.max_grad_norm))
 
-    def _require_agreement(self, run: _Step) -> None:
+    def _require_agreement(self, run: StepRecord) -> None:
         widest = max((float(np.abs(gap).max()) for gap in run.gaps if len(gap)), default=0.0)
         require_agreement(
             parallel.largest(widest), self._dlogp_limit, where="on the sampled tokens"
         )
 
     def _loss_of(
-        self, batch: PackedBatch, run: _Step, before: _Before, update: Update
+        self, batch: PackedBatch, run: StepRecord, before: Before, update: Update
     ) -> tuple[Tensor, TermMetrics, Tensor]:
         """(loss, the kernel's metrics, detached log-probabilities)."""
         logp_N, entropy_N = self._scorer(batch, self._temperature)
@@ -366,63 +361,6 @@ class Learner:
         if self._adapter is not None:
             return self._adapter.merged()
         return ((name, parallel.whole(p)) for name, p in self._plain())
-
-
-class _Step:
-    """What the updates of one step add up to, on this rank."""
-
-    def __init__(self) -> None:
-        self.before: dict[tuple[int, int], _Before] = {}
-        self.looked = False
-        """Whether every batch was scored before the first update."""
-        self.entropy_threshold: float | None = None
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.parts: list[TermMetrics] = []
-        self.gaps: list[Float32] = []
-        self._labels: list[tuple[Int32, Int32]] = []
-
-    def saw(self, batch: PackedBatch, logp_N: Tensor) -> None:
-        """Remember how far the sampler was from the learner on a batch's terms."""
-        self.gaps.append(logp_N.detach().float().cpu().numpy() - batch.old_logp_N)
-        self._labels.append((batch.sample_N, batch.turn_N))
-
-    def metrics(self, objective: Objective) -> Metrics:
-        """All ranks' together."""
-        metrics = {
-            "loss": float(np.mean(self.losses)) if self.losses else 0.0,
-            "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,
-        }
-        if len(self.norms) > 1:
-            metrics["grad_norm_max"] = max(self.norms)
-        metrics |= combine_metrics(
-            [
-                {name: torch.tensor(value) for name, value in part.items()}
-                for parts in parallel.gather(_as_floats(self.parts))
-                for part in parts
-            ]
-        )
-        seen = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
-        gaps, samples, turns, offset = [], [], [], 0
-        for gap, (sample, turn) in (item for part in seen for item in part):
-            gaps.append(gap)
-            turns.append(turn)
-            samples.append(sample + np.int32(offset))  # a rollout lies in one batch
-            offset += int(sample.max(initial=-1)) + 1
-        if gaps:
-            metrics |= mismatch_metrics(
-                np.concatenate(gaps), np.concatenate(samples), np.concatenate(turns), objective
-            )
-        return metrics
-
-
-def _as_floats(parts: Sequence[TermMetrics]) -> list[dict[str, float]]:
-    """One transfer from the device."""
-    if not parts:
-        return []
-    names = sorted(parts[0])
-    rows = torch.stack([torch.stack([p[name].double() for name in names]) for p in parts])
-    return [dict(zip(names, row, strict=True)) for row in rows.tolist()]
 
 
 def _whole(token_ids: Int32) -> PackedBatch:

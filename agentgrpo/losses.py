@@ -100,7 +100,7 @@ def mismatch_metrics(
     gap: NDArray[np.float64] = np.where(np.isfinite(gap_N), gap_N, 0.0).astype(np.float64)
     level = gap
     if objective.correction_level != "token":
-        total: NDArray[np.float64] = np.bincount(sample_N, weights=gap)
+        total = np.bincount(sample_N, weights=gap).astype(np.float64)
         if objective.correction_level == "geometric":
             total = total / np.maximum(np.bincount(sample_N), 1)
         level = total[sample_N]

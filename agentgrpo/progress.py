@@ -40,6 +40,8 @@ class Progress:
         self._solved: dict[int, float] = {}
         self._stopwatch = Stopwatch(rest="starting")
         self._phases: list[tuple[str, float]] = []
+        self._spinner = Spinner("dots")
+        self._gradientless = False
         self._numbers: dict[str, str] = {}
         self._gauges: dict[str, Callable[[], str]] = {"memory": _memory}
 
@@ -72,7 +74,8 @@ class Progress:
             f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
             f"{_infra(rollout)}agreement {agreement:.1e}  left {left}"
         )
-        if rollout["live_groups"] == 0:
+        told, self._gradientless = self._gradientless, rollout["live_groups"] == 0
+        if self._gradientless and not told:
             self.say(
                 "no group had a gradient: the rollouts of each task all earned the same. Tasks "
                 "that are sometimes solved teach (data.levels, rollout.group_size, "
@@ -139,14 +142,14 @@ class Progress:
         """The live lines: the phase, then the last step's numbers and the gauges."""
         what, since = self._phases[-1] if self._phases else ("", time.monotonic())
         step = f"step {len(self._step_started)}/{self._total}, " if self._step_started else ""
-        line = Spinner("dots", f"{step}{what}, {time.monotonic() - since:.0f} s")
+        self._spinner.update(text=f"{step}{what}, {time.monotonic() - since:.0f} s")
         shown = {**self._numbers, **{name: read() for name, read in self._gauges.items()}}
         table = Table.grid(padding=(0, 3))
         names = list(shown)
         for start in range(0, len(names), 5):
             row = names[start : start + 5]
             table.add_row(*(f"[dim]{name}[/dim] {shown[name]}" for name in row))
-        return Group(line, table)
+        return Group(self._spinner, table)
 
 
 def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) -> dict[str, str]:

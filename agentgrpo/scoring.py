@@ -23,8 +23,9 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from agentgrpo.config import RewardConfig
@@ -64,7 +65,8 @@ class RolloutView:
     @cached_property
     def turns(self) -> tuple[str, ...]:
         """What the policy wrote, turn by turn."""
-        return tuple(self.decode(s.token_ids.tolist()) for s in self._segments(sampled=True))
+        sampled = [s for row in self.rollout.rows for s in row if s.sampled]
+        return tuple(self.decode(s.token_ids.tolist()) for s in sampled)
 
     @property
     def text(self) -> str:
@@ -74,19 +76,23 @@ class RolloutView:
     @cached_property
     def observations(self) -> tuple[str, ...]:
         """What it was shown after the prompt: tools' answers with the template around them."""
-        given = self._segments(sampled=False)
-        return tuple(self.decode(s.token_ids.tolist()) for s in given[1:])
+        given = [s for row in self.rollout.rows for s in row[1:] if not s.sampled]
+        return tuple(self.decode(s.token_ids.tolist()) for s in given)
 
-    @property
-    def turn_spans(self) -> tuple[tuple[int, int], ...]:
-        """Token range of each turn, for SpanReward."""
-        spans, start = [], 0
-        for segment in self.rollout.segments:
-            end = start + len(segment.token_ids)
-            if segment.sampled:
-                spans.append((start, end))
-            start = end
-        return tuple(spans)
+    def turn_reward(self, turn: int, name: str, value: float) -> SpanReward:
+        """The reward of one turn, counted from 0 (or, if negative, from the end).
+
+        Raises:
+            IndexError: there is no such turn.
+        """
+        spans = []
+        for row, segments in enumerate(self.rollout.rows):
+            ends = list(accumulate(len(segment.token_ids) for segment in segments))
+            for segment, end in zip(segments, ends, strict=True):
+                if segment.sampled:
+                    spans.append((end - len(segment.token_ids), end, row))
+        start, end, row = spans[turn]
+        return SpanReward(start, end, name, value, row)
 
     def cost(self, name: str) -> float:
         """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds.
@@ -97,9 +103,6 @@ class RolloutView:
         if name not in self.stats:
             raise ValueError(f"no cost {name!r} was recorded, only {', '.join(sorted(self.stats))}")
         return self.stats[name]
-
-    def _segments(self, *, sampled: bool) -> list[Any]:
-        return [segment for segment in self.rollout.segments if segment.sampled is sampled]
 
 
 def tool_cost(view: RolloutView) -> float:
@@ -272,10 +275,11 @@ def _add(rollout: Rollout, function: _Function, value: Any) -> None:
 
 
 def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
-    total = sum(len(segment.token_ids) for segment in rollout.segments)
-    if not 0 <= span.start < span.end <= total or not _is_number(span.value):
-        raise ValueError(f"expected a finite value on tokens within [0, {total}), got {span}")
-    return SpanReward(span.start, span.end, span.name, weight * span.value)
+    lengths = [sum(len(segment.token_ids) for segment in row) for row in rollout.rows]
+    inside = 0 <= span.row < len(lengths) and 0 <= span.start < span.end <= lengths[span.row]
+    if not inside or not _is_number(span.value):
+        raise ValueError(f"expected a finite value on tokens of rows of {lengths}, got {span}")
+    return replace(span, value=weight * span.value)
 
 
 def _is_number(value: Any) -> bool:

@@ -37,7 +37,7 @@ class TensorBoard:
         _library("tensorboard")
         from torch.utils import tensorboard
 
-        made: Any = tensorboard.SummaryWriter  # type: ignore[attr-defined]
+        made: Any = tensorboard.SummaryWriter
         self._writer = made(str(out_dir / "tensorboard"), purge_step=step)
         self._writer.add_text("config", "\n".join(f"    {k} = {v}" for k, v in config.items()))
 

@@ -102,9 +102,11 @@ class SpanReward:
 
     start: int
     end: int
-    """Tokens [start, end) of the rollout, the prompt's counted."""
+    """Tokens [start, end) of the row, the prompt's counted."""
     name: str
     value: float
+    row: int = 0
+    """Which of the rollout's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +205,11 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         return sum(len(s.token_ids) for row in self.rows for s in row if s.sampled)
+
+    @property
+    def all_segments(self) -> list[Segment]:
+        """The segments of all rows, in order."""
+        return [segment for row in self.rows for segment in row]
 
     @property
     def rows(self) -> list[list[Segment]]:

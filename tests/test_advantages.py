@@ -12,7 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.advantages import assign_advantages, centred, has_gradient, why_dead
+from agentgrpo.advantages import (
+    assign_advantages,
+    centred,
+    has_gradient,
+    returns_to_go,
+    why_dead,
+)
 from agentgrpo.config import LossConfig
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 
@@ -227,6 +233,27 @@ def test_a_turn_is_not_credited_with_what_came_before_it() -> None:
     first, second = (r.segment_advantages for r in group.rollouts)
     assert first == pytest.approx([0, (0.2 - 0.6) / 2, 0, (0.0 - 0.4) / 2, 0])
     assert second == pytest.approx([0, (0.6 - 0.2) / 2, 0, (0.4 - 0.0) / 2, 0])
+
+
+def test_a_rollout_that_ended_early_is_compared_by_what_it_ended_with() -> None:
+    group = Group(task=TASK, rollouts=[play((1,)), play((0, 0))])
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    late = group.rollouts[1].segment_advantages
+    # from its second turn on (0, 0) earns 1.0 - 1.0; (1,) ended with 0.3 + 0.8
+    assert late is not None
+    assert late[3] == pytest.approx((0.0 - 1.1) / 2)
+
+
+def test_rows_are_credited_in_order() -> None:
+    """Turns in rows of their own, as where a template rewrites history, are turns all the same."""
+    whole, rows = play((0, 1)), play((0, 1))
+    rows.closed_rows, rows.segments = [rows.segments[:2]], [PROMPT, turn(1)]
+    rows.span_rewards = [SpanReward(3, 4, "turn", 0.2), SpanReward(3, 4, "turn", 0.9, row=1)]
+    assert returns_to_go(rows) == returns_to_go(whole)
+    group = Group(task=TASK, rollouts=[rows, play((0, 0))])
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    assert group.rollouts[0].segment_advantages == pytest.approx([0, 0.2, 0, 0.2])
+    assert has_gradient(group)
 
 
 def test_spans_that_cancel_are_scaled_by_what_differs() -> None:

@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
     "olmo2": ("Olmo2", {}),
+    "phi, whose head has a bias": ("Phi", {}),
 }  # fmt: skip
 
 

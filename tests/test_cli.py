@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import cli, doctor, init
+from agentgrpo import cli, doctor, init, machine
 from agentgrpo.config import load_config
+from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
 from tests import tiny
 
@@ -52,8 +53,13 @@ def test_a_slip_is_told_the_nearest_word(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_status_and_arguments_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
+
+    def dance(arguments: list[str]) -> int:
+        seen.append(arguments)
+        return 7
+
     module = types.ModuleType("dancer")
-    module.main = lambda arguments: seen.append(arguments) or 7  # type: ignore[attr-defined]
+    module.main = dance  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dancer", module)
     module.__spec__ = importlib.machinery.ModuleSpec("dancer", None)
     monkeypatch.setitem(cli.COMMANDS, "dance", ("dancer", ""))
@@ -111,10 +117,10 @@ def test_init_refuses_in_one_line(
 def test_the_doctor_ends_with_1_if_something_essential_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.sandbox_doctor, "report", lambda: ("isolated", True))
+    monkeypatch.setattr(sandbox_doctor, "report", lambda: ("isolated", True))
     assert doctor.main([]) == 0
     broken = Check("torch", False, "not installed", "install it", essential=True)
-    monkeypatch.setattr(doctor.machine, "package_checks", lambda *_, **__: [broken])
+    monkeypatch.setattr(machine, "package_checks", lambda *_, **__: [broken])
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "MISS torch            not installed\n     remedy           install it" in said

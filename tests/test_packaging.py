@@ -16,8 +16,9 @@ import pytest
 from tests.view.runs import write_run
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("agentgrpo", "kernels", "csrc", "docs", "setup.py", "pyproject.toml", "MANIFEST.in")
-SOURCES += ("README.md", "LICENSE", "Makefile", "requirements-cpu.txt", "requirements-dev.txt")
+SOURCES: tuple[str, ...] = ("agentgrpo", "kernels", "csrc", "docs", "setup.py", "MANIFEST.in")
+SOURCES += ("pyproject.toml", "README.md", "LICENSE", "Makefile")
+SOURCES += ("requirements-cpu.txt", "requirements-dev.txt")
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from agentgrpo.types import SpanReward
 def half(view): return 0.5
 def named(view): return {"a": 1.0, "b": -2.0}
 def lines(view):
-    return [SpanReward(*span, "turn", 1.0 + i) for i, span in enumerate(view.turn_spans)]
+    return [view.turn_reward(i, "turn", 1.0 + i) for i in range(len(view.turns))]
 def wrote(view):
     return {"policy": float("answer" in view.text), "tool": float("SEEN" in view.text)}
 def nothing(view): return None
@@ -132,11 +132,23 @@ def test_what_the_policy_wrote_is_apart_from_what_it_was_shown() -> None:
     view = RolloutView(played(), decode)
     assert view.turns == ("<code>1+</code>", "the answer")
     assert view.observations == ("SEEN SyntaxError",)
-    assert view.turn_spans == ((6, 21), (37, 47))
+    assert view.turn_reward(-1, "x", 2.0) == SpanReward(37, 47, "x", 2.0)
+    with pytest.raises(IndexError):
+        view.turn_reward(2, "x", 1.0)
     assert view.text == "<code>1+</code>\nthe answer"
     assert view.cost("tool_calls") == 4.0
     with pytest.raises(ValueError, match="no cost 'gpu_s' was recorded, only tool_calls, tool_er"):
         view.cost("gpu_s")
+
+
+def test_turns_of_all_rows_are_seen() -> None:
+    rollout = played()
+    rollout.closed_rows = [[encode("old prompt"), encode("first", sampled=True)]]
+    view = RolloutView(rollout, decode)
+    assert view.turns == ("first", "<code>1+</code>", "the answer")
+    assert view.observations == ("SEEN SyntaxError",)
+    assert view.turn_reward(0, "x", 1.0) == SpanReward(10, 15, "x", 1.0, 0)
+    assert view.turn_reward(1, "x", 1.0) == SpanReward(6, 21, "x", 1.0, 1)
 
 
 def test_spans_are_rewarded_by_themselves() -> None:
@@ -157,7 +169,7 @@ def test_async_functions_wait_for_one_another_not_in_line() -> None:
         ("nothing", "it returned None: the rollout cannot be scored"),
         ("text", "expected a finite number as text, got 'high'"),
         ("endless", "expected a finite number as endless, got inf"),
-        ("beyond", r"expected a finite value on tokens within \[0, 47\)"),
+        ("beyond", r"expected a finite value on tokens of rows of \[47\]"),
         ("answer", "the reward has a part 'answer' already"),
     ],
 )

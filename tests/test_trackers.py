@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -75,10 +76,10 @@ def test_a_library_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install tensorboard to try it")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    events = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator: Any = importlib.import_module(events).EventAccumulator
     (opened,) = open_trackers(["tensorboard"], tmp_path, {"steps": 2}, 0)
     opened.write(1, {"rollout/reward": 0.5})
     opened.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(1, 0.5)]
+    read = accumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in read.Scalars("rollout/reward")] == [(1, 0.5)]

@@ -242,7 +242,7 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step(
 def test_steps_without_a_gradient_still_count(config: Callable[..., TrainConfig]) -> None:
     fake = FakeRun([[DEAD, DEAD]])
     train(config("steps=1"), fake.parts())
-    assert [update.batches for update in fake.updates[0]] == [[]]
+    assert [list(update.batches) for update in fake.updates[0]] == [[]]
     assert fake.step_count == 1
 
 

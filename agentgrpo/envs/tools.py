@@ -199,11 +199,11 @@ class ToolEpisode:
     """Calls, one after another."""
 
     def __init__(self, toolset: Toolset) -> None:
-        self._toolset = toolset
+        self.toolset = toolset
 
     def step(self, action: Action) -> Observation:
         """Make the calls of a turn in their order."""
-        return observed([self._toolset.call(call) for call in calls_of(action)])
+        return observed([self.toolset.call(call) for call in calls_of(action)])
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """Nothing: what an answer is worth is for the reward to say."""

@@ -49,6 +49,7 @@ def generate(
         else Task(id=str(i), messages=({"role": "user", "content": task},), spec={})
         for i, task in enumerate(tasks)
     ]
-    chat = ChatTemplate(tokenizer)
-    sampler = Sampler(engine, agent, env, chat, config or RolloutConfig(), max_live=max_live)
+    config = config or RolloutConfig()
+    chat = ChatTemplate(tokenizer, config.template_options)
+    sampler = Sampler(engine, agent, env, chat, config, max_live=max_live)
     return sampler.play(made, n, seed=seed)[0]

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, Agent, Finish, Malformed
+from agentgrpo.agents.base import Action, Agent, Finish, Malformed, Message
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment, InfrastructureError, Observation
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import Spent, called, treatment_of
+from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import (
     Float32,
     Group,
@@ -121,6 +122,8 @@ class _Live:
     first_entropy: float | None = None
     consecutive: int = 0
     """Branchings in a row that led here."""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation so far, where it is rendered anew for each turn."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -239,6 +242,7 @@ class Play:
             length=len(prompt),
             spent=Spent(self._config, len(prompt), self._engine.max_model_len),
             attempt=pending.attempt,
+            messages=list(self._agent.messages(task)),
         )
         self._ask(pending.index)
 
@@ -336,7 +340,7 @@ class Play:
             self._consider_branching(index, turn)
         live.turn_start = live.length
         self._append(live, turn.token_ids, turn.logprobs)
-        live.rollout.turns.append(turn.account)
+        live.rollout.turns.append(replace(turn.account, row=len(live.rollout.closed_rows)))
         live.spent.turns += 1
         live.rollout.stats["turns"] += 1
         self.stats.total_sampled_tokens += len(turn.token_ids)
@@ -435,8 +439,10 @@ class Play:
         for name, count in observation.counts.items():
             rollout.stats[name] = rollout.stats.get(name, 0.0) + count
         for name, value in observation.rewards.items():
-            end = live.turn_start + len(live.ids[-1])
-            rollout.span_rewards.append(SpanReward(live.turn_start, end, name, value))
+            closed = sum(len(s.token_ids) for row in rollout.closed_rows for s in row)
+            start = closed + live.turn_start
+            end = start + len(live.ids[-1])
+            rollout.span_rewards.append(SpanReward(start, end, name, value))
         if observation.done:
             rollout.answer = observation.answer
             self._end(index, Status.COMPLETED)
@@ -455,6 +461,9 @@ class Play:
         )
         said = self._agent.observe(action, shown)
         closed = int(live.ids[-1][-1]) in self._chat.stop_token_ids
+        if not isinstance(said, str) and config.history == "render":
+            self._rerender(index, said)
+            return
         if not isinstance(said, str):
             ids = self._chat.observation_ids(said, turn_closed=closed)
         elif closed:  # the policy closed the message that the text would have gone into
@@ -466,6 +475,26 @@ class Play:
             self._end(index, Status.TRUNCATED_LENGTH)
             return
         self._append(live, ids, None)
+        self._ask(index)
+
+    def _rerender(self, index: int, said: Sequence[Message]) -> None:
+        """Render the whole conversation for the next turn and make the rollout's rows follow."""
+        live, rollout = self._live[index], self._live[index].rollout
+        turn = {"role": "assistant", "content": self._chat.decode(live.ids[-1])}
+        live.messages += [turn, *said]
+        prompt = self._chat.prompt_ids(live.messages, self._agent.tools(rollout.task))
+        if not live.spent.fits(len(prompt)):
+            self._end(index, Status.TRUNCATED_LENGTH)
+            return
+        transcript = Transcript.of(rollout.segments, fork_threshold=self._config.fork_threshold)
+        drift = transcript.rerender(prompt)
+        rollout.stats[f"prompts_{drift}"] = rollout.stats.get(f"prompts_{drift}", 0.0) + 1
+        rollout.closed_rows += transcript.closed_rows
+        rollout.segments = transcript.segments
+        if transcript.replaced:
+            rollout.turns[-1] = replace(rollout.turns[-1], replaced=transcript.replaced)
+        live.ids = [segment.token_ids for segment in rollout.segments]
+        live.length = len(prompt)
         self._ask(index)
 
     def _append(self, live: _Live, ids: Int32, logprobs: Float32 | None) -> None:

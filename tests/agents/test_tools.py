@@ -268,5 +268,5 @@ def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:
 
     env = ToolEnv([broken])
     made = ToolAgent(AgentConfig(kind="tools"), env.tools, hermes)
-    played = play(made, env, f"{call('broken')}{EOT}")
+    played = play(made, env, f"{call('broken')}{EOT}", max_retries=0)
     assert (played.status, played.error) == (Status.INFRA_ERROR, "disk on fire")

@@ -1,7 +1,8 @@
-"""Every kind of agent with a real engine: records hold what was sampled; acting is learned."""
+"""Every kind of agent with a real engine: records are what was sampled; acting is learned."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,21 @@ from tests.playing import task
 from tests.rollout.stubs import StubEnv
 
 TOOLS = ToolEnv([calculate])
+STEPS = 14
 BUDGET = RolloutConfig(max_turns=3, max_turn_tokens=24, max_observation_tokens=32)
+
+
+def common_letters(engine: Engine, tokenizer: Any) -> tuple[str, str]:
+    """The two letters that the random model writes most often."""
+    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    config = RolloutConfig(max_turns=1, max_turn_tokens=48)
+    (group,) = generate(
+        [task("Q0")], engine, agent, 32, env=StubEnv(), tokenizer=tokenizer, config=config
+    )
+    said = "".join(tokenizer.decode(r.segments[1].token_ids) for r in group.rollouts)
+    counted = Counter(c for c in said if c.isascii() and c.isalpha())
+    (first, _), (second, _) = counted.most_common(2)
+    return first, second
 
 
 @pytest.mark.nsjail
@@ -39,16 +54,20 @@ BUDGET = RolloutConfig(max_turns=3, max_turn_tokens=24, max_observation_tokens=3
 def test_every_agent_plays_with_a_real_engine_and_sandbox(
     engine: Engine, tokenizer: Any, kind: str
 ) -> None:
-    """Tags of one byte, so that a random model acts at all."""
+    """Tags are letters that the random model writes often, so that it acts at all."""
+    opens, closes = common_letters(engine, tokenizer)
     try:
         pool = SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1)
     except SandboxUnavailable as reason:
         pytest.skip(str(reason))
-    tags: dict[str, Any] = {"open_tag": "a", "close_tag": "b"}
+    tags: dict[str, Any] = {"open_tag": opens, "close_tag": closes, "system_prompt": ""}
     with pool:
         made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
             "code": lambda: (CodeAgent(AgentConfig(**tags)), PythonEnv(pool, 2.0)),
-            "repl": lambda: (ReplAgent(AgentConfig(kind="repl", banner="")), ConsoleEnv(pool, 2.0)),
+            "repl": lambda: (
+                ReplAgent(AgentConfig(kind="repl", banner="", system_prompt="")),
+                ConsoleEnv(pool, 2.0),
+            ),
             "inline": lambda: (InlineAgent(AgentConfig(kind="inline", **tags), TOOLS.tools), TOOLS),
             "tools": lambda: (
                 ToolAgent(
@@ -94,15 +113,16 @@ def test_S0_14_the_share_of_rollouts_that_run_code_rises(
         engine,
         LearnerConfig(learning_rate=2e-3),
         LossConfig(),
-        total_steps=10,
+        total_steps=STEPS,
         temperature=1.0,
         weights="shared",
         dlogp_limit=1e-4,
     )
-    agent = CodeAgent(AgentConfig(system_prompt="S", open_tag="a", close_tag="b"))
+    opens, closes = common_letters(engine, tokenizer)
+    agent = CodeAgent(AgentConfig(system_prompt="S", open_tag=opens, close_tag=closes))
     config = RolloutConfig(max_turns=1, max_turn_tokens=24, group_size=16, deterministic=True)
     shares = []
-    for step in range(10):
+    for step in range(STEPS):
         engine.wake()
         learner.publish()
         groups = generate(

@@ -185,6 +185,16 @@ class TestWholeRun:
         assert verify.main([str(whole_run[0])]) == 0, capsys.readouterr().out
         assert "0 faults in" in capsys.readouterr().out
 
+    def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
+        rows = [r for r in lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
+        assert len(rows) == STEPS + 3
+        for row in rows:
+            parts = {name: s for name, s in row.items() if name.startswith("time/")}
+            total = parts.pop("time/total_s")
+            assert sum(parts.values()) == pytest.approx(total)
+        assert {"time/playing_s", "time/learning_s", "time/syncing_s"} <= rows[1].keys()
+        assert "time/starting_s" in rows[0]
+
     def test_code_was_run_in_the_sandbox(self, whole_run: tuple[Path, str]) -> None:
         from agentgrpo.agents.code import CodeAgent
         from agentgrpo.config import AgentConfig
@@ -278,6 +288,22 @@ class TestWholeRun:
         assert metrics == metrics_whole
         assert played == played_whole
         assert not list(checkpoints.glob(".*"))
+
+    def test_ctrl_c_finishes_the_step_and_saves(self, model: Path, tmp_path: Path) -> None:
+        config, run = write_config(tmp_path, model), tmp_path / "run"
+        process = start(config, "steps=500", "save_every=500", "eval_every=0")
+        metrics = run / "metrics.jsonl"
+        while not metrics.exists() or "learner/loss" not in metrics.read_text():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        status, out, err = finish(process)
+        assert (status, err) == (130, "")
+        assert "stopping after this step, then saving" in out
+        assert "stopped. The same command continues from the last checkpoint." in out
+        (saved,) = (run / "checkpoints").iterdir()
+        trained = [row for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+        assert saved.name == f"step_{len(trained):06d}"
 
 
 def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Rollout]:

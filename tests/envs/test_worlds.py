@@ -78,6 +78,18 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
     episode.close()
 
 
+def test_a_lake_of_cards_is_dealt_as_the_task_shows_it() -> None:
+    """A hand goes on from the observation that the question showed."""
+    env = lake(id="Blackjack-v1", kwargs={}, actions=["stick", "hit"], num_tasks=12)
+    for task_ in env.tasks("train"):
+        hand, dealer = map(int, re.findall(r"\d+", task_.messages[0]["content"])[:2])
+        episode = env.reset(task_)
+        told = episode.step(call("act", action="stick"))
+        episode.close()
+        assert told.done
+        assert list(map(int, re.findall(r"\d+", told.text)[:2])) == [hand, dealer]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -338,7 +338,7 @@ def test_where_nothing_branches_the_rest_begins_as_soon_as_a_place_is_free_and_a
     None
 ):
     engine = conversation(0)
-    groups, _ = play(engine, group_size=16, branching={**ALWAYS, "initial": 4})
+    groups, _ = play(engine, group_size=16, branching={**ALWAYS, "initial": 4}, deterministic=True)
     assert all(r.parent is None for r in checked(groups, 16))
     # 4 at once, each ended after at most 3 steps and left its 3 places, each taken at that moment
     begun = Counter(r.submitted_at for r in engine.requests)

@@ -18,6 +18,7 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.play import COUNTS, SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.verify import rollout_faults
 from tests.rollout.stubs import Request, StubEngine, StubEnv, Turn, answer_to, code_in
 from tests.tiny import make_tokenizer
 
@@ -443,3 +444,62 @@ def test_no_tasks_no_groups() -> None:
     groups, stats = play(scripted(), StubEnv(), num_tasks=0)
     assert groups == []
     assert stats.engine_steps == 0
+
+
+THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "threshold", "drifts"),
+    [
+        (None, 1024, {"prompts_clean": 2}),
+        (THINKING, 1024, {"prompts_realign": 2}),
+        (THINKING, 5, {"prompts_fork": 2}),
+    ],
+    ids=["clean", "realign", "fork"],
+)
+def test_prompts_that_are_rendered_anew_are_followed_and_proven(
+    template: str | None, threshold: int, drifts: dict[str, float]
+) -> None:
+    """The engine gets the template's own rendering; what it sampled and still sees is trained."""
+    tokenizer = make_tokenizer(template) if template else TOKENIZER
+    turns = [f"<think>so</think><code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]
+    engine = StubEngine(tokenizer, lambda number, _: Turn(turns[number]))
+    config = RolloutConfig(
+        max_turns=3, max_turn_tokens=200, max_observation_tokens=200,
+        history="render", fork_threshold=threshold,
+    )  # fmt: skip
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), ChatTemplate(tokenizer), config)
+    groups, _ = sampler.play(tasks(1), 1, seed=5)
+    (rollout,) = groups[0].rollouts
+    assert {k: v for k, v in rollout.stats.items() if k.startswith("prompts_")} == drifts
+    assert list(rollout_faults(rollout)) == []
+    messages = [*AGENT.messages(tasks(1)[0])]
+    for request, said in zip(engine.requests, turns, strict=True):
+        rendered = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        assert tokenizer.decode(request.prompt) == rendered
+        answer = answer_to(code_in(said) or "")
+        assert not isinstance(answer, InfrastructureError)
+        messages += [
+            {"role": "assistant", "content": said.removesuffix(EOT)},
+            {"role": "user", "content": answer.text},
+        ]
+    sampled = [i for row in rollout.rows for s in row if s.sampled for i in s.token_ids.tolist()]
+    replaced = [i for turn in rollout.turns for i in turn.replaced]
+    assert len(sampled) + len(replaced) == len(encode("".join(turns)))
+    assert len(rollout.rows) == 1 + drifts.get("prompts_fork", 0)
+    assert bool(replaced) == ("prompts_realign" in drifts)
+
+
+def test_branches_and_rendered_histories_exclude_each_other() -> None:
+    with pytest.raises(
+        ValueError, match=r"'render' and rollout\.branching\.initial 2 exclude each"
+    ):
+        RolloutConfig(history="render", branching={"initial": 2})  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
     sessions = [pool.acquire() for _ in wanted]
     try:
         tags = {
-            loop.submit(session, code, 0.4): (code[:60], status)
+            loop.submit(session, code, 1.0): (code[:60], status)
             for session, (code, status) in zip(sessions, wanted.items(), strict=True)
         }
         for tag, result in drain(loop):

@@ -16,7 +16,7 @@ import pytest
 from agentgrpo.view.collect import STREAMS, read_run
 from agentgrpo.view.page import make_page
 from tests.view.browser import Browser, find_browser
-from tests.view.runs import write_run
+from tests.view.runs import ids, write_run
 
 REMEDY = "no Chromium: apt-get install chromium-headless-shell, or set BROWSER_BINARY"
 
@@ -181,7 +181,13 @@ def test_search_finds_text_in_tokens(browser: Browser, page: Path) -> None:
 def test_filters_add_up(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts")
     count = "document.querySelector('.count').textContent.split(' ')[0]"
-    for name, value, left in (("split", "train", 16), ("status", "completed", 12), ("low", "1", 4)):
+    for name, value, left in (
+        ("split", "train", 16),
+        ("status", "completed", 12),
+        ("high", "0.5", 8),
+        ("high", "", 12),
+        ("low", "1", 4),
+    ):
         browser.ask(f"app.lists[0].set({name!r}, {value!r})")
         assert browser.ask(count) == str(left)
 
@@ -203,6 +209,20 @@ def test_nothing_that_was_sampled_becomes_markup(browser: Browser, page: Path) -
     assert browser.ask("document.title") == "one · agentgrpo"
     assert browser.ask("document.querySelectorAll('#main script, #main b b').length") == 0
     assert "</script>" in texts(browser, ".detail h2")[0]
+
+
+def test_a_token_that_is_a_tag_is_shown_as_text(browser: Browser, folder: Path) -> None:
+    data = read_run(write_run(folder / "tags", steps=1))
+    vocabulary = data.index["vocabulary"]
+    vocabulary["shown"][vocabulary["ids"].index(int(ids("o")[0]))] = (
+        "<img src='x' id=\"taken\">&lt;"
+    )
+    path = folder / "tags.html"
+    path.write_text(make_page([data]))
+    browser.open(path, "#rollouts/0/3")
+    wait_shown(browser, 3)
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+    assert "<img src='x' id=\"taken\">&lt;" in texts(browser, ".seg.sampled .toks span")
 
 
 def test_ratios_entropies_and_branches_where_they_are_recorded(

@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "one")
 
 
-def chunk_of(data: RunData, number: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # type: ignore[type-arg]
+def chunk_of(data: RunData, number: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """A chunk's ids and streams, read as the page reads them."""
     num_ids, num_sampled = data.index["chunks"][number]
     raw = data.chunks[number]

@@ -82,6 +82,17 @@ class Run {
     });
   }
 
+  // All ids of a rollout, and where each origin begins and ends.
+  async outline(rollout) {
+    const chunk = await this._chunk(rollout.chunk);
+    const ids = [], kinds = [];
+    for (const [origin, start, length] of rollout.segments) {
+      kinds.push([origin, ids.length, ids.length + length]);
+      for (let k = start; k < start + length; k++) ids.push(chunk.ids[k]);
+    }
+    return { rollout, ids, kinds };
+  }
+
   // Text per token; a character spread over several tokens stands at the first of them.
   texts(ids) {
     const texts = Array.from(ids, (id) => this._shown.get(id));

@@ -45,10 +45,16 @@ class RolloutView {
     if (this.rollout !== rollout) return; // another was chosen meanwhile
     this.segments = segments;
     this.query = query;
-    const tree = !this.options.narrow && rollout.inGroup.members.length > 1 ? await groupTree(this.run, rollout.inGroup, rollout, this.options.choose) : null;
-    if (this.rollout !== rollout) return;
+    const group = rollout.inGroup;
+    if (this.group !== group) {
+      const alone = this.options.narrow || group.members.length === 1;
+      const tree = alone ? null : await groupTree(this.run, group, this.options.choose);
+      if (this.rollout !== rollout) return;
+      [this.group, this.tree] = [group, tree];
+    }
+    if (this.tree) markLeaf(this.tree, rollout);
     this.stream = h("div", { class: "stream" });
-    this.body.replaceChildren(...[this.heading(), tree, this.facts(), this.modes(), this.stream].filter(Boolean));
+    this.body.replaceChildren(...[this.heading(), this.tree, this.facts(), this.modes(), this.stream].filter(Boolean));
     this.pin(-1);
     this.draw();
     this.element.scrollTop = 0;

@@ -1,13 +1,9 @@
 // A group as the tree it is: rollouts share a line as far as their tokens are the same.
 
-async function groupTree(run, group, current, choose) {
+// Made once a group; markLeaf() then says which rollout is looked at.
+async function groupTree(run, group, choose) {
   const members = group.members;
-  const all = await Promise.all(members.map(async (rollout) => {
-    const segments = await run.segments(rollout);
-    const ids = segments.flatMap((segment) => Array.from(segment.ids));
-    const kinds = segments.map(({ origin, offset, ids: own }) => [origin, offset, offset + own.length]);
-    return { rollout, ids, kinds };
-  }));
+  const all = await Promise.all(members.map((rollout) => run.outline(rollout)));
   const shared = sharedLength(all);
   const longest = Math.max(...all.map(({ ids }) => ids.length));
   const left = 10, width = 900, right = 130, rowHeight = 22;
@@ -30,8 +26,8 @@ async function groupTree(run, group, current, choose) {
       const [one] = branch, y = 14 + rowHeight * row++;
       stroke(one, from, one.ids.length, y);
       const { rollout } = one;
-      parts.push(s("g", { class: rollout === current ? "leaf on" : "leaf", role: "button", tabindex: 0, "aria-label": `rollout ${rollout.index}, reward ${number(rollout.reward)}`, onclick: () => choose(rollout), onkeydown: (event) => event.key === "Enter" && choose(rollout) },
-        s("circle", { cx: px(one.ids.length) + 5, cy: y, r: rollout === current ? 6 : 4.5, fill: "currentColor", style: `color:${rewardColour(run, rollout.reward)}` }),
+      parts.push(s("g", { class: "leaf", "data-rollout": rollout.id, role: "button", tabindex: 0, "aria-label": `rollout ${rollout.index}, reward ${number(rollout.reward)}`, onclick: () => choose(rollout), onkeydown: (event) => event.key === "Enter" && choose(rollout) },
+        s("circle", { cx: px(one.ids.length) + 5, cy: y, r: 4.5, fill: "currentColor", style: `color:${rewardColour(run, rollout.reward)}` }),
         s("text", { x: px(one.ids.length) + 15, y: y + 3.5 }, `${rollout.index}: ${number(rollout.reward)}${rollout.split === "heldout" ? "" : `  (${signed(rollout.advantage)})`}`)));
       return y;
     }
@@ -53,6 +49,14 @@ async function groupTree(run, group, current, choose) {
     h("div", { class: "crumbs" }, h("h3", {}, `Group of ${members.length}`), h("span", { class: "quiet" }, `a line is shared as far as the tokens are the same`),
       h("span", { class: "push quiet" }, h("b", { class: "swatch prompt" }, "prompt"), " ", h("b", { class: "swatch sampled" }, "sampled"), " ", h("b", { class: "swatch given" }, "environment"), forks.length ? " ◆ branch" : "")),
     s("svg", { viewBox: `0 0 ${width} ${height}`, style: "max-height: 420px" }, parts, forks));
+}
+
+function markLeaf(tree, rollout) {
+  for (const leaf of tree.querySelectorAll(".leaf")) {
+    const on = leaf.dataset.rollout === String(rollout.id);
+    leaf.classList.toggle("on", on);
+    $("circle", leaf).setAttribute("r", on ? 6 : 4.5);
+  }
 }
 
 // How many tokens all of these have in common, from `from` on.

@@ -1,0 +1,82 @@
+"""What the updates of a learner step add up to: losses, norms, how far the sampler was off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgrpo import parallel
+from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.reduce import Metrics as TermMetrics
+from agentgrpo.kernels.reduce import combine_metrics
+from agentgrpo.losses import mismatch_metrics
+from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
+
+
+class Before(NamedTuple):
+    """What is known of a batch's terms before the first update of a step, [N] each."""
+
+    old_logp: Tensor | None
+    """None: that of the update's own forward pass, which is the same."""
+    ref_logp: Tensor | None
+
+
+class StepRecord:
+    """What the updates of one step add up to, on this rank."""
+
+    def __init__(self) -> None:
+        self.before: dict[tuple[int, int], Before] = {}
+        self.looked = False
+        """Whether every batch was scored before the first update."""
+        self.entropy_threshold: float | None = None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.parts: list[TermMetrics] = []
+        self.gaps: list[Float32] = []
+        self._labels: list[tuple[Int32, Int32]] = []
+
+    def saw(self, batch: PackedBatch, logp_N: Tensor) -> None:
+        """Remember how far the sampler was from the learner on a batch's terms."""
+        self.gaps.append(logp_N.detach().float().cpu().numpy() - batch.old_logp_N)
+        self._labels.append((batch.sample_N, batch.turn_N))
+
+    def metrics(self, objective: Objective) -> Metrics:
+        """All ranks' together."""
+        metrics = {
+            "loss": float(np.mean(self.losses)) if self.losses else 0.0,
+            "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,
+        }
+        if len(self.norms) > 1:
+            metrics["grad_norm_max"] = max(self.norms)
+        metrics |= combine_metrics(
+            [
+                {name: torch.tensor(value) for name, value in part.items()}
+                for parts in parallel.gather(_as_floats(self.parts))
+                for part in parts
+            ]
+        )
+        seen = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
+        gaps, samples, turns, offset = [], [], [], 0
+        for gap, (sample, turn) in (item for part in seen for item in part):
+            gaps.append(gap)
+            turns.append(turn)
+            samples.append(sample + np.int32(offset))  # a rollout lies in one batch
+            offset += int(sample.max(initial=-1)) + 1
+        if gaps:
+            metrics |= mismatch_metrics(
+                np.concatenate(gaps), np.concatenate(samples), np.concatenate(turns), objective
+            )
+        return metrics
+
+
+def _as_floats(parts: Sequence[TermMetrics]) -> list[dict[str, float]]:
+    """One transfer from the device."""
+    if not parts:
+        return []
+    names = sorted(parts[0])
+    rows = torch.stack([torch.stack([p[name].double() for name in names]) for p in parts])
+    return [dict(zip(names, row, strict=True)) for row in rows.tolist()]
