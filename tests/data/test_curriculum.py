@@ -110,6 +110,16 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
     assert written == summary
 
 
+def test_S3_15_the_stream_hears_what_became_of_its_tasks(tmp_path: Path) -> None:
+    """So that levels that join with success join in a curriculum too."""
+    recipe, stream = make_recipe(tmp_path), WordProblemTasks(levels=(1,), seed=3)
+    heard: list[str] = []
+    stream.feedback = lambda groups: heard.extend(g.task.id for g in groups)  # type: ignore[method-assign]
+    player = Player()
+    select(recipe, 0, player, stream)  # type: ignore[arg-type]
+    assert heard == [name for ids, _ in player.calls for name in ids]
+
+
 def test_S3_15_each_stage_plays_other_candidates(tmp_path: Path) -> None:
     recipe, first, second = make_recipe(tmp_path), Player(), Player()
     play_stage(recipe, 0, first)
