@@ -198,12 +198,21 @@ class RecipeConfig(TrainConfig):
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
         if "policy" in self.endpoints:
             raise ValueError("endpoints.policy: the name is that of the run's own model")
+        if "flywheel" in self.model_fields_set:
+            self.require_sessions()
+        return self
+
+    def require_sessions(self) -> None:
+        """The flywheel has sandbox sessions enough; settings that it never reads are not judged.
+
+        Raises:
+            ValueError: it could come to wait for sessions that it holds itself.
+        """
         if 3 * self.flywheel.concurrency > self.sandbox.max_live:
             raise ValueError(
                 f"flywheel.concurrency: {self.flywheel.concurrency} questions play up to three "
                 f"trajectories each at once, sandbox.max_live is {self.sandbox.max_live}"
             )
-        return self
 
     def of_run(self, **changes: Any) -> TrainConfig:
         """The settings of one training run of the recipe, `section.key` changed as given.

@@ -119,12 +119,17 @@ def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) ->
 def test_a_chat_template_without_tools(
     dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = tiny.make_model_dir(tmp_path / "model")
+    tiny.make_tokenizer(tiny.CHATML.replace("tools | tojson", "''")).save_pretrained(model)
     monkeypatch.syspath_prepend(tmp_path)
     tools = tmp_path / "newcomers_tools.py"
     tools.write_text('def add(a: int, b: int) -> int:\n    """Add a and b."""\n    return a + b\n')
     refused(
         dry_run(
-            "agent.kind=tools", "env.kind=tools", 'env.options={tools=["newcomers_tools:add"]}'
+            f"model={model}",
+            "agent.kind=tools",
+            "env.kind=tools",
+            'env.options={tools=["newcomers_tools:add"]}',
         ),
         "does not show tools",
     )

@@ -387,6 +387,7 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
     """
     from agentgrpo.build import set_stage, start_engine
 
+    recipe.require_sessions()
     config = recipe.of_run()
     stage = set_stage(config)
     try:
