@@ -35,7 +35,7 @@ def sandbox() -> None:
     try:
         SandboxPool(max_live=1).close()
     except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
+        pytest.skip(f"this machine cannot isolate: {'total_s', reason}")
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +124,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A run's records without the times in them."""
+    """A run's records without the times and the process's memory in them."""
     metrics = [
         {
             name: value
             for name, value in row.items()
-            if name.rpartition("/")[2] not in TIMES and not name.startswith("time/")
+            if name.rpartition("/")[2] not in TIMES and not name.startswith(("time/", "engine/rss"))
         }
         for row in lines(run / "metrics.jsonl")
     ]
