@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ from agentgrpo.envs.base import Environment, Observation
 from agentgrpo.losses import objective_of
 from agentgrpo.machine import require_packages
 from agentgrpo.metrics import RunLog
+from agentgrpo.models import chat_of, check_model, resolve_model
 from agentgrpo.plan import plan
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
@@ -32,6 +30,7 @@ from agentgrpo.rewards import expected_answer
 from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.run_dir import flat, locked, require_same_run
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.scoring import Scoring
 from agentgrpo.trackers import open_trackers
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 NUM_LOOKED_AT = 256
 """Training tasks whose prompts a dry run measures."""
-WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,7 +244,7 @@ def set_stage(
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model)
         chat = chat_of(model, config.rollout.template_options)
-        _check_model(config, model)
+        check_model(config, model)
         read_calls = None
         if config.agent.kind == "tools":
             from agentgrpo.engine import tool_call_reader
@@ -387,7 +385,7 @@ def _with_learner(
 def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
     """The run's records and the position in its data, as the checkpoint remembers them."""
     step = 0 if resumed is None else checkpoint.step_of(resumed)
-    settings = _flat(config.model_dump(mode="json"))
+    settings = flat(config.model_dump(mode="json"))
     log = RunLog(config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step))
     if resumed is None:
         log.cut_back({})
@@ -399,55 +397,6 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
     tasks.load_state_dict(state["tasks"])
     log.cut_back(state["log_offsets"])
     return log
-
-
-@contextlib.contextmanager
-def locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this run's; the lock goes with rank 0's file object."""
-    if parallel.rank() > 0:
-        with Path(os.devnull).open("w") as file:
-            yield file
-        return
-    out_dir.mkdir(parents=True, exist_ok=True)
-    file = (out_dir / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"out_dir {str(out_dir)!r} is in use by another run") from None
-    with file:
-        yield file
-
-
-MAY_CHANGE = {"out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints"}
-"""Settings that a resumed run may have otherwise than it was started with."""
-
-
-def require_same_run(config: TrainConfig) -> None:
-    """Refuse to continue a run under other settings, or to write over somebody's records."""
-    records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
-    if not records.exists():
-        return
-    if not described.exists():
-        raise ValueError(f"{records} is of no run of ours (no run.json): choose another out_dir")
-    then = _flat(json.loads(described.read_text())["config"])
-    now = _flat(config.model_dump(mode="json"))
-    for key in sorted((then.keys() | now.keys()) - MAY_CHANGE):
-        if then.get(key) != now.get(key):
-            raise ValueError(
-                f"out_dir {str(config.out_dir)!r} holds a run with {key} = {then.get(key)!r}, now "
-                f"it is {now.get(key)!r}: set it back to continue, or choose another out_dir"
-            )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        inner = (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-        flat.update(inner)
-    return flat
 
 
 def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
@@ -476,51 +425,6 @@ def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
                 f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
                 "the prompt): take a model made for tool calls, or the code or inline agent"
             )
-
-
-def _check_model(config: TrainConfig, model: str) -> None:
-    """The model is as long and as deep as the config asks."""
-    from transformers import AutoConfig
-
-    shape = AutoConfig.from_pretrained(model).get_text_config()
-    layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
-    if wanted is not None and wanted > layers:
-        raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
-    positions = getattr(shape, "max_position_embeddings", None)
-    if positions is not None and config.engine.max_model_len > positions:
-        raise ValueError(
-            f"engine.max_model_len must be at most {positions}, the positions that {model!r} "
-            f"knows, got {config.engine.max_model_len}"
-        )
-
-
-def cache_dir() -> Path:
-    """Where imported models are kept: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
-    return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
-
-
-def resolve_model(model: str) -> str:
-    """A model directory for `config.model`: itself, or what `package:NAME` imports to.
-
-    Raises:
-        ValueError: no such directory, nothing in the local hub cache, or no such package.
-    """
-    if model.startswith("package:"):
-        from agentgrpo.data.import_gguf import find_in_package, import_gguf
-
-        source = find_in_package(model.removeprefix("package:"))
-        folder = cache_dir() / "models" / source.stem.split(".")[0]
-        import_gguf(source, folder)
-        return str(folder)
-    if Path(model).is_dir():
-        if not (Path(model) / "config.json").is_file():
-            raise ValueError(f"model {model!r}: the directory holds no config.json")
-        if not any(path.suffix in WEIGHTS for path in Path(model).iterdir()):
-            raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
-        return model
-    if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"model {model!r}: no such directory")
-    return model
 
 
 def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
@@ -565,23 +469,6 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
         max_live=config.max_live,
         allow_degraded=config.allow_degraded,
     )
-
-
-def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer.
-
-    Raises:
-        ValueError: the tokenizer cannot be read, or has no usable template.
-    """
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {model!r}: its tokenizer cannot be read: {error}") from error
-    return ChatTemplate(tokenizer, options)
 
 
 def _versions() -> dict[str, str]:

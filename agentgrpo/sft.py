@@ -275,7 +275,8 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         FloatingPointError: a gradient is not finite.
         OSError: something cannot be read or written.
     """
-    from agentgrpo.build import locked, require_same_run, set_stage
+    from agentgrpo.build import set_stage
+    from agentgrpo.run_dir import locked, require_same_run
 
     config, data = settings_of(recipe), Path(recipe.sft.data or recipe.out_dir / "flywheel")
     data = data / "sft.jsonl" if not recipe.sft.data else data

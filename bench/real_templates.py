@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.build import cache_dir
+from agentgrpo.models import cache_dir
 
 VERSION = "3.7.2"
 SHA256 = {

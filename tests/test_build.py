@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.build import _check_model
 from agentgrpo.config import TrainConfig
+from agentgrpo.models import check_model
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -21,10 +21,10 @@ def test_more_layers_than_the_model_has_cannot_be_trained(
 ) -> None:
     asked = config(tiny_model, learner={"trained_layers": layers})
     if fits:
-        _check_model(asked, str(tiny_model))
+        check_model(asked, str(tiny_model))
         return
     with pytest.raises(ValueError, match=r"learner\.trained_layers must be at most 2, got 3"):
-        _check_model(asked, str(tiny_model))
+        check_model(asked, str(tiny_model))
 
 
 @pytest.mark.parametrize(("length", "fits"), [(1024, True), (1025, False)])
@@ -33,9 +33,9 @@ def test_a_context_longer_than_the_models_is_refused(
 ) -> None:
     asked = config(tiny_model, engine={"max_model_len": length})
     if fits:
-        _check_model(asked, str(tiny_model))
+        check_model(asked, str(tiny_model))
         return
     with pytest.raises(
         ValueError, match=r"engine\.max_model_len must be at most 1024, .* got 1025"
     ):
-        _check_model(asked, str(tiny_model))
+        check_model(asked, str(tiny_model))

