@@ -27,8 +27,8 @@ class Completion:
     finish_reason: str
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
     account: Account | None = None
+    entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 @dataclass
