@@ -127,16 +127,24 @@ def receive(host: socket.socket) -> tuple[int, int, list[int]]:
 
 def end_groups(_signal: int, _frame: object) -> None:
     """Without namespaces: what is left of sessions whose init has ended."""
-    while True:
-        try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if ended is None:
-            return
-        with contextlib.suppress(ProcessLookupError):  # it never made its group
-            os.killpg(ended.si_pid, signal.SIGKILL)  # not reaped yet: the number is its own
-        os.waitpid(ended.si_pid, 0)
+    # another end must not be handled between the look at one and its reaping
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        while (ended := next_ended()) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it never made its group
+                os.killpg(ended, signal.SIGKILL)  # not reaped yet: the number is its own
+            os.waitpid(ended, 0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def next_ended() -> int | None:
+    """A child that has ended and is not reaped."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_pid
 
 
 def prepare(settings: dict[str, Any]) -> None:

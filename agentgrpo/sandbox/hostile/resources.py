@@ -477,7 +477,7 @@ def buffers_of_sockets(s: Session) -> None:
         " a = socket.create_connection(server.getsockname()); b, _ = server.accept()\n"
         " a.setblocking(False); keep += [a, b]; stop = time.monotonic() + 0.1\n"
         " try:\n  while time.monotonic() < stop: n += a.send(b'x' * 65536)\n"
-        " except BlockingIOError: pass\nn >> 20"
+        " except BlockingIOError: pass\ntime.sleep(1); n >> 20  # a watchdog's time"
     )
     result = s.step(code)
     if result.status not in (Status.OOM, TIMEOUT):
