@@ -15,7 +15,7 @@ COMMANDS = {
     "curriculum": ("agentgrpo.data.curriculum", "train in stages on the tasks that teach most"),
     "evaluate": ("agentgrpo.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
-    "verify": ("agentgrpo.verify", "check a run's records against its weights"),
+    "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
