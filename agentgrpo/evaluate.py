@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo import measures, parallel
-from agentgrpo.config import load_config_of
 from agentgrpo.endpoints import Endpoint, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.rewards import Reward
 from agentgrpo.rollout.custom import AnySampler

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.config import TrainConfig
+from agentgrpo.read_config import load_config
 from agentgrpo.settings import as_toml, settings
 
 HEAD = """\

@@ -31,9 +31,10 @@ import numpy as np
 
 from agentgrpo import checkpoint
 from agentgrpo.agents.base import Agent
-from agentgrpo.config import TrainConfig, load_config_of
+from agentgrpo.config import TrainConfig
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
+from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
 from agentgrpo.records import read_rollout
 from agentgrpo.rollout.delta import ChatTemplate

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from agentgrpo import parallel
 from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
-from agentgrpo.config import TrainConfig, load_config, shipped_configs
+from agentgrpo.config import TrainConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.interrupt import stop_after_step
+from agentgrpo.read_config import load_config, shipped_configs
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.scoring import RewardError, score_all

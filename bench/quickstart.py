@@ -107,8 +107,8 @@ class TransformersDecoder:
 def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> float:
     """Held-out solved share of a checkpoint without vLLM."""
     from agentgrpo.build import set_stage
-    from agentgrpo.config import load_config
     from agentgrpo.evaluate import evaluate
+    from agentgrpo.read_config import load_config
     from agentgrpo.rollout.sampler import Sampler
 
     config = load_config(CONFIG, overrides)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli, doctor, init, machine
-from agentgrpo.config import load_config
+from agentgrpo.read_config import load_config
 from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
 from tests import tiny

@@ -8,13 +8,8 @@ from typing import Any
 import pydantic
 import pytest
 
-from agentgrpo.config import (
-    EngineConfig,
-    RolloutConfig,
-    TrainConfig,
-    load_config,
-    shipped_configs,
-)
+from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
+from agentgrpo.read_config import load_config, shipped_configs
 
 LEAST = "model = 'm'\nout_dir = 'o'\n"
 

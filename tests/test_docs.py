@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli
-from agentgrpo.config import TrainConfig, _all_keys, load_config
+from agentgrpo.config import TrainConfig
+from agentgrpo.read_config import _all_keys, load_config
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout
 

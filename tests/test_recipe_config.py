@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.config import TrainConfig, load_config_of
+from agentgrpo.config import TrainConfig
+from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import RecipeConfig
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.base import RunCode
-from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, TrainConfig, load_config
+from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, TrainConfig
 from agentgrpo.envs.base import Observation
+from agentgrpo.read_config import load_config
 from agentgrpo.registry import ENVIRONMENTS, make_agent, make_env, make_reward
 from agentgrpo.rewards import load_callable, score
 from agentgrpo.types import Group

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.config import TrainConfig
+from agentgrpo.read_config import load_config
 from agentgrpo.settings import Setting, as_markdown, as_toml, settings, toml
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,8 @@ import pytest
 import agentgrpo.build
 from agentgrpo.agreement import Disagreement, Probes
 from agentgrpo.build import Parts
-from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.config import TrainConfig
+from agentgrpo.read_config import load_config
 from agentgrpo.train import main, train
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from agentgrpo.updates import Update

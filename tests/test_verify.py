@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from agentgrpo import verify
-from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.config import TrainConfig
 from agentgrpo.metrics import RunLog
 from agentgrpo.packing import pack_tree
+from agentgrpo.read_config import load_config
 from agentgrpo.records import read_parquet, read_rollouts, rollout_record, write_parquet
 from agentgrpo.rollout.transcript import Drift, Transcript
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn

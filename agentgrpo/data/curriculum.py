@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
 from agentgrpo.atomic import append_lines, whole_lines, write_json, write_lines
-from agentgrpo.config import TrainConfig, load_config_of
+from agentgrpo.config import TrainConfig
 from agentgrpo.data.difficulty import DifficultyTasks
 from agentgrpo.data.pareto import contrast, select_groups
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.measures import kind_of, quality_by
+from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.records import read_rollout, rollout_record
 from agentgrpo.runtime import prepare_environment

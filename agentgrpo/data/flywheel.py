@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.atomic import append_lines, whole_lines, write_json, write_lines
-from agentgrpo.config import load_config_of
 from agentgrpo.data.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.data.trajectories import Limits, Player, Trajectory
 from agentgrpo.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
@@ -43,6 +42,7 @@ from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures import SOLVED_AT, Quality, quality_by
 from agentgrpo.progress import Progress
+from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import FlywheelConfig, RecipeConfig
 from agentgrpo.rewards_efficiency import well_formed
 from agentgrpo.runtime import prepare_environment

@@ -147,7 +147,7 @@ def _synchronize() -> None:
 
 def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str]) -> TrainConfig:
     """The quickstart's task on another model, everything trained."""
-    from agentgrpo.config import load_config
+    from agentgrpo.read_config import load_config
 
     return load_config(
         "quickstart",

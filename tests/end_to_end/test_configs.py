@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentgrpo.build import prompt_length, set_stage
-from agentgrpo.config import load_config, shipped_configs
 from agentgrpo.progress import Progress
+from agentgrpo.read_config import load_config, shipped_configs
 from agentgrpo.sandbox import SandboxUnavailable
 
 SERVER = '''

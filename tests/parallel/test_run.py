@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.config import TrainConfig, load_config
+from agentgrpo.config import TrainConfig
 from agentgrpo.learner import Learner
+from agentgrpo.read_config import load_config
 from agentgrpo.records import read_rollout
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Group

@@ -103,7 +103,7 @@ def test_a_step_opens_its_rollouts(browser: Browser, page: Path) -> None:
     assert len(texts(browser, "tbody tr")) == 2
     browser.ask("document.querySelectorAll('tbody tr')[1].click()")
     browser.wait("document.querySelector('.count')?.textContent.startsWith('8 rollouts of 22')")
-    assert "step 2" in texts(browser, ".detail .crumbs")[0]
+    browser.wait("document.querySelector('.detail .crumbs')?.textContent.includes('step 2')")
 
 
 def test_a_rollout_is_shown_token_by_token(browser: Browser, page: Path) -> None:

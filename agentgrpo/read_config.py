@@ -1,0 +1,108 @@
+"""TOML and command-line overrides -> a checked config; every error names its key.
+
+A config file holds only what differs from the defaults. Values on the command line are
+`section.key=value`; a value is read as TOML where it is TOML and as a plain string otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import pydantic
+
+from agentgrpo.config import Section, TrainConfig
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The settings of a run: load_config_of(TrainConfig, ...)."""
+    return load_config_of(TrainConfig, name_or_path, overrides)
+
+
+def load_config_of(
+    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = ()
+) -> Config:
+    """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
+
+    `kind` says which sections there may be: those of a run (TrainConfig), or more.
+
+    Raises:
+        ValueError: no such file, not TOML, a key that does not exist (the nearest is named), a
+            value of the wrong type or out of range.
+    """
+    table = _read(name_or_path)
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"override {override!r}: expected section.key=value")
+        *parents, leaf = dotted.strip().split(".")
+        section = table
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"override {override!r}: {parent} is not a section")
+        section[leaf] = _value(text)
+    try:
+        return kind.model_validate(table)
+    except pydantic.ValidationError as error:
+        raise ValueError("\n".join(_explain(dict(e), kind) for e in error.errors())) from None
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with the package, by name."""
+    folder = Path(str(resources.files("agentgrpo"))) / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _read(name_or_path: str | Path) -> dict[str, Any]:
+    path = Path(name_or_path)
+    shipped = shipped_configs()
+    if not path.is_file():
+        if str(name_or_path) not in shipped:
+            raise ValueError(
+                f"config {str(name_or_path)!r} is neither a file nor one of the shipped configs: "
+                f"{', '.join(shipped)}"
+            )
+        path = shipped[str(name_or_path)]
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _explain(error: dict[str, Any], kind: type[Section]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where, _all_keys(kind), n=1, cutoff=0.4)
+        return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
+    if error["type"] == "missing":
+        return f"config key {where} is required"
+    if error["type"] == "value_error":  # one of ours: it names its keys
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"config key {where}: {error['msg']}, got {error['input']!r}"
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            keys += _all_keys(inner, f"{prefix}{name}.")
+        assert type(None) not in get_args(inner) or not any(
+            isinstance(arg, type) and issubclass(arg, Section) for arg in get_args(inner)
+        ), "sections may not be optional"
+    return keys
