@@ -48,7 +48,7 @@ LINES = (
         "heldout_before", "before",
     ),
     Line(
-        "quickstart: largest gap of a log-probability, sampler to learner", "quickstart", "max_dlogp"
+        "quickstart: widest log-probability gap, sampler to learner", "quickstart", "max_dlogp"
     ),
     Line(
         "loss of 384 positions, all sampled, head frozen", "loss",
