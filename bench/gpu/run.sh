@@ -1,6 +1,6 @@
 #!/bin/sh
 # What this project claims about GPUs, measured. One command, any CUDA machine:
-#   sh bench/gpu/run.sh [PART ...]             parts: tests kernels step colocated learn; default: all
+#   sh bench/gpu/run.sh [PART ...]             parts: tests kernels step colocated learn trl; default: all
 #   sh bench/gpu/run.sh --dry-run [PART ...]   the same on a CPU, tiny, no rows: does it work?
 # Each part stands alone, and a part that fails does not keep the next from running.
 #   tests      the kernels against their references, on the GPU
@@ -9,6 +9,7 @@
 #   step       the learner's pass by layout: tree, rows (varlen, flex), padded; 0.6B, 1.7B, 4B
 #   colocated  50 cycles of wake, publish, agree, sample, sleep, update: times and memory; needs vllm
 #   learn      the quickstart at GPU batch sizes: does it learn, and how fast; needs vllm
+#   trl        seconds a step of the same work in TRL's GRPOTrainer, colocated; needs vllm and trl
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -31,7 +32,7 @@ has_vllm() {
     "$python" -c 'import vllm' 2>/dev/null || { echo "absent: vllm; not run: $1"; return 1; }
 }
 
-for name in ${*:-tests kernels step colocated learn}; do
+for name in ${*:-tests kernels step colocated learn trl}; do
     case $name in
     tests) [ -n "$dry" ] || part pytest -q tests/kernels ;;
     kernels) part bench.gpu.kernels $dry ;;
@@ -48,6 +49,16 @@ for name in ${*:-tests kernels step colocated learn}; do
         else
             part bench.quickstart rollout.tasks_per_step=64 rollout.group_size=16 steps=30 \
                 learner.max_tokens=16384 engine.kv_cache_gib=16 engine.max_num_seqs=512 sandbox.max_live=512 --seeds 0
+        fi
+        ;;
+    trl)
+        has_vllm trl || continue
+        "$python" -c 'import trl' 2>/dev/null || { echo "absent: trl; not run: trl"; continue; }
+        if [ -n "$dry" ]; then
+            part bench.beside_trl --no-rows --steps 1 rollout.tasks_per_step=2 data.num_heldout=2
+        else
+            part bench.beside_trl --steps 5 rollout.tasks_per_step=64 rollout.group_size=16 \
+                learner.max_tokens=16384 engine.kv_cache_gib=16 engine.max_num_seqs=512 sandbox.max_live=512
         fi
         ;;
     *) echo "error: no part $name" >&2; exit 2 ;;
