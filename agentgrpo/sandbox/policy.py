@@ -43,8 +43,8 @@ mlockall:151:230 munlockall:152:231 prctl:157:167 arch_prctl:158:- setrlimit:160
 gettid:186:178 readahead:187:213 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8
 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13
 removexattr:197:14 tkill:200:130 time:201:- futex:202:98 sched_setaffinity:203:122
-sched_getaffinity:204:123 epoll_create:213:- getdents64:217:61 set_tid_address:218:96 restart_syscall:219:128
-fadvise64:221:223 timer_create:222:107 timer_settime:223:110
+sched_getaffinity:204:123 epoll_create:213:- getdents64:217:61 set_tid_address:218:96
+restart_syscall:219:128 fadvise64:221:223 timer_create:222:107 timer_settime:223:110
 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111 clock_gettime:228:113
 clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21
 tgkill:234:131 utimes:235:- waitid:247:95 ioprio_set:251:30 ioprio_get:252:31 openat:257:56

@@ -135,6 +135,7 @@ def test_preload_that_fails_or_starts_threads_is_refused(tmp_path: Path) -> None
     (tmp_path / "threads.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()"
     )
+    tmp_path.chmod(0o755)
     for name, message in (("bad", "missing piece"), ("threads", "threads running")):
         template = Template(site_dirs=(str(tmp_path),), preload=(name,))
         with pytest.raises(TemplateUnavailable, match=message) as failed:
