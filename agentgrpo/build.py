@@ -443,11 +443,13 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     Raises:
         ValueError: there is no such template, directory or tool script; names the key.
     """
-    limits = Limits(timeout_s=config.timeout_s, memory_mib=config.memory_mib)
     try:
         found = find_template(config.template)
     except SandboxException as error:
         raise ValueError(f"sandbox.template: {error}") from None
+    limits = dataclasses.replace(
+        found.limits or Limits(), timeout_s=config.timeout_s, memory_mib=config.memory_mib
+    )
     for path in config.site_dirs:
         if Path(path).is_relative_to("/tmp") or Path(path).is_relative_to("/home/user"):
             raise ValueError(

@@ -335,7 +335,8 @@ class SandboxConfig(Section):
     max_live: Positive = 128
     """Sessions alive at once."""
     template: str | None = None
-    """A template built by `python -m agentgrpo.sandbox template build`; None: plain Python."""
+    """A template built by `python -m agentgrpo.sandbox template build`; None: plain Python. Of its
+    limits, timeout_s and memory_mib are replaced by those above."""
     site_dirs: tuple[str, ...] = ()
     """Directories of packages that sessions may import from, besides the template's."""
     env: dict[str, str] = {}

@@ -43,23 +43,27 @@ struct sandbox_order {
     uint32_t num_arguments, num_environment;
 };
 
-/* What PID 1 needs to start another process like PID 2. */
-struct sandbox_filter {
-    const char *bytes;
-    size_t count;
+/* What holds for every process that runs untrusted code, and not for PID 1: reaping what they leave
+ * must not use up a limit of its own. */
+struct sandbox_bounds {
+    int open_files;
+    unsigned long long cpu_s;
+    const char *filter;
+    size_t filter_bytes;
 };
 
 void sandbox_report(int status_fd, const struct sandbox_report *message, const int *fds,
                     int num_fds);
 void sandbox_refuse(int status_fd, enum sandbox_setup_step step);
-void sandbox_take_descriptors(int status_fd, const int *wanted, int count, int open_files,
-                              const struct sandbox_filter *filter);
+/* Lowers a limit; one that is tighter already stays. Returns 0, or -1 with errno. */
+int sandbox_lower_limit(__rlimit_resource_t resource, unsigned long long value);
+void sandbox_take_descriptors(int status_fd, const int *wanted, int count,
+                              const struct sandbox_bounds *bounds);
 /* Leaves this process and its children nothing but: reading the paths in readable (joined by ":"),
  * everything in home. Does nothing where the kernel has no Landlock. Returns 0, or -1 with errno.
  */
 int sandbox_restrict_files(const char *readable, const char *home);
 
-void sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
-                      const struct sandbox_filter *filter);
+void sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds *bounds);
 
 #endif

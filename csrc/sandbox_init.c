@@ -62,12 +62,24 @@ sandbox_refuse(int status_fd, enum sandbox_setup_step step)
     _exit(SANDBOX_EXIT_SETUP);
 }
 
+int
+sandbox_lower_limit(__rlimit_resource_t resource, unsigned long long value)
+{
+    struct rlimit bound;
+    if (getrlimit(resource, &bound) < 0) {
+        return -1;
+    }
+    bound.rlim_max = value < bound.rlim_max ? value : bound.rlim_max;
+    bound.rlim_cur = bound.rlim_max;
+    return setrlimit(resource, &bound);
+}
+
 /* The last thing a process does before it runs untrusted code: wanted[i] becomes descriptor i
  * (beyond 2 not inherited by its children), status_fd becomes descriptor count, to complain on
  * until the caller closes it; every other one is closed, the filter is on. */
 void
-sandbox_take_descriptors(int status_fd, const int *wanted, int count, int open_files,
-                         const struct sandbox_filter *filter)
+sandbox_take_descriptors(int status_fd, const int *wanted, int count,
+                         const struct sandbox_bounds *bounds)
 {
     int high[6];
     for (int i = 0; i <= count; i++) { /* out of the way: each may be a number assigned below */
@@ -81,17 +93,12 @@ sandbox_take_descriptors(int status_fd, const int *wanted, int count, int open_f
     if (syscall(SYS_close_range, count + 1, ~0U, 0) < 0) {
         sandbox_refuse(count, SANDBOX_SETUP_STREAMS);
     }
-    struct rlimit bound;
-    if (getrlimit(RLIMIT_NOFILE, &bound) < 0) {
+    if (sandbox_lower_limit(RLIMIT_NOFILE, (unsigned long long)bounds->open_files) < 0 ||
+        sandbox_lower_limit(RLIMIT_CPU, bounds->cpu_s) < 0) {
         sandbox_refuse(count, SANDBOX_SETUP_LIMITS);
     }
-    bound.rlim_max = (rlim_t)open_files < bound.rlim_max ? (rlim_t)open_files : bound.rlim_max;
-    bound.rlim_cur = bound.rlim_max;
-    if (setrlimit(RLIMIT_NOFILE, &bound) < 0) {
-        sandbox_refuse(count, SANDBOX_SETUP_LIMITS);
-    }
-    struct sock_fprog program = {.len = (unsigned short)(filter->count / 8),
-                                 .filter = (struct sock_filter *)(uintptr_t)filter->bytes};
+    struct sock_fprog program = {.len = (unsigned short)(bounds->filter_bytes / 8),
+                                 .filter = (struct sock_filter *)(uintptr_t)bounds->filter};
     if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0) {
         sandbox_refuse(count, SANDBOX_SETUP_FILTER);
     }
@@ -128,7 +135,7 @@ parse_order(char *text, const char *end, const struct sandbox_order *order, char
 
 static void
 run_program(char *text, const char *end, const struct sandbox_order *order, const int *fds,
-            int num_fds, int open_files, const struct sandbox_filter *filter)
+            int num_fds, const struct sandbox_bounds *bounds)
 {
     static char *arguments[MAX_STRINGS], *environment[MAX_STRINGS];
     char *directory = NULL;
@@ -144,7 +151,7 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
         sandbox_refuse(fds[0], SANDBOX_SETUP_EXEC);
     }
     const int count = num_fds - 1;
-    sandbox_take_descriptors(fds[0], fds + 1, count, open_files, filter);
+    sandbox_take_descriptors(fds[0], fds + 1, count, bounds);
     if (count > 3) { /* the protocol's pipes survive this exec, but none of the program's own */
         fcntl(3, F_SETFD, 0);
         fcntl(4, F_SETFD, 0);
@@ -155,7 +162,7 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
 
 static void
 start_program(char *text, const char *end, const struct sandbox_order *order, const int *fds,
-              int num_fds, int open_files, const struct sandbox_filter *filter)
+              int num_fds, const struct sandbox_bounds *bounds)
 {
     struct sandbox_report message = {.kind = SANDBOX_REPORT_FAILED, .value = SANDBOX_SETUP_FORK};
     int slot = 0;
@@ -164,7 +171,7 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
     }
     const pid_t pid = slot < MAX_CHILDREN ? fork() : -1;
     if (pid == 0) {
-        run_program(text, end, order, fds, num_fds, open_files, filter);
+        run_program(text, end, order, fds, num_fds, bounds);
     }
     const int pidfd = pid > 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
     if (pidfd < 0) {
@@ -191,7 +198,7 @@ leave(int code)
 }
 
 static void
-obey(int open_files, const struct sandbox_filter *filter)
+obey(const struct sandbox_bounds *bounds)
 {
     static char text[ORDER_BYTES];
     struct sandbox_order order;
@@ -220,7 +227,7 @@ obey(int open_files, const struct sandbox_filter *filter)
     const int num_fds = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
     memcpy(fds, CMSG_DATA(rights), (size_t)num_fds * sizeof(int));
     const char *end = text + count - (ssize_t)sizeof order;
-    start_program(text, end, &order, fds, num_fds, open_files, filter);
+    start_program(text, end, &order, fds, num_fds, bounds);
     for (int i = 0; i < num_fds; i++) {
         close(fds[i]);
     }
@@ -252,8 +259,7 @@ reap(pid_t interpreter)
 
 /* The life of PID 1. SIGCHLD is blocked already, so that no end goes unseen. */
 void
-sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
-                 const struct sandbox_filter *filter)
+sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds *bounds)
 {
     if ((control_fd != CONTROL && dup3(control_fd, CONTROL, O_CLOEXEC) < 0) ||
         syscall(SYS_close_range, CONTROL + 1, ~0U, 0) < 0) {
@@ -281,7 +287,7 @@ sandbox_run_init(int control_fd, pid_t interpreter, int open_files,
         }
         reap(interpreter);
         if (watched[1].revents != 0) {
-            obey(open_files, filter);
+            obey(bounds);
         }
     }
 }

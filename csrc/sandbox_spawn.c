@@ -49,10 +49,10 @@ struct session_spec {
     int status, request, response, out, err;
     const char *home_options, *tmp_options, *shm_options;
     int cgroups[MAX_CGROUPS]; /* -1: none */
-    unsigned long long address_space, processes, file_size, cpu_s;
-    int open_files, niceness, mode, own_proc;
+    unsigned long long address_space, processes, file_size;
+    int niceness, mode, own_proc;
     unsigned int uid;
-    struct sandbox_filter filter;
+    struct sandbox_bounds bounds;
 };
 
 static void
@@ -121,14 +121,7 @@ raise_loopback(const struct session_spec *spec)
 static void
 limit(const struct session_spec *spec, __rlimit_resource_t resource, unsigned long long value)
 {
-    struct rlimit bound;
-    if (getrlimit(resource, &bound) < 0) {
-        refuse(spec, SANDBOX_SETUP_LIMITS);
-    }
-    /* Lower only: a hard limit that is already tighter than ours stays. */
-    bound.rlim_max = value < bound.rlim_max ? value : bound.rlim_max;
-    bound.rlim_cur = bound.rlim_max;
-    if (setrlimit(resource, &bound) < 0) {
+    if (sandbox_lower_limit(resource, value) < 0) {
         refuse(spec, SANDBOX_SETUP_LIMITS);
     }
 }
@@ -139,7 +132,6 @@ set_limits(const struct session_spec *spec)
     limit(spec, RLIMIT_AS, spec->address_space);
     limit(spec, RLIMIT_NPROC, spec->processes);
     limit(spec, RLIMIT_FSIZE, spec->file_size);
-    limit(spec, RLIMIT_CPU, spec->cpu_s);
     limit(spec, RLIMIT_CORE, 1); /* 0 would still start a core dump handler, 1 does not: core(5) */
     limit(spec, RLIMIT_MEMLOCK, 65536);
     limit(spec, RLIMIT_MSGQUEUE, 0);
@@ -249,7 +241,7 @@ run_session(const struct session_spec *spec)
         }
         const struct sandbox_report ready = {.kind = SANDBOX_REPORT_READY};
         sandbox_report(spec->status, &ready, fds, 2);
-        sandbox_run_init(spec->status, interpreter, spec->open_files, &spec->filter);
+        sandbox_run_init(spec->status, interpreter, &spec->bounds);
     }
     sigprocmask(SIG_SETMASK, &before, NULL);
     prctl(PR_SET_DUMPABLE, 1);
@@ -258,7 +250,7 @@ run_session(const struct session_spec *spec)
     }
     const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
     const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
-    sandbox_take_descriptors(spec->status, wanted, 5, spec->open_files, &spec->filter);
+    sandbox_take_descriptors(spec->status, wanted, 5, &spec->bounds);
     close(5); /* the status socket, kept to complain on until here */
 }
 
@@ -289,8 +281,8 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
                           &spec.response, &spec.out, &spec.err, &spec.cgroups[0], &spec.cgroups[1],
                           &spec.cgroups[2], &spec.home_options, &spec.tmp_options,
                           &spec.shm_options, &spec.address_space, &spec.processes, &spec.file_size,
-                          &spec.cpu_s, &spec.open_files, &spec.niceness, &spec.mode, &spec.uid,
-                          &spec.own_proc, &spec.filter.bytes, &filter_bytes)) {
+                          &spec.bounds.cpu_s, &spec.bounds.open_files, &spec.niceness, &spec.mode, &spec.uid,
+                          &spec.own_proc, &spec.bounds.filter, &filter_bytes)) {
         return NULL;
     }
     if (filter_bytes == 0 || filter_bytes % 8 != 0 || filter_bytes / 8 > 4096) {
@@ -302,7 +294,7 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
     if (spec.mode < MODE_USERNS || spec.mode > MODE_BARE) {
         return PyErr_Format(PyExc_ValueError, "mode: expected 0 to 3, got %d", spec.mode);
     }
-    spec.filter.count = (size_t)filter_bytes;
+    spec.bounds.filter_bytes = (size_t)filter_bytes;
     if (spec.mode == MODE_BARE) { /* what an init leaves behind when it is killed is reaped here */
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     }

@@ -3,9 +3,11 @@
 import argparse
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable, doctor
+from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, doctor
 from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_case
 from agentgrpo.sandbox.templates import build_template
 
@@ -48,6 +50,15 @@ def bench(sessions: int) -> None:
         print(f"{name:14} p50 {values[len(values) // 2]:7.3f} ms   max {values[-1]:7.3f} ms")
 
 
+def _limit(text: str) -> tuple[str, Any]:
+    """A bound of limits.Limits, as NAME=NUMBER."""
+    name, _, number = text.partition("=")
+    known = {field.name: field.type for field in fields(Limits)}
+    if name not in known:
+        raise ValueError(f"--limit: expected one of {', '.join(known)}, got {name!r}")
+    return name, float(number) if known[name] is float else int(number)
+
+
 def build(arguments: argparse.Namespace) -> None:
     """Build a template and prove that a session of it starts."""
     template, built = build_template(
@@ -58,6 +69,7 @@ def build(arguments: argparse.Namespace) -> None:
         tools=arguments.tool,
         env=dict(pair.split("=", 1) for pair in arguments.env),
         mounts=arguments.mount,
+        limits=Limits(**dict(map(_limit, arguments.limit))) if arguments.limit else None,
     )
     started = time.perf_counter()
     with SandboxPool(template=template, min_idle=0):
@@ -86,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     maker.add_argument("--preload", action="append", default=[], help="module to import once")
     maker.add_argument("--tool", action="append", default=[], type=Path, help="script to run first")
     maker.add_argument("--mount", action="append", default=[], help="path to show read-only")
+    maker.add_argument("--limit", action="append", default=[], metavar="NAME=NUMBER")
     maker.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     chosen = parser.parse_args(arguments)
     try:
@@ -99,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             build(chosen)
             return 0
         bench(chosen.sessions)
-    except SandboxUnavailable as error:
+    except (SandboxException, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

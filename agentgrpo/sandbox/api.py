@@ -7,13 +7,14 @@ NotSupportedException. Time limits are in seconds, as in E2B.
 """
 
 import atexit
+import builtins
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.commands import Commands
@@ -91,6 +92,18 @@ def not_supported(what: str) -> NotSupportedException:
     return NotSupportedException(f"{what} is not supported by a local sandbox")
 
 
+def _only_in_the_cloud(*names: str) -> "tuple[staticmethod[..., Never], ...]":
+    """Methods that refuse, whether called on the class or on a sandbox."""
+
+    def refusing(name: str) -> "staticmethod[..., Never]":
+        def refuse(*_: object, **__: object) -> Never:
+            raise not_supported(f"{name}()")
+
+        return staticmethod(refuse)
+
+    return tuple(map(refusing, names))
+
+
 class Sandbox:
     """One sandbox: a session, its file system and its commands. Use ``Sandbox.create()``."""
 
@@ -146,7 +159,7 @@ class Sandbox:
             envs: environment variables of all that runs in it.
             secure: must be True; there is no other way.
             allow_internet_access: must be False; sessions have no network.
-            limits: bounds on what it may use.
+            limits: bounds on what it may use; None: the template's, or those of E2B.
             pool: take the session from this pool; its template and limits hold.
             allow_degraded: must be False, as commands and files need a real jail; for bare code
                 there is ``SandboxPool(allow_degraded=True)``.
@@ -165,7 +178,8 @@ class Sandbox:
             raise InvalidArgumentException(str(error)) from error
         if pool is None:
             found = template if isinstance(template, Template) else find_template(template)
-            pool = shared_pool(found, limits or Limits(session_s=86_400.0, timeout_s=300.0))
+            chosen = limits or found.limits or Limits(session_s=86_400.0, timeout_s=300.0)
+            pool = shared_pool(found, chosen)
         session = pool.acquire(env=envs)
         return cls(session, pool, timeout=timeout, envs=envs or {}, metadata=metadata or {})
 
@@ -260,7 +274,7 @@ class Sandbox:
             self._contexts[key] = made
         return made[0]
 
-    def list_code_contexts(self) -> list[Context]:
+    def list_code_contexts(self) -> builtins.list[Context]:
         """The contexts made so far, the default Python one left out."""
         return [context for context, _ in self._contexts.values()]
 
@@ -311,7 +325,7 @@ class Sandbox:
             self.files.close()
             return True
 
-    def fork(self, count: int = 1) -> list[Self]:
+    def fork(self, count: int = 1) -> builtins.list[Self]:
         """Further sandboxes in the state of this one, reached by repeating its Python cells.
 
         Raises:
@@ -336,17 +350,14 @@ class Sandbox:
             raise
         return made
 
-    def get_host(self, port: int) -> str:
-        """Not supported: sessions have no network."""
-        raise not_supported("get_host()")
-
-    def pause(self) -> None:
-        """Not supported."""
-        raise not_supported("pause()")
+    connect, list, create_snapshot = _only_in_the_cloud("connect", "list", "create_snapshot")
+    pause, beta_pause, resume = _only_in_the_cloud("pause", "beta_pause", "resume")
+    get_host, get_metrics = _only_in_the_cloud("get_host", "get_metrics")
+    upload_url, download_url = _only_in_the_cloud("upload_url", "download_url")
 
     @property
     def pty(self) -> Any:
-        """Not supported."""
+        """Not supported: sessions have no terminals."""
         raise not_supported("pty")
 
     def __enter__(self) -> Self:

@@ -74,6 +74,10 @@ class AsyncSandbox:
         """As Sandbox.kill()."""
         return bool(await _wait(self._plain.kill))
 
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Every other method of Sandbox, to be awaited."""
+        return functools.partial(_wait, getattr(self._plain, name))
+
     async def __aenter__(self) -> Self:
         return self
 

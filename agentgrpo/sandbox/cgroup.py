@@ -12,7 +12,6 @@ cleared away.
 import contextlib
 import errno
 import os
-import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +32,8 @@ class Layout:
     swap_limit: str
     oom_events: str
     memory_peak: str
+    processes: str
+    attach: str
     swap_is_total: bool  # v1 limits memory + swap together, v2 swap alone
 
 
@@ -41,9 +42,19 @@ V1 = Layout(
     "memory.memsw.limit_in_bytes",
     "memory.oom_control",
     "memory.max_usage_in_bytes",
+    "pids.current",
+    "tasks",  # one thread attaches itself; cgroup.procs would wait up to 15 ms for all processors
     True,
 )
-V2 = Layout("memory.max", "memory.swap.max", "memory.events", "memory.peak", False)
+V2 = Layout(
+    "memory.max",
+    "memory.swap.max",
+    "memory.events",
+    "memory.peak",
+    "pids.current",
+    "cgroup.procs",
+    False,
+)
 
 
 class CgroupsUnavailable(Exception):
@@ -82,37 +93,33 @@ def _mounted() -> dict[str, Path]:
     return found
 
 
-def _read(path: str) -> bytes:
-    """A small file, four times faster than Path.read_bytes(): this is read at every step."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(fd, 4096)
-    finally:
-        os.close(fd)
-
-
 class Group:
-    """The control group of one session at a time."""
+    """The control group of one session at a time. What every step asks for stays open."""
 
     def __init__(self, directories: dict[str, Path], layout: Layout) -> None:
         self._directories, self._layout = directories, layout
-        self._events = str(directories["memory"] / layout.oom_events)
-        self._count = str(directories["pids"] / "pids.current")
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        self._events = os.open(directories["memory"] / layout.oom_events, flags)
+        try:
+            self._count = os.open(directories["pids"] / layout.processes, flags)
+        except OSError:
+            os.close(self._events)
+            raise
 
     def open_for_attaching(self) -> list[int]:
         """Descriptors that a process attaches itself by, writing "0" to each."""
         flags = os.O_WRONLY | os.O_CLOEXEC
         paths = dict.fromkeys(self._directories.values())
-        return [os.open(path / "cgroup.procs", flags) for path in paths]
+        return [os.open(path / self._layout.attach, flags) for path in paths]
 
     def oom_kills(self) -> int:
         """Processes that the memory limit has killed since the group was made."""
-        found = re.search(rb"^oom_kill (\d+)", _read(self._events), re.M)
-        return int(found[1]) if found else 0
+        _, found, after = os.pread(self._events, 4096, 0).partition(b"\noom_kill ")
+        return int(after.partition(b"\n")[0]) if found else 0
 
     def processes(self) -> int:
-        """Processes and threads in the group now."""
-        return int(_read(self._count))
+        """Processes and threads in the group now, those included that nobody has waited for."""
+        return int(os.pread(self._count, 64, 0))
 
     def peak_kib(self) -> int | None:
         """The largest amount of memory charged, None where the kernel does not tell."""
@@ -130,21 +137,15 @@ class Group:
             (memory / TCP_LIMIT).write_text(str(memory_bytes // 4))
         (self._directories["pids"] / "pids.max").write_text(str(processes))
 
-    def empty(self) -> bool:
-        """Whether every process of the last session has gone."""
-        return all(
-            not (path / "cgroup.procs").read_text() for path in set(self._directories.values())
-        )
-
     def reset(self) -> None:
         """Make ready for the next session."""
         if self._layout is V1:
             (self._directories["memory"] / V1.memory_peak).write_text("0")
 
-    def remove(self) -> None:
-        for path in dict.fromkeys(self._directories.values()):
-            with contextlib.suppress(FileNotFoundError):
-                path.rmdir()
+    def close(self) -> None:
+        """Let go of its files; the group stays."""
+        os.close(self._events)
+        os.close(self._count)
 
 
 class Cgroups:
@@ -157,8 +158,8 @@ class Cgroups:
     def __init__(self, memory_bytes: int, processes: int) -> None:
         self._limits = (memory_bytes, processes)
         self._lock = threading.Lock()
+        self._all: list[Group] = []
         self._used: list[Group] = []
-        self._count = 0
         mounted = _mounted()
         self.version = 1 if "memory" in mounted and "pids" in mounted else 2
         wanted = ("memory", "pids") if self.version == 1 else ("",)
@@ -179,14 +180,13 @@ class Cgroups:
                 _delegate(mounted[""])
                 _delegate(self._parents[""])
             self._share_cpu(mounted.get("cpu"), name)
-            self._all = [self._make()]
+            self._used.append(self._make())
         except OSError as error:
             self.close()
             raise CgroupsUnavailable(f"{error.filename}: {error.strerror}") from error
         except CgroupsUnavailable:
             self.close()
             raise
-        self._used.append(self._all[0])
 
     def _share_cpu(self, hierarchy: Path | None, name: str) -> None:
         """Let all sessions together weigh as much as one busy thread per processor, not more.
@@ -213,13 +213,14 @@ class Cgroups:
                 (self._cpu / "cgroup.procs").write_text(str(pid))
 
     def _make(self) -> Group:
-        self._count += 1
-        directories = {key: path / str(self._count) for key, path in self._parents.items()}
+        name = str(len(self._all) + 1)
+        directories = {key: path / name for key, path in self._parents.items()}
         for path in directories.values():
-            path.mkdir()
+            path.mkdir(exist_ok=True)  # of one that could not be finished
         if self.version == 2:
             directories = dict.fromkeys(("memory", "pids"), directories[""])
         group = Group(directories, V1 if self.version == 1 else V2)
+        self._all.append(group)
         group.set_limits(*self._limits)
         return group
 
@@ -227,13 +228,11 @@ class Cgroups:
         """A group without processes, for one session. Give it back when the session is killed."""
         with self._lock:
             for i, group in enumerate(self._used[:4]):  # the oldest first; a kill takes a moment
-                if group.empty():
+                if group.processes() == 0:
                     del self._used[i]
                     group.reset()
                     return group
-            group = self._make()
-            self._all.append(group)
-            return group
+            return self._make()
 
     def give_back(self, group: Group) -> None:
         with self._lock:
@@ -242,6 +241,8 @@ class Cgroups:
     def close(self) -> None:
         """Remove every group that no process is left in."""
         with self._lock:
+            while self._all:
+                self._all.pop().close()
             for path in getattr(self, "_parents", {}).values():
                 _remove_tree(path)
             if self._cpu is not None:

@@ -112,7 +112,9 @@ class Ends:
         except OSError as error:
             self._close(self._mine)
             self._close(self._theirs)
-            raise SandboxInfraError(f"no descriptors for another session: {error}") from error
+            raise SandboxInfraError(
+                f"no descriptors for another session: {error}; remedy: ulimit -n 65536"
+            ) from error
         self._theirs.insert(0, theirs.detach())
         for fd in self._mine:
             os.set_blocking(fd, False)

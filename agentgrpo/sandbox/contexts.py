@@ -5,7 +5,7 @@ speaks the step protocol, so that a context is stepped exactly like the session 
 import os
 from collections.abc import Mapping
 
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready
+from agentgrpo.sandbox.channels import Channels, Ends
 from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotSupportedException,
@@ -13,7 +13,7 @@ from agentgrpo.sandbox.errors import (
 )
 from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.program import send_order
+from agentgrpo.sandbox.program import await_program, send_order
 from agentgrpo.sandbox.result import Status
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
@@ -82,7 +82,7 @@ def start_context(
             fds = (status, null, out, err, request, response)
             send_order(session, fds, _command(language, template, limits), env, directory)
             ends.close_theirs()
-            (pidfd,) = await_ready(ends.status, 1)
+            pidfd = await_program(ends.status)
             context = Session(ends.detach(pidfd, os.dup(pidfd)), limits)
     finally:
         os.close(null)

@@ -105,7 +105,7 @@ def _helpful() -> Iterator[Check]:
     yield Check(
         "open files",
         soft >= 4096,
-        f"{soft} (hard limit {hard}): about {max(0, soft - 256) // 7} live sessions",
+        f"{soft} (hard limit {hard}): about {max(0, soft - 256) // 9} live sessions",
         "ulimit -n 65536",
     )
     for name in ("bash", "node"):

@@ -12,6 +12,10 @@ class SandboxUnavailable(SandboxException):
     """This machine cannot isolate untrusted code, so none is run. The message names the remedy."""
 
 
+class TemplateUnavailable(SandboxUnavailable):
+    """A template cannot be loaded: a module of its ``preload`` fails or starts threads."""
+
+
 class SandboxInfraError(SandboxException):
     """The sandbox itself failed (a zygote died, descriptors ran out): not the code's doing."""
 

@@ -248,6 +248,15 @@ class Files:
         raise NotSupportedException("watch_dir() is not supported; list() the directory again")
 
 
+def _moment(seconds: float) -> datetime.datetime:
+    """A time that untrusted code may have set: to the nearest that a datetime can say."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (OverflowError, ValueError, OSError):
+        last = datetime.datetime.max if seconds > 0 else datetime.datetime.min
+        return last.replace(tzinfo=datetime.UTC)
+
+
 def _entry(directory: int, name: str, path: str) -> EntryInfo:
     about = os.stat(name, dir_fd=directory, follow_symlinks=False)
     kinds = {stat.S_IFREG: FileType.FILE, stat.S_IFDIR: FileType.DIR}
@@ -258,6 +267,6 @@ def _entry(directory: int, name: str, path: str) -> EntryInfo:
         os.path.join(path, name),
         about.st_size,
         stat.S_IMODE(about.st_mode),
-        datetime.datetime.fromtimestamp(about.st_mtime, datetime.UTC),
+        _moment(about.st_mtime),
         os.readlink(name, dir_fd=directory) if link else None,
     )

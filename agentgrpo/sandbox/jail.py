@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "LD_BIND_NOW": "1",  # else every session looks up again what the zygote has not yet called
 }
 """Of a zygote. What the code sees is zygote.session_environment()."""
 PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
@@ -93,8 +94,12 @@ def _mount(**keys: str | bool) -> str:
     return f"mount {{ {body} }}"
 
 
-def _system_mounts() -> list[str]:
-    """/usr and what a C library expects to find around it."""
+def _system_mounts(*, bounded: bool) -> list[str]:
+    """/usr and what a C library expects to find around it.
+
+    bounded: memory counts as far as it is mapped. Memory shared by mapping /dev/zero stays when it
+    is not; /dev/full is read like it and cannot be mapped.
+    """
     mounts = [
         _mount(
             dst="/",
@@ -121,7 +126,9 @@ def _system_mounts() -> list[str]:
     }
     mounts += [_mount(src_content=text, dst=f"/etc/{name}") for name, text in contents.items()]
     mounts += [
-        _mount(src=f"/dev/{name}", dst=f"/dev/{name}", is_bind=True, rw=True) for name in _DEVICES
+        _mount(src=f"/dev/{source}", dst=f"/dev/{name}", is_bind=True, rw=True)
+        for name in _DEVICES
+        for source in ("full" if name == "zero" and bounded else name,)
     ]
     mounts += [
         _mount(src=f"/proc/self/{target}", dst=f"/dev/{name}", is_symlink=True)
@@ -164,7 +171,12 @@ def _private(options: Sequence[str]) -> list[str]:
 
 
 def zygote_config(
-    template: Template, binds: Sequence[Bind], *, own_users: bool, own_proc: bool = True
+    template: Template,
+    binds: Sequence[Bind],
+    *,
+    own_users: bool,
+    own_proc: bool = True,
+    bounded: bool = False,
 ) -> str:
     """The nsjail configuration of a zygote: the machine as sessions will see it.
 
@@ -179,16 +191,19 @@ def zygote_config(
         own_proc: mount a /proc. Where the kernel refuses that (a container runtime has covered
             parts of its own), the zygote sees this machine's, covered parts and all, and sessions
             see an empty directory.
+        bounded: memory is bounded only where it is mapped, see _system_mounts().
     """
     if own_proc:
         proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
     else:
         proc = _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
     mounts = [*_private(["size=64k,nr_inodes=64"] * 3), proc]
-    return _config(template, binds, mounts, own_users=own_users, directory="/")
+    return _config(template, binds, mounts, own_users=own_users, bounded=bounded, directory="/")
 
 
-def session_config(template: Template, binds: Sequence[Bind], limits: Limits) -> str:
+def session_config(
+    template: Template, binds: Sequence[Bind], limits: Limits, *, bounded: bool = False
+) -> str:
     """The nsjail configuration of a session with a jail of its own (Rung.NSJAIL_ONCE)."""
     proc = _mount(
         dst="/proc",
@@ -200,7 +215,7 @@ def session_config(template: Template, binds: Sequence[Bind], limits: Limits) ->
         noexec=True,
     )
     mounts = [*_private([tmpfs_options(limits, mib) for mib in limits.private_mib]), proc]
-    return _config(template, binds, mounts, own_users=True, directory="/home/user")
+    return _config(template, binds, mounts, own_users=True, bounded=bounded, directory="/home/user")
 
 
 def _identity(*, own_users: bool) -> list[str]:
@@ -217,6 +232,7 @@ def _config(
     mounts: Sequence[str],
     *,
     own_users: bool,
+    bounded: bool,
     directory: str,
 ) -> str:
     arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
@@ -235,7 +251,7 @@ def _config(
         "rlimit_rtprio: 0 rlimit_rtprio_type: VALUE",
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
-        *_system_mounts(),
+        *_system_mounts(bounded=bounded),
         *mounts,
         *(_bind(bind) for bind in binds),
         f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",

@@ -26,8 +26,7 @@ getitimer:36:102 alarm:37:- setitimer:38:103 getpid:39:172 sendfile:40:71 socket
 connect:42:203 accept:43:202 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212
 shutdown:48:210 bind:49:200 listen:50:201 getsockname:51:204 getpeername:52:205 socketpair:53:199
 setsockopt:54:208 getsockopt:55:209 clone:56:220 fork:57:- vfork:58:- execve:59:221 exit:60:93
-wait4:61:260 kill:62:129 uname:63:160 semget:64:190 semop:65:193 semctl:66:191 shmdt:67:197
-msgget:68:186 msgsnd:69:189 msgrcv:70:188 msgctl:71:187 fcntl:72:25 flock:73:32 fsync:74:82
+wait4:61:260 kill:62:129 uname:63:160 shmdt:67:197 fcntl:72:25 flock:73:32 fsync:74:82
 fdatasync:75:83 truncate:76:45 ftruncate:77:46 getdents:78:- getcwd:79:17 chdir:80:49 fchdir:81:50
 rename:82:- mkdir:83:- rmdir:84:- creat:85:- link:86:- unlink:87:- symlink:88:- readlink:89:-
 chmod:90:- fchmod:91:52 chown:92:- fchown:93:55 lchown:94:- umask:95:166 gettimeofday:96:169
@@ -41,11 +40,11 @@ fstatfs:138:44 getpriority:140:141 setpriority:141:140 sched_setparam:142:118
 sched_getparam:143:121 sched_setscheduler:144:119 sched_getscheduler:145:120
 sched_get_priority_max:146:125 sched_get_priority_min:147:126 mlock:149:228 munlock:150:229
 mlockall:151:230 munlockall:152:231 prctl:157:167 arch_prctl:158:- setrlimit:160:164 sync:162:81
-gettid:186:178 readahead:187:213 setxattr:188:5 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9
-fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14
-tkill:200:130 time:201:- futex:202:98 sched_setaffinity:203:122 sched_getaffinity:204:123
-epoll_create:213:- getdents64:217:61 set_tid_address:218:96 restart_syscall:219:128
-semtimedop:220:192 fadvise64:221:223 timer_create:222:107 timer_settime:223:110
+gettid:186:178 readahead:187:213 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8
+lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13
+removexattr:197:14 tkill:200:130 time:201:- futex:202:98 sched_setaffinity:203:122
+sched_getaffinity:204:123 epoll_create:213:- getdents64:217:61 set_tid_address:218:96
+restart_syscall:219:128 fadvise64:221:223 timer_create:222:107 timer_settime:223:110
 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111 clock_gettime:228:113
 clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21
 tgkill:234:131 utimes:235:- waitid:247:95 ioprio_set:251:30 ioprio_get:252:31 openat:257:56
@@ -61,15 +60,16 @@ renameat2:316:276 getrandom:318:278 memfd_create:319:279 membarrier:324:283 mloc
 copy_file_range:326:285 preadv2:327:286 pwritev2:328:287 pkey_mprotect:329:288 pkey_alloc:330:289
 pkey_free:331:290 statx:332:291 rseq:334:293 pidfd_send_signal:424:424 pidfd_open:434:434
 close_range:436:436 openat2:437:437 faccessat2:439:439 epoll_pwait2:441:441 futex_waitv:449:449
-cachestat:451:451 fchmodat2:452:452 futex_wake:454:454 futex_wait:455:455 futex_requeue:456:456
+fchmodat2:452:452 futex_wake:454:454 futex_wait:455:455 futex_requeue:456:456
 mseal:462:462
 """
 
 UNMAPPED_MEMORY = {"memfd_create", "shmget"}
+MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
 OTHER_PROCESSES = """
 kill tkill tgkill rt_sigqueueinfo pidfd_send_signal pidfd_open setsid setpgid setpriority
 sched_setparam sched_setscheduler sched_setattr sched_setaffinity ioprio_set get_robust_list socket
-shmget shmat shmctl semget semop semtimedop semctl msgget msgsnd msgrcv msgctl
+shmget shmat shmctl
 """
 """Calls that reach beyond the caller's process where no namespace bounds them."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -87,11 +87,21 @@ RLIMIT_CORE = 4
 SOL_SOCKET, SOL_TCP, TCP_ULP = 1, 6, 31
 SOCKET_FILTERS = [26, 50, 51, 52]  # SO_ATTACH_{FILTER,BPF,REUSEPORT_CBPF,REUSEPORT_EBPF}
 MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB = 0x40000, 0x4, 0x800  # a pool that no limit divides
+PR_SET_SECCOMP = 22  # compiled programs of all processes of the machine share one limit
 MADV_MERGEABLE, PR_SET_MEMORY_MERGE = 12, 67  # whether a page has a twin elsewhere can be timed
 PR_SCHED_CORE = 62  # keeps others from the core's second thread
+MEANT_FOR_OTHERS = [PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE]
+FLUSHES = ("sync", "fsync", "fdatasync", "sync_file_range")
+"""They say that they did: what a session can write is in memory, the machine's disks are not its
+own, and even a file that is only read can be flushed."""
+ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr")
+"""An access control list takes 64 KiB of memory per file that the kernel does not count."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into the terminal of somebody else
+ASK_PERSONALITY, NO_RANDOM_ADDRESSES = 0xFFFFFFFF, 0x40000
 F_SETLEASE, F_NOTIFY = 1024, 1026
+RECORD_LOCKS = [6, 7, 37, 38]  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # signals to whomever one names
+FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902  # the same, of sockets
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -121,16 +131,72 @@ def _one_of(values: list[int], then: list[Instruction]) -> list[Instruction]:
     return [*tests, *then]
 
 
-def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
-    """For the calls that depend on their arguments: a program that always returns."""
-    commands = [F_SETLEASE, F_NOTIFY] + ([] if alone else [F_SETOWN, F_SETSIG, F_SETOWN_EX])
+def _unless(index: int, values: list[int], error: int) -> list[Instruction]:
+    """Allow it unless an argument is one of values (its lower half: the kernel takes an int)."""
+    return [_argument(index), *_one_of(values, [_deny(error)]), _ALLOW]
 
-    def no_huge_pages(flag: int) -> list[Instruction]:
-        return [(ANY_BIT, 0, 1, flag), _deny(errno.ENOMEM), _ALLOW]
 
-    # Changing RLIMIT_CORE seems to work and does nothing: at 1, where it stands, the kernel does
-    # not even start the machine's core dump handler, which at 0 it does (core(5)), as its root.
-    other_limits = [
+def _only(index: int, values: list[int], error: int) -> list[Instruction]:
+    """Allow it only if an argument is one of values."""
+    return [_argument(index), *_one_of(values, [_ALLOW]), _deny(error)]
+
+
+def _without(index: int, flags: int, error: int) -> list[Instruction]:
+    """Allow it unless an argument has one of flags."""
+    return [_argument(index), (ANY_BIT, 0, 1, flags), _deny(error), _ALLOW]
+
+
+def _mmap(*, memory_by_address_space: bool) -> list[Instruction]:
+    """No huge pages; where memory counts as far as it is mapped, none that stays when it is not."""
+    shared = MAP_SHARED | MAP_ANONYMOUS
+    if not memory_by_address_space:
+        return _without(3, MAP_HUGETLB, errno.ENOMEM)
+    flags, *tests = _without(3, MAP_HUGETLB, errno.ENOMEM)
+    return [flags, (AND, 0, 0, shared), *_one_of([shared], [_deny(errno.EPERM)]), flags, *tests]
+
+
+def _no_device(index: int) -> list[Instruction]:
+    """Allow it unless the mode that an argument is means a device."""
+    device, *tests = _unless(index, [CHARACTER_DEVICE, BLOCK_DEVICE], errno.EPERM)
+    return [device, (AND, 0, 0, FILE_TYPE), *tests]
+
+
+def _socket() -> list[Instruction]:
+    """Unix sockets; of the internet's only streams and datagrams: others load kernel modules."""
+    internet = [
+        _argument(1),
+        (AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+        (EQUAL, 2, 0, 1),  # SOCK_STREAM
+        (EQUAL, 1, 0, 2),  # SOCK_DGRAM
+        _deny(errno.EPROTONOSUPPORT),
+        *_only(2, [0, 6, 17], errno.EPROTONOSUPPORT),  # any, TCP, UDP
+    ]
+    families = _one_of([AF_INET, AF_INET6], internet)
+    return [_argument(0), *_one_of([AF_UNIX], [_ALLOW]), *families, _deny(errno.EAFNOSUPPORT)]
+
+
+def _socket_options() -> list[Instruction]:
+    """All but those that load kernel modules or attach programs."""
+    filters = _unless(2, SOCKET_FILTERS, errno.ENOPROTOOPT)
+    protocols = _unless(2, [TCP_ULP], errno.ENOPROTOOPT)
+    levels = [*_one_of([SOL_SOCKET], filters), *_one_of([SOL_TCP], protocols)]
+    return [_argument(1), *levels, _ALLOW]
+
+
+def _files(beyond: list[int]) -> list[Instruction]:
+    """A lease or a watch on a shared read-only file would hold up its owner outside. The memory of
+    record locks the kernel does not count: whoever asks for one seems to get it (flock() is real).
+    """
+    locks = _one_of(RECORD_LOCKS, [_deny(0)])
+    command, *tests = _unless(1, [F_SETLEASE, F_NOTIFY, *beyond], errno.EPERM)
+    return [command, *locks, *tests]
+
+
+def _limits(*, alone: bool) -> list[Instruction]:
+    """Changing RLIMIT_CORE seems to work and does nothing: at 1, where it stands, the kernel does
+    not even start the machine's core dump handler, which at 0 it does (core(5)), as its root.
+    """
+    return [
         *([] if alone else [_argument(0), (EQUAL, 1, 0, 0), _deny(errno.EPERM)]),
         _argument(1),
         (EQUAL, 1, 0, RLIMIT_CORE),
@@ -142,66 +208,31 @@ def _filters(*, alone: bool) -> dict[str, list[Instruction]]:
         _deny(0),
         _ALLOW,
     ]
-    filters = _one_of(SOCKET_FILTERS, [_deny(errno.ENOPROTOOPT)])
-    socket_options = [
-        _argument(1),
-        (EQUAL, 0, 3, SOL_TCP),
-        _argument(2),
-        (EQUAL, 0, 3 + len(filters), TCP_ULP),  # loads kernel modules
-        _deny(errno.ENOPROTOOPT),
-        (EQUAL, 0, 1 + len(filters), SOL_SOCKET),
-        _argument(2),
-        *filters,
-        _ALLOW,
-    ]
-    no_device = [(AND, 0, 0, FILE_TYPE)]
-    no_device += _one_of([CHARACTER_DEVICE, BLOCK_DEVICE], [_deny(errno.EPERM)])
-    internet = [
-        _argument(1),
-        (AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
-        (EQUAL, 2, 0, 1),  # SOCK_STREAM
-        (EQUAL, 1, 0, 2),  # SOCK_DGRAM
-        _deny(errno.EPROTONOSUPPORT),
-        _argument(2),
-        *_one_of([0, 6, 17], [_ALLOW]),  # any, TCP, UDP: others load kernel modules
-        _deny(errno.EPROTONOSUPPORT),
-    ]
+
+
+def _filters(*, alone: bool, memory_by_address_space: bool = False) -> dict[str, list[Instruction]]:
+    """For the calls that depend on their arguments: a program that always returns."""
+    beyond = [] if alone else [F_SETOWN, F_SETSIG, F_SETOWN_EX]
+    requests = [TIOCSTI, TIOCLINUX] + ([] if alone else [FIOSETOWN, SIOCSPGRP])
     return {
-        "clone": [_argument(0), (ANY_BIT, 0, 1, NEW_NAMESPACES), _deny(errno.EPERM), _ALLOW],
-        "socket": [
-            _argument(0),
-            *_one_of([AF_UNIX], [_ALLOW]),
-            *_one_of([AF_INET, AF_INET6], internet),
-            _deny(errno.EAFNOSUPPORT),
-        ],
-        "socketpair": [
-            _argument(0),
-            *_one_of([AF_UNIX], [_ALLOW]),
-            _deny(errno.EAFNOSUPPORT),
-        ],
-        # a lease or a watch on a shared read-only file would hold up its owner outside
-        "fcntl": [_argument(1), *_one_of(commands, [_deny(errno.EPERM)]), _ALLOW],
-        "ioctl": [_argument(1), *_one_of([TIOCSTI, TIOCLINUX], [_deny(errno.EPERM)]), _ALLOW],
-        "personality": [
-            _argument(0),
-            *_one_of([0, 0xFFFFFFFF, 0x40000], [_ALLOW]),  # read it, or no address randomisation
-            _deny(errno.EPERM),
-        ],
-        "mmap": [_argument(3), *no_huge_pages(MAP_HUGETLB)],
-        "memfd_create": [_argument(1), *no_huge_pages(MFD_HUGETLB)],
-        "shmget": [_argument(2), *no_huge_pages(SHM_HUGETLB)],
-        "madvise": [_argument(2), *_one_of([MADV_MERGEABLE], [_deny(errno.EINVAL)]), _ALLOW],
-        "prctl": [
-            _argument(0),
-            *_one_of([PR_SCHED_CORE, PR_SET_MEMORY_MERGE], [_deny(errno.EINVAL)]),
-            _ALLOW,
-        ],
-        "sync": [_deny(0)],  # says it did: flushing the machine's disks is not for sessions
-        "mknod": [_argument(1), *no_device, _ALLOW],
-        "mknodat": [_argument(2), *no_device, _ALLOW],
-        "setrlimit": [_argument(0), *_one_of([RLIMIT_CORE], [_deny(0)]), _ALLOW],
-        "prlimit64": other_limits,
-        "setsockopt": socket_options,
+        "clone": _without(0, NEW_NAMESPACES, errno.EPERM),
+        "socket": _socket(),
+        "socketpair": _only(0, [AF_UNIX], errno.EAFNOSUPPORT),
+        "setsockopt": _socket_options(),
+        "fcntl": _files(beyond),
+        "ioctl": _unless(1, requests, errno.EPERM),
+        "personality": _only(0, [0, ASK_PERSONALITY, NO_RANDOM_ADDRESSES], errno.EPERM),
+        "mmap": _mmap(memory_by_address_space=memory_by_address_space),
+        "memfd_create": _without(1, MFD_HUGETLB, errno.ENOMEM),
+        "shmget": _without(2, SHM_HUGETLB, errno.ENOMEM),
+        "madvise": _unless(2, [MADV_MERGEABLE], errno.EINVAL),
+        "prctl": _unless(0, MEANT_FOR_OTHERS, errno.EINVAL),
+        **{name: [_deny(0)] for name in FLUSHES},
+        **{name: [_deny(errno.EOPNOTSUPP)] for name in ATTRIBUTES},
+        "mknod": _no_device(1),
+        "mknodat": _no_device(2),
+        "setrlimit": _unless(0, [RLIMIT_CORE], 0),
+        "prlimit64": _limits(alone=alone),
     }
 
 
@@ -241,7 +272,7 @@ def build(
     Args:
         machine: as ``platform.machine()``; None is this one.
         memory_by_address_space: there is no control group, so that memory is bounded only where it
-            is mapped: then the calls that hold memory without mapping it are left out.
+            is mapped: then what holds memory without mapping it is refused.
         alone: namespaces hide every process outside; without them the calls that reach other
             processes are left out.
 
@@ -266,8 +297,8 @@ def build(
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
-    bodies = {numbers.pop(name): body for name, body in _filters(alone=alone).items()
-              if name in numbers}  # fmt: skip
+    filters = _filters(alone=alone, memory_by_address_space=memory_by_address_space)
+    bodies = {numbers.pop(name): body for name, body in filters.items() if name in numbers}
     leaves = [(number, [(EQUAL, 0, len(body), number), *body]) for number, body in bodies.items()]
     for low, high in _ranges(list(numbers.values())):
         tests = [(AT_LEAST, 0, 2, low), (GREATER, 1, 0, high)]

@@ -28,7 +28,7 @@ class SandboxPool:
     """Sessions for untrusted code. All methods may be called from any thread.
 
     Args:
-        limits: what each session may use.
+        limits: what each session may use; None: what its template says, if it does.
         template: the environment the sessions find.
         max_live: sessions that may be in use at once; ``acquire()`` waits for a free one.
         min_idle: sessions kept ready besides those, started in the background. 0 starts each when
@@ -66,7 +66,8 @@ class SandboxPool:
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        self.limits, self.template = limits or Limits(), template or Template()
+        self.template = template or Template()
+        self.limits = limits or self.template.limits or Limits()
         self.max_live, self.min_idle = max_live, min_idle
         self._spawner = Spawner(
             self.template,

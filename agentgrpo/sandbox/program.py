@@ -5,6 +5,7 @@ state of the untrusted interpreter nor end with a step. They live under the same
 """
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -20,10 +21,15 @@ from agentgrpo.sandbox.channels import (
     REPORT_EXIT,
     Channels,
     Ends,
+    SetupFailed,
     await_ready,
     pid_of,
 )
-from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxNotFoundException
+from agentgrpo.sandbox.errors import (
+    InvalidArgumentException,
+    SandboxException,
+    SandboxNotFoundException,
+)
 
 ORDER = struct.Struct("<II")  # struct sandbox_order in csrc/sandbox.h
 MAX_ORDER = 128 << 10
@@ -60,6 +66,22 @@ def send_order(
             raise SandboxNotFoundException(f"the session is over: {error}") from error
 
 
+def await_program(status: socket.socket) -> int:
+    """The pidfd of a program that was ordered.
+
+    Raises:
+        SandboxException: what the session's code has started leaves no process for it.
+        SandboxInfraError: the session ended.
+    """
+    try:
+        (pidfd,) = await_ready(status, 1)
+    except SetupFailed as error:
+        if error.errno == errno.EAGAIN:
+            raise SandboxException("the session has as many processes as it may") from error
+        raise
+    return pidfd
+
+
 class Program:
     """A running program. Its output is read while somebody waits, up to output_max bytes."""
 
@@ -77,7 +99,7 @@ class Program:
             status, stdin, _, out, err = ends.theirs
             send_order(session, (status, stdin, out, err), argv, env, directory)
             ends.close_theirs()
-            (pidfd,) = await_ready(ends.status, 1)
+            pidfd = await_program(ends.status)
             self._channels = ends.detach(pidfd, os.dup(pidfd))
         self.pid = _inner_pid(pid_of(pidfd))
         self._budget = output_max

@@ -75,7 +75,7 @@ def remedy(reason: str) -> str:
         return "sysctl -w kernel.unprivileged_userns_clone=1, or run as root"
     if _sysctl("kernel.apparmor_restrict_unprivileged_userns") == "1" and os.geteuid() != 0:
         return APPARMOR.format(nsjail=_nsjail())
-    if masked_proc() and "proc" in reason:
+    if masked_proc() and "/proc" in reason:  # not "subproc.cc"
         return (
             f"{', '.join(masked_proc()[:3])} ... are covered, so that no new /proc may be mounted; "
             "run the container with --security-opt systempaths=unconfined"

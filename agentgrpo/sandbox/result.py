@@ -61,7 +61,7 @@ class StepResult:
     """The signal the interpreter died of."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """CPU time of the step: of all processes if there is a cgroup, else of the interpreter."""
+    """CPU time of the interpreter during the step, that of its children not included."""
     max_rss_kib: int | None = None
     """Peak resident memory of the interpreter, if it has ended."""
     max_memory_kib: int | None = None

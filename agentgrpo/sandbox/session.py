@@ -332,6 +332,8 @@ class Session:
 
     def _join(self, stream: Stream) -> str:
         head, tail, total = stream
+        if not total:
+            return ""
         missing = total - len(head) - len(tail)
         if not missing:
             return _text(head + tail)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
 from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
-from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import masked_proc, remedy
 from agentgrpo.sandbox.result import Status
@@ -71,6 +71,7 @@ class Spawner:
 
     Raises:
         SandboxUnavailable: no rung works; the message has the reason of each.
+        TemplateUnavailable: the template cannot be loaded.
     """
 
     def __init__(
@@ -135,6 +136,8 @@ class Spawner:
         """Whether self.rung isolates; if not, self.failures has the reason."""
         try:
             self._prove()
+        except TemplateUnavailable:  # it would be on every other rung
+            raise
         except (SandboxUnavailable, SandboxInfraError) as reason:
             self.failures[self.rung] = str(reason)
             while self._zygotes:
@@ -176,7 +179,7 @@ class Spawner:
         Raises:
             SandboxInfraError: it failed, on a fresh zygote too.
         """
-        group = self.cgroups.take() if self.cgroups is not None else None
+        group = self._take_group()
         try:
             if self.rung is Rung.NSJAIL_ONCE:
                 return self._spawn_alone(group)
@@ -196,6 +199,12 @@ class Spawner:
             self._give_back(group)
 
         return Spawned(channels, group, release)
+
+    def _take_group(self) -> Group | None:
+        try:
+            return self.cgroups.take() if self.cgroups is not None else None
+        except OSError as error:
+            raise SandboxInfraError(f"no control group for another session: {error}") from error
 
     def _spawn_alone(self, group: Group | None) -> Spawned:
         jail = self._start()

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentgrpo.sandbox.limits import Limits
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -32,6 +34,8 @@ class Template:
     """Environment of the code, besides PATH, HOME, LANG and TMPDIR."""
     mounts: tuple[str, ...] = ()
     """Further files or directories to show read-only."""
+    limits: Limits | None = None
+    """Bounds of its sessions, where the pool is not given others."""
     setup: str = ""
     """Python that every session runs before it is handed out, such as the functions of a tool
     script. It runs inside, as untrusted as what follows it."""

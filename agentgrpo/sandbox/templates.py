@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox.errors import NotFoundException, SandboxException
+from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.template import Template
 
 BUILT_IN = (None, "python", "base", "code-interpreter-v1")
@@ -46,7 +47,8 @@ def find_template(name: str | None) -> Template:
         raise NotFoundException(f"no template {name!r}; built so far: {', '.join(known) or 'none'}")
     fields: dict[str, Any] = json.loads(path.read_text())["template"]
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return Template(**values)
+    limits = Limits(**values["limits"]) if values["limits"] is not None else None
+    return Template(**values | {"limits": limits})
 
 
 def build_template(
@@ -58,6 +60,7 @@ def build_template(
     tools: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     mounts: Sequence[str] = (),
+    limits: Limits | None = None,
     python: str = "",
 ) -> tuple[Template, bool]:
     """Make a template, unless one of this name and content is there.
@@ -70,6 +73,7 @@ def build_template(
         tools: Python files whose code every session runs first.
         env: environment variables.
         mounts: further paths to show read-only.
+        limits: bounds of its sessions.
         python: interpreter; "" is the one that runs this.
 
     Returns:
@@ -82,37 +86,44 @@ def build_template(
     if not _NAME.fullmatch(name) or name in BUILT_IN:
         raise ValueError(f"template name: expected letters, digits, '._-', got {name!r}")
     home = directory() / name
-    setup = "\n\n".join(path.read_text() for path in tools)
     wanted = requirements.read_text() if requirements is not None else ""
-    own_site = (str(home / "site"),) if wanted else ()
-    recipe = [sys.version, wanted, list(site_dirs), list(preload), setup, dict(env or {}),
-              list(mounts), python]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
+    fields: dict[str, Any] = {
+        "name": name,
+        "python": python,
+        "preload": tuple(preload),
+        "env": dict(env or {}),
+        "mounts": tuple(mounts),
+        "limits": limits,
+        "setup": "\n\n".join(path.read_text() for path in tools),
+    }
+    recipe = json.dumps([sys.version, wanted, list(site_dirs), fields], default=asdict)
+    digest = hashlib.sha256(recipe.encode()).hexdigest()
     manifest = home / "manifest.json"
     if manifest.is_file() and json.loads(manifest.read_text())["sha256"] == digest:
         return find_template(name), False
-    directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory()) as scratch:
-        if requirements is not None:
-            _install(requirements, Path(scratch, "new", "site"))
-        Path(scratch, "new").mkdir(exist_ok=True)
-        if home.exists():  # both moves are renames: a reader finds the old one, none, or the new
-            home.rename(Path(scratch, "old"))
-        Path(scratch, "new").rename(home)
-    template = Template(
-        name=name,
-        python=python,
-        site_dirs=(*own_site, *site_dirs),
-        preload=tuple(preload),
-        env=dict(env or {}),
-        mounts=tuple(mounts),
-        setup=setup,
-    )
-    written = json.dumps({"sha256": digest, "template": asdict(template)}, indent=2)
+    _replace(home, requirements)
+    own_site = (str(home / "site"),) if requirements is not None else ()
+    template = Template(site_dirs=(*own_site, *site_dirs), **fields)
     partial = manifest.with_suffix(".partial")
-    partial.write_text(written)
+    partial.write_text(json.dumps({"sha256": digest, "template": asdict(template)}, indent=2))
     partial.rename(manifest)
     return template, True
+
+
+def _replace(home: Path, requirements: Path | None) -> None:
+    """A new directory in the place of home, with the packages of requirements in site/. Both moves
+    are renames: a reader finds the old template, none, or the new one.
+    """
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
+        new = Path(scratch, "new")
+        new.mkdir()
+        if requirements is not None:
+            (new / "site").mkdir()
+            _install(requirements, new / "site")
+        if home.exists():
+            home.rename(Path(scratch, "old"))
+        new.rename(home)
 
 
 def _install(requirements: Path, site: Path) -> None:

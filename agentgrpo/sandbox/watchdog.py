@@ -18,6 +18,8 @@ INTERVAL_S = 0.05
 SHARE = 0.1
 """Of the time, at most this much is spent looking."""
 PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
+UNIX_KIB = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text()) >> 10
+"""What a unix socket can hold at most: how much it does, the kernel does not tell."""
 
 
 def private_kib(pid: int) -> int:
@@ -39,8 +41,16 @@ def proportional_kib(pid: int) -> int:
 
 
 def socket_kib(pid: int) -> int:
-    """What internet sockets of a process's network namespace hold: no process has it mapped."""
-    total = 0
+    """What sockets of a process's network namespace hold, unix sockets at most: no process has it
+    mapped. 0 without such a namespace, as the sockets of the machine are not the session's.
+    """
+    try:
+        if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+            return 0
+        unix = Path(f"/proc/{pid}/net/unix").read_bytes().count(b"\n") - 1
+    except OSError:
+        return 0
+    total = unix * UNIX_KIB << 10
     for name in ("tcp", "tcp6", "udp", "udp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]

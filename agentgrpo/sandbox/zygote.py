@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import secrets
 import select
 import signal
 import socket
@@ -19,7 +21,7 @@ from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
 from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree
-from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.jail import (
     ENVIRONMENT,
     EXTENSION_FILE,
@@ -59,6 +61,7 @@ LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT, Rung.NSJAIL_ONCE)
 MODES = {Rung.ZYGOTE_USERNS: 0, Rung.ZYGOTE_ROOT: 1, Rung.NSJAIL_ONCE: 2, Rung.BARE: 3}
 FIRST_UID, NUM_UIDS = 0x60000000, 0x10000000
 """The user ids that sessions of a root zygote get: far from any that a machine gives out."""
+_uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
 
 
 def session_environment(template: Template) -> dict[str, str]:
@@ -114,6 +117,7 @@ class Zygote:
         own_proc: bool = True,
     ) -> None:
         self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
+        self._bounded = bound_address_space
         self._numbers = itertools.count()
         self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
         remove_stale_scratch()
@@ -158,9 +162,15 @@ class Zygote:
 
     def _config(self, binds: list[Bind]) -> str:
         if self.rung is Rung.NSJAIL_ONCE:
-            return session_config(self.template, binds, self.limits)
+            return session_config(self.template, binds, self.limits, bounded=self._bounded)
         own_users = self.rung is Rung.ZYGOTE_USERNS
-        return zygote_config(self.template, binds, own_users=own_users, own_proc=self.own_proc)
+        return zygote_config(
+            self.template,
+            binds,
+            own_users=own_users,
+            own_proc=self.own_proc,
+            bounded=self._bounded,
+        )
 
     def _places(self) -> dict[str, Any]:
         """Where things are, as the zygote sees them."""
@@ -207,7 +217,7 @@ class Zygote:
         if answer.startswith(b"ready "):
             return answer[6:].decode()
         if answer.startswith(b"failed "):
-            raise SandboxUnavailable(
+            raise TemplateUnavailable(
                 f"template {self.template.name!r} could not be loaded in the jail:\n"
                 + answer[7:].decode(errors="replace")
             )
@@ -227,7 +237,7 @@ class Zygote:
         """
         number = next(self._numbers)
         own_user = self.rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
-        uid = FIRST_UID + number % NUM_UIDS if own_user else JAIL_ID
+        uid = FIRST_UID + next(_uids) % NUM_UIDS if own_user else JAIL_ID
         if self.rung is Rung.BARE:
             bare.make_home(self._scratch, number, uid)
         with Ends(uid if os.geteuid() == 0 else None) as ends:
@@ -269,9 +279,10 @@ class Zygote:
 def remove_stale_scratch() -> None:
     """Remove the scratch directories of this user's processes that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{OWNER}.*"):
-        pid, start = path.name.split(".")[1:3]
+        named = re.fullmatch(r"(\d+)\.(\d+)\..*", path.name.removeprefix(f"{OWNER}."))
         with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
-            if path.stat().st_uid == os.geteuid() and start_time(int(pid)) != start:
+            mine = path.lstat().st_uid == os.geteuid()
+            if named and mine and start_time(int(named[1])) != named[2]:
                 bare.remove(str(path))
 
 

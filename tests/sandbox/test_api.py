@@ -19,6 +19,7 @@ from agentgrpo.sandbox import (
     Result,
     Sandbox,
     SandboxException,
+    SandboxInfraError,
     SandboxNotFoundException,
     SandboxPool,
     TimeoutException,
@@ -216,6 +217,18 @@ class TestCommands:
         sandbox.run_code("import sys; sys.modules.clear()")
         assert run(sandbox, "echo ok").stdout == "ok\n"
 
+    def test_no_process_left_is_not_the_machines_fault(self, sandbox: Sandbox) -> None:
+        sandbox.run_code(
+            "import threading\nlock = threading.Lock(); lock.acquire()\n"
+            "try:\n while True: threading.Thread(target=lock.acquire).start()\n"
+            "except RuntimeError: pass"
+        )
+        for go in (lambda: sandbox.commands.run("true"), lambda: sandbox.run_code("1", "bash")):
+            with pytest.raises(SandboxException, match="as many processes") as raised:
+                go()
+            assert not isinstance(raised.value, SandboxInfraError)
+        assert sandbox.run_code("6 * 7").text == "42"
+
     def test_what_cannot_be_passed_is_refused(self, sandbox: Sandbox) -> None:
         with pytest.raises(InvalidArgumentException, match="NUL"):
             run(sandbox, "echo \0")
@@ -254,6 +267,14 @@ class TestFiles:
         assert [e.name for e in sandbox.files.list()] == ["z"]
         assert sandbox.files.make_dir("e/f")
         assert not sandbox.files.make_dir("e/f")
+
+    def test_times_that_no_calendar_has(self, sandbox: Sandbox) -> None:
+        for seconds, year in ((2**55, 9999), (-(2**55), 1)):
+            code = f"open('t', 'w').close(); import os; os.utime('t', ({seconds}, {seconds}))"
+            sandbox.run_code(code)
+            if sandbox.run_code("int(os.stat('t').st_mtime)").text == str(seconds):
+                assert sandbox.files.get_info("t").modified_time.year == year
+                assert [entry.modified_time.year for entry in sandbox.files.list()] == [year]
 
     def test_missing(self, sandbox: Sandbox) -> None:
         for act in (sandbox.files.read, sandbox.files.remove, sandbox.files.get_info):
@@ -330,10 +351,26 @@ class TestLifecycle:
     def test_what_a_local_jail_cannot_do_is_refused(self, sandbox: Sandbox) -> None:
         with pytest.raises(NotSupportedException):
             Sandbox.create(allow_internet_access=True)
-        for refused in (sandbox.pause, lambda: sandbox.get_host(80), lambda: sandbox.pty,
-                        lambda: sandbox.files.watch_dir(".")):  # fmt: skip
+        for refused in (lambda: sandbox.pty, lambda: sandbox.files.watch_dir(".")):
             with pytest.raises(NotSupportedException):
                 refused()
+        for name in ("pause", "beta_pause", "resume", "connect", "list", "get_host", "get_metrics",
+                     "upload_url", "download_url", "create_snapshot"):  # fmt: skip
+            for owner in (sandbox, Sandbox):
+                with pytest.raises(NotSupportedException, match=name):
+                    getattr(owner, name)(80)
+
+    def test_async_has_all_that_there_is(self, pool: SandboxPool) -> None:
+        async def work() -> None:
+            async with await AsyncSandbox.create(pool=pool) as sandbox:
+                context = await sandbox.create_code_context(language="bash")
+                assert await sandbox.list_code_contexts() == [context]
+                await sandbox.remove_code_context(context)
+                assert (await sandbox.get_info()).sandbox_id == sandbox.sandbox_id
+                with pytest.raises(NotSupportedException):
+                    await sandbox.pause()
+
+        asyncio.run(work())
 
     def test_async(self, pool: SandboxPool) -> None:
         async def work(i: int) -> str | None:

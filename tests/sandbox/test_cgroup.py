@@ -57,7 +57,8 @@ own, controller = Path(sys.argv[1]), sys.argv[2]
 cgroup._mounted = lambda: {"": own / os.path.relpath(
     next(l for l in open("/proc/self/cgroup") if l.startswith("0::"))[3:].strip(), "/" + own.name)}
 cgroup.V2_CONTROLLERS = (controller,)
-cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", False)
+cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", "cgroup.stat",
+                          "cgroup.procs", False)
 cgroup.Group.set_limits = lambda self, memory, processes: None
 cgroup.Group.processes = lambda self: 2
 """
@@ -87,7 +88,7 @@ def test_sessions_run_in_groups_of_their_own(delegated: tuple[Path, str]) -> Non
                     a.step("import os\\nif os.fork() == 0:\\n while True: pass")
                     for session in (a, b):
                         print(where(session.init_pid).count("/"), where(session._pid) ==
-                              where(session.init_pid), session._group.empty())
+                              where(session.init_pid), session._group.processes() == 0)
                     print(where(a.init_pid) == where(b.init_pid))
             print(sorted(path.name for path in own.iterdir() if path.is_dir()))
     """

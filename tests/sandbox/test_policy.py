@@ -127,6 +127,19 @@ def test_memory_that_is_not_mapped_needs_a_control_group() -> None:
         assert decide(policy.build("x86_64"), arch, number) == ALLOW
         strict = policy.build("x86_64", memory_by_address_space=True)
         assert decide(strict, arch, number) == denied(errno.ENOSYS)
+    for flags, wanted in (
+        (0x21, denied(errno.EPERM)),  # MAP_SHARED | MAP_ANONYMOUS
+        (0x23, denied(errno.EPERM)),  # MAP_SHARED_VALIDATE | MAP_ANONYMOUS
+        (0x4021, denied(errno.EPERM)),
+        (0x22, ALLOW),
+        (0x1, ALLOW),
+        (0x40022, denied(errno.ENOMEM)),
+    ):
+        assert decide(strict, arch, 9, 0, 4096, 3, flags) == wanted, hex(flags)
+        shared = flags & 0x21 == 0x21
+        assert decide(policy.build("x86_64"), arch, 9, 0, 4096, 3, flags) == (
+            ALLOW if shared else wanted
+        )
 
 
 def test_unknown_machine_is_refused() -> None:
@@ -173,7 +186,19 @@ def test_socket_options() -> None:
         ("prctl", (15,), ALLOW),
         ("prctl", (62, 1), denied(errno.EINVAL)),
         ("prctl", (67, 1), denied(errno.EINVAL)),
+        ("prctl", (22, 2), denied(errno.EINVAL)),
         ("sync", (), denied(0)),
+        ("fsync", (3,), denied(0)),
+        ("fdatasync", (3,), denied(0)),
+        ("sync_file_range", (3,), denied(0)),
+        ("setxattr", (), denied(errno.EOPNOTSUPP)),
+        ("lsetxattr", (), denied(errno.EOPNOTSUPP)),
+        ("fsetxattr", (), denied(errno.EOPNOTSUPP)),
+        ("fcntl", (3, 6), denied(0)),
+        ("fcntl", (3, 7), denied(0)),
+        ("fcntl", (3, 37), denied(0)),
+        ("fcntl", (3, 38), denied(0)),
+        ("fcntl", (3, 5), ALLOW),
         ("setrlimit", (4, 1), denied(0)),
         ("setrlimit", (7, 1), ALLOW),
     ],
@@ -191,3 +216,6 @@ def test_without_namespaces_no_call_reaches_another_process() -> None:
     for command in (policy.F_SETOWN, policy.F_SETOWN_EX, policy.F_SETSIG):
         assert decide(program, arch, known["fcntl"], 0, command) == denied(errno.EPERM)
         assert decide(policy.build("x86_64"), arch, known["fcntl"], 0, command) == ALLOW
+    for request in (policy.FIOSETOWN, policy.SIOCSPGRP):  # SIGIO for whomever one names
+        assert decide(program, arch, known["ioctl"], 0, request) == denied(errno.EPERM)
+        assert decide(policy.build("x86_64"), arch, known["ioctl"], 0, request) == ALLOW

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +147,18 @@ def test_closed_session_answers_that_it_is_closed(pool: SandboxPool) -> None:
 def test_limits_are_validated(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Limits(**change)  # type: ignore[arg-type]
+
+
+def test_limit_of_cpu_time_is_the_codes_and_not_its_inits(session: Session) -> None:
+    def limit(pid: int) -> str:
+        lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        return next(line for line in lines if line.startswith("Max cpu time")).split()[3]
+
+    assert session.step("import resource; resource.getrlimit(resource.RLIMIT_CPU)").value == (
+        "(600, 600)"
+    )
+    assert limit(session._pid) == "600"
+    assert limit(session.init_pid) == "unlimited", "what it reaps must not end it"
 
 
 def test_without_nsjail_nothing_runs() -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.sandbox import NotFoundException, Sandbox, SandboxPool, SandboxUnavailable, Template
+from agentgrpo.sandbox import (
+    Limits,
+    NotFoundException,
+    Sandbox,
+    SandboxPool,
+    SandboxUnavailable,
+    Template,
+)
+from agentgrpo.sandbox.__main__ import main
 from agentgrpo.sandbox.templates import build_template, find_template, remove_template
 
 pytestmark = pytest.mark.nsjail
@@ -95,3 +103,30 @@ def test_bad_paths_and_variables_are_refused(tmp_path: Path) -> None:
         Template(mounts=(str(tmp_path / "missing"),))
     with pytest.raises(ValueError, match=r"template\.env"):
         Template(env={"A=B": "1"})
+
+
+def test_limits_of_a_template_are_those_of_its_sessions(tmp_path: Path) -> None:
+    limits = Limits(processes=17, timeout_s=3.5)
+    built, fresh = build_template("small", limits=limits)
+    assert fresh
+    assert find_template("small") == built
+    assert build_template("small", limits=limits) == (built, False)
+    assert build_template("small", limits=Limits(processes=18, timeout_s=3.5))[1], "another recipe"
+    with SandboxPool(template=built, min_idle=0, zygotes=1) as pool:
+        assert pool.limits == limits
+        with pool.acquire() as session:
+            code = "import resource; resource.getrlimit(resource.RLIMIT_NPROC)"
+            assert session.step(code).value == "(17, 17)"
+    with SandboxPool(template=built, limits=Limits(), min_idle=0, zygotes=1) as pool:
+        assert pool.limits == Limits()
+
+
+def test_limits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["template", "build", "mine", "--limit", "timeout_s=2", "--limit", "steps=9"]) == 0
+    assert find_template("mine").limits == Limits(timeout_s=2.0, steps=9)
+    assert "mine: built" in capsys.readouterr().out
+    for wrong, said in (("stepz=9", "stepz"), ("steps=0", "positive"), ("steps=x", "'x'")):
+        assert main(["template", "build", "other", "--limit", wrong]) == 1
+        assert said in capsys.readouterr().err
+    with pytest.raises(NotFoundException):
+        find_template("other")

@@ -11,9 +11,9 @@ import sys
 sys.path.insert(0, os.path.dirname(__file__))
 from load import isolated  # type: ignore[import-not-found]
 
-run = isolated("repl")["run"]
+loop = isolated("repl")
 for fd in (3, 4):
     fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
 value_bytes, traceback_bytes, *site_dirs = sys.argv[1:]
 sys.path[:] = [*sys.path[1:], *site_dirs]
-run(dict(os.environ), int(value_bytes), int(traceback_bytes))
+loop["serve"](loop["prepare"](dict(os.environ), int(value_bytes), int(traceback_bytes)))

@@ -254,16 +254,33 @@ class Interpreter:
         _exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-def run(environment: dict[str, str], value_bytes: int, traceback_bytes: int) -> Never:
-    """Serve the host until it closes the request pipe."""
+def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int) -> Interpreter:
+    """An interpreter that is ready to serve(), in this process or in its forks."""
     environ.clear()
     environ.update(environment)
-    reseed()
     sys.argv = [""]
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the session's, for good)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     interpreter = Interpreter(value_bytes, traceback_bytes)
     signal(SIGINT, interpreter.on_interrupt)
+    return interpreter
+
+
+def rehearse() -> None:
+    """Run a few cells of ours, in the zygote: what Python does only the first times (specialize
+    byte code, fill caches) is then done once, and not in pages that every session has to copy.
+    """
+    trial = Interpreter(1 << 10, 1 << 10)
+    for _ in range(20):
+        for cell in (b"x = 1 + 1\nprint(x, end='')", b"x", b"1 / 0"):
+            trial.serve([b"run", cell])
+    line_cache.clear()
+
+
+def serve(interpreter: Interpreter) -> Never:
+    """Serve the host until it closes the request pipe."""
+    reseed()
+    interpreter.pid = getpid()
     try:
         while True:
             number, fields = receive()

@@ -176,22 +176,24 @@ def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
     try:
-        run = isolated("repl")["run"]
+        loop = isolated("repl")
         for name in ("load", "console"):  # the names are the user's
             sys.modules.pop(name, None)
         settings = json.loads(host.recv(1 << 20))
         extension = load_extension(settings["extension"])
         preload(settings)
+        loop["rehearse"]()
+        sizes = settings["value_bytes"], settings["traceback_bytes"]
+        interpreter = loop["prepare"](settings["python_env"], *sizes)
         prepare(settings)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)
     serve(host, extension, settings)
     host.detach()  # closed by the clone; its number may already mean something else
-    sys.modules.pop("__main__", None)
     if settings["mode"] == MODE_BARE:
-        settings["python_env"] |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
-    run(settings["python_env"], settings["value_bytes"], settings["traceback_bytes"])
+        os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
+    loop["serve"](interpreter)
 
 
 main()

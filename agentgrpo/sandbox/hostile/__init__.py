@@ -4,8 +4,8 @@
 rung. A case gets a fresh session (or the pool) and raises AssertionError if it got through.
 """
 
-from agentgrpo.sandbox.hostile import escape, lifecycle, protocol, resources
+from agentgrpo.sandbox.hostile import escape, kernel, lifecycle, protocol, resources
 from agentgrpo.sandbox.hostile.case import CASES, LIMITS, Case, Skip, run_case
 
-__all__ = ["CASES", "LIMITS", "Case", "Skip", "escape", "lifecycle", "protocol", "resources",
-           "run_case"]  # fmt: skip
+__all__ = ["CASES", "LIMITS", "Case", "Skip", "escape", "kernel", "lifecycle", "protocol",
+           "resources", "run_case"]  # fmt: skip

@@ -165,6 +165,10 @@ def kernel_attack_surface(s: Session) -> None:
         "inotify_init": "253",
         "inotify_init1": "294, 0",
         "inotify_add_watch": "254, 0, b'/tmp', 2",
+        "semget": "64, 0, 1, 384",
+        "msgget": "68, 0, 384",
+        "cachestat": "451, 0, 0, 0, 0",
+        "setxattrat": "463, -100, b'f', 0, 0, 0, 0",
         "a call of the future": "5000",
     })  # fmt: skip
 
@@ -211,7 +215,7 @@ def foreign_system_calls(s: Session) -> None:
     expect(s.step(LIBC), Status.OK)
     assert value_of(s, "call(0x40000000 + 39)").strip("'") in DENIED
     code = (
-        "import mmap\nm = mmap.mmap(-1, 4096, prot=7)\n"
+        "import mmap\nm = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)\n"
         "m.write(bytes.fromhex('b814000000cd80c3'))  # mov eax, 20; int 0x80; ret\n"
         "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
         "print('pid', f())"

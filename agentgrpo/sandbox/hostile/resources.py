@@ -1,7 +1,5 @@
 """Attacks on time, output, memory, processes and disk."""
 
-from pathlib import Path
-
 from agentgrpo.sandbox.hostile.case import (
     LIMITS,
     Skip,
@@ -302,27 +300,6 @@ def shared_memory_bomb(s: Session) -> None:
 
 
 @on_session
-def unmapped_memory(s: Session) -> None:
-    """Memory that no address space holds (memfd, SysV segments) is bounded all the same."""
-    for make in (
-        "fd = os.memfd_create('x'); os.write(fd, b'x' * (8 << 20)); keep.append(fd)",
-        "i = libc.shmget(0, 8 << 20, 0o1600); a = libc.shmat(i, None, 0)\n"
-        "  if i < 0: raise OSError\n"
-        "  ctypes.memset(a, 1, 8 << 20); libc.shmdt(ctypes.c_void_p(a))",
-    ):
-        code = (
-            "import ctypes, os\nkeep = []; n = 0; libc = ctypes.CDLL(None)\n"
-            "libc.shmat.restype = ctypes.c_void_p\n"
-            f"try:\n while n < 100:\n  {make}\n  n += 1\nexcept OSError: pass\nn"
-        )
-        result = s.step(code)
-        if result.status is Status.OOM:
-            return
-        assert expect(result, OK).value is not None
-        assert int(result.value or 0) * 8 <= LIMITS.memory_mib, result
-
-
-@on_session
 def inode_bomb(s: Session) -> None:
     """The number of files is bounded."""
     code = (
@@ -446,91 +423,3 @@ def raised_limits(s: Session) -> None:
 def nicer_to_itself(s: Session) -> None:
     """The priority cannot be raised."""
     expect(s.step("import os; os.nice(-10)"), ERROR)
-
-
-@on_session
-def queued_signals(s: Session) -> None:
-    """Signals queued by a session do not use up the queue of the user who runs the host."""
-    before = _queued()
-    code = (
-        "import ctypes, os, signal\nlibc = ctypes.CDLL(None)\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [40])\nn = 0\n"
-        "while n < 100_000 and libc.sigqueue(os.getpid(), 40, ctypes.c_void_p(1)) == 0: n += 1\nn"
-    )
-    assert int(value_of(s, code)) < 1000
-    assert _queued() - before < 1000
-
-
-def _queued() -> int:
-    """Signals queued for this process's user."""
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("SigQ:"))
-    return int(line.split()[1].split("/")[0])
-
-
-@on_session
-def buffers_of_sockets(s: Session) -> None:
-    """What sockets buffer in the kernel is bounded like other memory."""
-    code = (
-        "import socket, time\nserver = socket.create_server(('127.0.0.1', 0), backlog=200)\n"
-        "keep = []; n = 0\nfor _ in range(100):\n"
-        " a = socket.create_connection(server.getsockname()); b, _ = server.accept()\n"
-        " a.setblocking(False); keep += [a, b]; stop = time.monotonic() + 0.1\n"
-        " try:\n  while time.monotonic() < stop: n += a.send(b'x' * 65536)\n"
-        " except BlockingIOError: pass\ntime.sleep(1); n >> 20  # a watchdog's time"
-    )
-    result = s.step(code)
-    if result.status not in (Status.OOM, TIMEOUT):
-        assert int(expect(result, OK).value or 0) <= 2 * LIMITS.memory_mib, result
-
-
-@on_session
-def core_dumps(s: Session) -> None:
-    """A crash cannot be made to start the machine's core dump handler."""
-    code = (
-        "import resource as r, ctypes, mmap\nlibc = ctypes.CDLL(None)\n"
-        "r.setrlimit(r.RLIMIT_CORE, (0, 0)); libc.setrlimit(4, (ctypes.c_uint64 * 2)(0, 0))\n"
-        "libc.syscall(ctypes.c_long(160), 4, (ctypes.c_uint64 * 2)(0, 0))\n"
-        "libc.mmap.restype = ctypes.c_void_p\n"
-        "low = libc.mmap(ctypes.c_void_p(1 << 32), 4096, 3, 0x32, -1, 0)  # its lower half is 0\n"
-        "libc.prlimit64(0, 4, ctypes.c_void_p(low), None)\n"
-        "low == 1 << 32, r.getrlimit(r.RLIMIT_CORE)"
-    )
-    assert value_of(s, code) == "(True, (1, 1))"
-
-
-@on_session
-def huge_pages(s: Session) -> None:
-    """The machine's pool of huge pages cannot be used."""
-    code = (
-        "import ctypes, errno, mmap, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        "libc.mmap.restype = ctypes.c_void_p\ngot = []\n"
-        "libc.mmap(None, 2 << 20, 3, 0x40022, -1, 0); got.append(ctypes.get_errno())\n"
-        "try: os.memfd_create('x', 4)\nexcept OSError as e: got.append(e.errno)\n"
-        "libc.shmget(0, 2 << 20, 0o4600); got.append(ctypes.get_errno()); set(got) <= {12, 38}"
-    )
-    assert value_of(s, code) == "True"
-
-
-@on_session
-def flushing_the_disks(s: Session) -> None:
-    """sync() says that it was done, and flushes nothing of the machine."""
-    assert value_of(s, "import os; [os.sync() for _ in range(1000)] == [None] * 1000") == "True"
-
-
-@on_session
-def twins_of_pages(s: Session) -> None:
-    """Pages cannot be merged with equal ones of others, cores not be kept from them."""
-    code = (
-        "import ctypes, mmap\nlibc = ctypes.CDLL(None, use_errno=True)\ngot = []\n"
-        "try: mmap.mmap(-1, 8192).madvise(12); got.append('merged')\nexcept OSError: pass\n"
-        "got += [p for p in ((62, 1, 0, 0, 0), (67, 1, 0, 0, 0)) if libc.prctl(*p) == 0]\ngot"
-    )
-    assert value_of(s, code) == "[]"
-
-
-@on_session
-def out_of_memory_order(s: Session) -> None:
-    """A machine without memory left ends sessions first, and no session can change that."""
-    assert Path(f"/proc/{s.init_pid}/oom_score_adj").read_text() == "1000\n"
-    expect(s.step("open('/proc/self/oom_score_adj', 'w').write('-1000')"), ERROR)
