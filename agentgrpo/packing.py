@@ -159,8 +159,8 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     Raises:
         ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` < 1.
     """
-    num_blocks = -(-len(tout_T) // block_size)
     kinds = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32).reshape(4, -1)
+    num_blocks = -(-len(tout_T) // block_size)
     counts = kinds[:, :num_blocks]
     rows = kinds[:, num_blocks : num_blocks * (num_blocks + 1)].reshape(4, num_blocks, num_blocks)
     return FlexBlocks(
