@@ -4,8 +4,8 @@ python -m bench.packing [--trl PATH]   PATH: trl/experimental/async_grpo/packing
 
 Rollouts are a shared prompt, an answer, a tool's observation and an answer; 64 groups of 8. Every
 variant's result is checked before it is timed; all run on one thread, whose CPU time is taken, but
-for tree_two_threads, whose wall time is. Every batch and mask is in memory that was allocated for it,
-and dropped when the next is asked for, as a learner does; what malloc then gives out again is warm.
+for tree_two_threads, whose wall time is. Every batch and mask is in memory that is allocated for it
+and let go of after the next was made, as by a learner; what malloc then gives out again is warm.
 """
 
 from __future__ import annotations
