@@ -234,6 +234,8 @@ class Learner:
         Every rank is given all updates and works on its share of the batches. Without batches (no
         group had a gradient) the weights stay and the step still counts.
 
+        The rollouts of the updates are told what the learner made of their tokens.
+
         Returns:
             Means over the updates (`loss`, `grad_norm`) and over the loss terms (the rest).
 
@@ -256,6 +258,8 @@ class Learner:
             self._optimizer.to("cpu")
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective)
+        for seen in run.seen():
+            live[seen.update].take(seen.sample_N, seen.logp_N, seen.entropy_N)
         tokens = sum(len(batch.input_ids_T) for update in live for batch in update.batches)
         metrics["packed_tokens"] = float(tokens)
         metrics["seconds"] = time.perf_counter() - started
@@ -279,7 +283,7 @@ class Learner:
                 if wants_old or wants_entropy:
                     scored = self._scorer(batch, self._temperature)
                     if counts:
-                        run.saw(batch, scored.logp_N)
+                        run.saw(index, batch, scored.logp_N, scored.entropy_N)
                         entropies.append(scored.entropy_N.float().cpu().numpy())
                     old = scored.logp_N
                 if self._loss.beta:
@@ -304,14 +308,14 @@ class Learner:
         self._optimizer.zero_grad()
         loss_sum = 0.0
         for number, batch, counts in parallel.share(update.batches):
-            loss, measured, logp = self._loss_of(batch, run, run.before[index, number], update)
+            loss, measured, scored = self._loss_of(batch, run, run.before[index, number], update)
             # FSDP averages gradients over the ranks; the weights are a share of the whole
             (loss * (parallel.world_size() if counts else 0.0)).backward()
             if counts:
                 loss_sum += loss.item()
                 run.parts.append(measured)
                 if first_pass and not run.looked:
-                    run.saw(batch, logp)
+                    run.saw(index, batch, *scored)
         if first_pass and index == 0 and not run.looked:
             self._require_agreement(run)
         run.losses.append(parallel.total(loss_sum))
@@ -325,8 +329,8 @@ class Learner:
 
     def _loss_of(
         self, batch: PackedBatch, run: StepRecord, before: Before, update: Update
-    ) -> tuple[Tensor, TermMetrics, Tensor]:
-        """(loss, the kernel's metrics, detached log-probabilities)."""
+    ) -> tuple[Tensor, TermMetrics, tuple[Tensor, Tensor]]:
+        """(loss, the kernel's metrics, log-probabilities and entropies)."""
         logp_N, entropy_N = self._scorer(batch, self._temperature)
 
         def like_logp(array: np.ndarray[Any, Any]) -> Tensor:
@@ -351,7 +355,7 @@ class Learner:
             sequence_N=torch.from_numpy(batch.sample_N).to(logp_N.device, torch.int64),
             num_sequences=update.num_samples,
         )
-        return loss, metrics, detached
+        return loss, metrics, (detached, entropy_N)
 
     def _plain(self) -> list[tuple[str, Tensor]]:
         return list(self.model.named_parameters())

@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 
 from agentgrpo import _C
-from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment
 
 
 def ids_from_list(ids: list[int]) -> Int32:
@@ -77,18 +77,25 @@ def pack_tree(
         weights = [1.0] * len(rollouts)
     if len(weights) != len(rollouts):
         raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
-    rows = [row for rollout in rollouts for row in rollout.rows]
-    rows_of = [1 + len(rollout.closed_rows) for rollout in rollouts]
-    segments = [segment for row in rows for segment in row]
-    advantages = [advantage for rollout in rollouts for advantage in _advantages(rollout)]
+    segments: list[Segment] = []
+    advantages: list[float] = []
+    row_sizes: list[int] = []
+    samples: list[int] = []
+    for index, rollout in enumerate(rollouts):
+        before = len(segments)
+        for row in rollout.rows:
+            segments += row
+            row_sizes.append(len(row))
+            samples.append(index)
+        advantages += _advantages(rollout, len(segments) - before)
     return Batches(
         _C.TreePlan(
             [segment.token_ids for segment in segments],
             [segment.logprobs for segment in segments],
             np.array(advantages, np.float32),
-            np.array([len(row) for row in rows], np.int32),
-            np.repeat(np.arange(len(rollouts), dtype=np.int32), rows_of),
-            np.repeat(np.array(weights, np.float32), rows_of),
+            np.array(row_sizes, np.int32),
+            np.array(samples, np.int32),
+            np.array(weights, np.float32)[samples],
             max_tokens,
             drop_zero_advantage,
             share_prefixes,
@@ -152,22 +159,21 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     Raises:
         ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` < 1.
     """
-    numbers = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32)
+    kinds = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32).reshape(4, -1)
     num_blocks = -(-len(tout_T) // block_size)
-    fields: list[Int32] = []
-    for kind in numbers.reshape(4, -1):
-        rows = kind[num_blocks : num_blocks * (num_blocks + 1)]
-        fields += [kind[:num_blocks], rows.reshape(num_blocks, num_blocks)]
-    return FlexBlocks(*fields)
+    counts = kinds[:, :num_blocks]
+    rows = kinds[:, num_blocks : num_blocks * (num_blocks + 1)].reshape(4, num_blocks, num_blocks)
+    return FlexBlocks(
+        counts[0], rows[0], counts[1], rows[1], counts[2], rows[2], counts[3], rows[3]
+    )
 
 
-def _advantages(rollout: Rollout) -> list[float]:
-    """One per segment of all rows.
+def _advantages(rollout: Rollout, count: int) -> list[float]:
+    """One for each of the `count` segments of all rows.
 
     Raises:
         ValueError: segment_advantages has another length.
     """
-    count = sum(len(row) for row in rollout.rows)
     if rollout.segment_advantages is None:
         return [rollout.advantage] * count
     if len(rollout.segment_advantages) != count:
@@ -180,18 +186,18 @@ def _advantages(rollout: Rollout) -> list[float]:
 
 def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
     """The fields of one tree, views of the memory that TreePlan.lay_out filled."""
-    per_token = numbers[: 3 * num_tokens].reshape(3, -1)
-    per_term = numbers[3 * num_tokens :].reshape(7, -1)
-    floats = per_term[4:].view(np.float32)
+    tokens = numbers[: 3 * num_tokens].reshape(3, -1)
+    terms = numbers[3 * num_tokens :].reshape(7, -1)
+    floats = terms.view(np.float32)
     return PackedBatch(
-        input_ids_T=per_token[0],
-        positions_T=per_token[1],
-        tout_T=per_token[2],
-        row_N=per_term[0],
-        target_N=per_term[1],
-        sample_N=per_term[2],
-        turn_N=per_term[3],
-        old_logp_N=floats[0],
-        advantage_N=floats[1],
-        weight_N=floats[2],
+        input_ids_T=tokens[0],
+        positions_T=tokens[1],
+        tout_T=tokens[2],
+        row_N=terms[0],
+        target_N=terms[1],
+        sample_N=terms[2],
+        turn_N=terms[3],
+        old_logp_N=floats[4],
+        advantage_N=floats[5],
+        weight_N=floats[6],
     )

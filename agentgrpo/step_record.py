@@ -25,6 +25,16 @@ class Before(NamedTuple):
     ref_logp: Tensor | None
 
 
+class Seen(NamedTuple):
+    """What the learner made of a batch's terms when it first saw them, [N] each."""
+
+    update: int
+    sample_N: Int32
+    turn_N: Int32
+    logp_N: Float32
+    entropy_N: Float32
+
+
 class StepRecord:
     """What the updates of one step add up to, on this rank."""
 
@@ -37,12 +47,18 @@ class StepRecord:
         self.norms: list[float] = []
         self.parts: list[TermMetrics] = []
         self.gaps: list[Float32] = []
-        self._labels: list[tuple[Int32, Int32]] = []
+        self._seen: list[Seen] = []
 
-    def saw(self, batch: PackedBatch, logp_N: Tensor) -> None:
-        """Remember how far the sampler was from the learner on a batch's terms."""
-        self.gaps.append(logp_N.detach().float().cpu().numpy() - batch.old_logp_N)
-        self._labels.append((batch.sample_N, batch.turn_N))
+    def saw(self, update: int, batch: PackedBatch, logp_N: Tensor, entropy_N: Tensor) -> None:
+        """Remember what the learner made of the terms of an update's batch."""
+        logp = logp_N.detach().float().cpu().numpy()
+        entropy = entropy_N.detach().float().cpu().numpy()
+        self.gaps.append(logp - batch.old_logp_N)
+        self._seen.append(Seen(update, batch.sample_N, batch.turn_N, logp, entropy))
+
+    def seen(self) -> list[Seen]:
+        """All that the ranks saw."""
+        return [seen for part in parallel.gather(self._seen) for seen in part]
 
     def metrics(self, objective: Objective) -> Metrics:
         """All ranks' together."""
@@ -59,9 +75,10 @@ class StepRecord:
                 for part in parts
             ]
         )
-        seen = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
+        labels = [(seen.sample_N, seen.turn_N) for seen in self._seen]
+        ours = parallel.gather(list(zip(self.gaps, labels, strict=True)))
         gaps, samples, turns, offset = [], [], [], 0
-        for gap, (sample, turn) in (item for part in seen for item in part):
+        for gap, (sample, turn) in (item for part in ours for item in part):
             gaps.append(gap)
             turns.append(turn)
             samples.append(sample + np.int32(offset))  # a rollout lies in one batch

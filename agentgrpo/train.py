@@ -45,10 +45,12 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
         with progress.phase("packing"):
             shared = learner.shares_prefixes
             updates = plan_updates(groups, config, step=step, share_prefixes=shared)
-        with progress.phase("recording"):
-            log.rollouts(step, groups)
-        with progress.phase("learning"):
-            learned = learner.step(updates)
+        try:
+            with progress.phase("learning"):
+                learned = learner.step(updates)
+        finally:  # refused or not, with what the learner made of them
+            with progress.phase("recording"):
+                log.rollouts(step, groups)
         time = progress.lap()
         log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
         progress.step_done(step, sampled, learned, engine_metrics)

@@ -173,9 +173,15 @@ class Rollout:
     span_rewards: list[SpanReward] = field(default_factory=list)
     """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Where its time went, in seconds by name."""
+    """Where its time went, in seconds: waiting for its place (`queue_s`), in the engine
+    (`generate_s`), for its world (`tools_s`, `finish_s`), in between (`own_s`). No two runs agree
+    on them."""
     learner_logprobs: list[Float32 | None] | None = None
-    """One per segment of all rows: the learner's log-probabilities, in nats, before the update."""
+    """One per segment of all rows, of sampled segments alone: the learner's log-probabilities at
+    the rollouts' temperature, in nats, when it first saw them. None: it was not trained on."""
+    entropies: list[Float32 | None] | None = None
+    """In the same form: the entropy in nats of the distribution each token was drawn from, as the
+    learner has it."""
     advantage: float = 0.0
     segment_advantages: list[float] | None = None
     """One per segment of all rows in place of `advantage`, where rewards of spans are credited to

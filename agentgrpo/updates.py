@@ -10,7 +10,7 @@ import numpy as np
 from agentgrpo.config import TrainConfig
 from agentgrpo.losses import is_trained, token_weights
 from agentgrpo.packing import pack_tree
-from agentgrpo.types import Group, PackedBatch
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +20,26 @@ class Update:
     batches: Sequence[PackedBatch]
     num_samples: int
     """Rollouts that sample_N of the batches counts."""
+    rollouts: Sequence[Rollout] = ()
+    """These, where what the learner makes of them is to be recorded."""
+
+    def take(self, sample_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
+        """Write what the learner made of a batch's terms to the rollouts they belong to."""
+        for sample in np.unique(sample_N).tolist() if self.rollouts else ():
+            own = sample_N == sample
+            rollout = self.rollouts[sample]
+            rollout.learner_logprobs = _by_segment(rollout, logp_N[own])
+            rollout.entropies = _by_segment(rollout, entropy_N[own])
+
+
+def _by_segment(rollout: Rollout, values: Float32) -> list[Float32 | None]:
+    """The values of a rollout's terms, which come in its order, for each segment of all rows."""
+    sizes = [len(s.token_ids) if s.sampled else 0 for s in rollout.all_segments]
+    parts = np.split(values, np.cumsum(sizes)[:-1])
+    return [
+        part if segment.sampled else None
+        for segment, part in zip(rollout.all_segments, parts, strict=True)
+    ]
 
 
 def plan_updates(
@@ -65,4 +85,5 @@ def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> 
         drop_zero_advantage=not (loss.beta or loss.entropy_coef),
         share_prefixes=share_prefixes,
     )
-    return Update(batches=batches, num_samples=len(weights))
+    rollouts = [rollout for group in trained for rollout in group.rollouts]
+    return Update(batches=batches, num_samples=len(rollouts), rollouts=rollouts)

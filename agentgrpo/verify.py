@@ -11,6 +11,8 @@ prompt it used and of the ids it sampled. From these and the tokens alone it is 
 * spans tile the rows; spans of rewards lie inside; log-probabilities are finite and not positive
 * the packed batches of each step show every sampled token its own history, with the weights that
   the objective asks for
+* what the learner made of the tokens is there for every rollout that was packed and for no other,
+  or for none of a step that was refused, and agrees with the sampler as the run promised
 
 The proof repeats no step of the code that it checks: packed batches are read back by their
 definition (types.PackedBatch), weights are computed from the record's lengths.
@@ -59,6 +61,8 @@ class Report:
     sampled_tokens: int = 0
     steps: int = 0
     terms: int = 0
+    learned: int = 0
+    """Loss terms of which the learner's view is recorded."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -71,6 +75,7 @@ def verify_run(run: Path) -> Report:
     """
     described = json.loads((run / "run.json").read_text())
     config = TrainConfig.model_validate(described["config"])
+    limit = config.engine.agreement_on(described["learner"]["device"])
     report = Report()
     records = read_rollouts(run / "rollouts.jsonl")
     for (step, split), played in groupby(records, key=lambda pair: _when(pair[0])):
@@ -79,12 +84,15 @@ def verify_run(run: Path) -> Report:
         for place, rollout in rollouts:
             where = f"step {step} {split} group {place['group']} rollout {place['index']}"
             report.faults += [f"{where}: {fault}" for fault in rollout_faults(rollout)]
+            if split != "train" and rollout.learner_logprobs is not None:
+                report.faults.append(f"{where}: seen by the learner, but not played for training")
             _count(report, rollout)
         if split == "train":
             report.steps += 1
-            faults, terms = step_faults(groups, config, step)
+            faults, terms = step_faults(groups, config, step, limit)
             report.faults += [f"step {step}: {fault}" for fault in faults]
             report.terms += terms
+            report.learned += sum(_num_learned(rollout) for _, rollout in rollouts)
     return report
 
 
@@ -100,6 +108,7 @@ def rollout_faults(rollout: Rollout) -> Iterator[str]:
         name = f"row {index}: " if len(rollout.rows) > 1 else ""
         yield from (name + fault for fault in _segment_faults(row))
         yield from (name + fault for fault in _turn_faults(row, turns[index]))
+    yield from _view_faults(rollout)
     total = sum(len(segment.token_ids) for row in rollout.rows for segment in row)
     for span in rollout.span_rewards:
         if not 0 <= span.start < span.end <= total:
@@ -116,6 +125,30 @@ def _segment_faults(row: Sequence[Segment]) -> Iterator[str]:
             yield f"segment {number}: logprobs has {segment.logprobs.max()}, not a log-probability"
         if number and not segment.sampled and not row[number - 1].sampled:
             yield f"segment {number}: given right after segment {number - 1}, with no turn between"
+
+
+def _view_faults(rollout: Rollout) -> Iterator[str]:
+    """What is wrong with the form of what the learner made of a rollout."""
+    views = {"learner_logprobs": rollout.learner_logprobs, "entropies": rollout.entropies}
+    if (views["learner_logprobs"] is None) != (views["entropies"] is None):
+        yield "learner_logprobs and entropies: one is recorded without the other"
+    sizes = [len(s.token_ids) if s.sampled else None for s in rollout.all_segments]
+    for name, view in views.items():
+        if view is None:
+            continue
+        if [None if values is None else len(values) for values in view] != sizes:
+            yield f"{name}: not one number for each sampled token"
+            continue
+        flat = np.concatenate(
+            [values for values in view if values is not None] or [np.empty(0, np.float32)]
+        )
+        least, most = (-np.inf, WEIGHT_TOLERANCE) if name == "learner_logprobs" else (-1e-3, np.inf)
+        if not (np.isfinite(flat) & (flat >= least) & (flat <= most)).all():
+            yield f"{name}: a number that can be none: {flat.min()} to {flat.max()}"
+
+
+def _num_learned(rollout: Rollout) -> int:
+    return sum(len(values) for values in rollout.learner_logprobs or () if values is not None)
 
 
 def _turn_faults(row: Sequence[Segment], turns: Sequence[tuple[int, Turn]]) -> Iterator[str]:
@@ -143,8 +176,17 @@ def _turn_faults(row: Sequence[Segment], turns: Sequence[tuple[int, Turn]]) -> I
             yield f"turn {number}: its tokens are not those that the engine sampled"
 
 
-def step_faults(groups: Sequence[Group], config: TrainConfig, step: int) -> tuple[list[str], int]:
-    """What is wrong with a step's packed batches, and how many loss terms they have."""
+def step_faults(
+    groups: Sequence[Group], config: TrainConfig, step: int, limit: float
+) -> tuple[list[str], int]:
+    """What is wrong with a step's packed batches, and how many loss terms they have.
+
+    Args:
+        groups: of the step, as recorded.
+        config: of the run.
+        step: counted from 0.
+        limit: largest difference in nats between the sampler and the learner before an update.
+    """
     faults: list[str] = []
     terms = 0
     parts = mini_batches(groups, config, step=step)
@@ -159,7 +201,30 @@ def step_faults(groups: Sequence[Group], config: TrainConfig, step: int) -> tupl
         wrong = packed ^ _wanted(rollouts, config)
         if wrong:
             faults.append(f"update {number}: packed or left out wrongly: rollouts {sorted(wrong)}")
+        learned = {i for i, r in enumerate(rollouts) if r.learner_logprobs is not None}
+        if learned and learned != packed:
+            faults.append(
+                f"update {number}: packed, or seen by the learner, but not both: rollouts "
+                f"{sorted(learned ^ packed)}"
+            )
+        gap = max((_gap(rollout) for rollout in rollouts), default=0.0)
+        if number == 0 and not gap <= limit:  # later ones are of another policy
+            faults.append(f"the learner and the sampler are {gap:.3g} nats apart, over {limit:.3g}")
     return faults, terms
+
+
+def _gap(rollout: Rollout) -> float:
+    """The largest difference between the learner's and the sampler's log-probabilities."""
+    pairs = zip(rollout.all_segments, rollout.learner_logprobs or (), strict=False)
+    return max(
+        (
+            float(np.abs(values - segment.logprobs).max())
+            for segment, values in pairs
+            if segment.logprobs is not None and values is not None
+            if len(values) == len(segment.logprobs) > 0
+        ),
+        default=0.0,
+    )
 
 
 def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> set[int]:
@@ -294,7 +359,7 @@ def main(arguments: Sequence[str]) -> int:
     print(  # noqa: T201
         f"{len(report.faults)} faults in {report.rollouts} rollouts: {report.turns} turns, "
         f"{report.forks} forks, {report.sampled_tokens} sampled tokens; {report.steps} steps "
-        f"packed into {report.terms} loss terms"
+        f"packed into {report.terms} loss terms, {report.learned} of them with the learner's view"
     )
     return 1 if report.faults else 0
 

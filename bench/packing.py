@@ -3,15 +3,20 @@
 python -m bench.packing [--trl PATH]   PATH: trl/experimental/async_grpo/packing.py of TRL 1.16.0
 
 Rollouts are a shared prompt, an answer, a tool's observation and an answer; 64 groups of 8. Every
-variant's result is checked before it is timed; all run on one thread, whose CPU time is taken.
+variant's result is checked before it is timed; all run on one thread, whose CPU time is taken, but
+for tree_two_threads, whose wall time is. Every batch and mask is in memory that is allocated for it
+and let go of after the next was made, as by a learner; what malloc then gives out again is warm.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +82,17 @@ def step(groups: list[Group], budget: int) -> int:
     return terms
 
 
+def step_in_threads(groups: list[Group], budget: int, pool: ThreadPoolExecutor, n: int) -> None:
+    """The same by n threads that are there already, every nth batch each."""
+    batches = pack_tree(groups, max_tokens=budget)
+
+    def part(first: int) -> None:
+        for index in range(first, len(batches), n):
+            flex_blocks(batches[index].tout_T)
+
+    list(pool.map(part, range(n)))
+
+
 def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> None:
     shape = {"rollouts": len(all_rollouts(groups)), "tokens": NUM_TOKENS, "prompt": prompt}
     budget = prompt + GROUP_SIZE * (NUM_TOKENS - prompt)
@@ -89,6 +105,14 @@ def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> 
         append_row("packing", "tree_trl", ms(times), unit="ms", shape=shape, note=note)
     times = cpu_seconds(lambda: step(groups, budget), repeats=31)
     append_row("packing", "tree", ms(times), unit="ms", shape=shape, note=f"{note}, with masks")
+    with ThreadPoolExecutor(2) as pool:
+        times = wall_seconds(lambda: step_in_threads(groups, budget, pool, 2), repeats=101)
+    note = f"{note}, with masks: planned by one thread, the batches divided among two; wall time"
+    append_row("packing", "tree_two_threads", ms(times), unit="ms", shape=shape, note=note)
+    for rows in (8192, 16384):
+        times = cpu_seconds(functools.partial(step, groups, rows), repeats=31)
+        note = f"batches of at most {rows} tokens, with masks"
+        append_row("packing", f"tree_{rows}", ms(times), unit="ms", shape=shape, note=note)
     plan = pack_tree(groups, max_tokens=budget)
     times = cpu_seconds(lambda: drain(plan), repeats=31)
     note = "the batches one after another, planned already, without masks"
@@ -169,6 +193,16 @@ def bench_masks(groups: list[Group]) -> None:
     append_row("packing", "blocks", ms(times), unit="ms", shape=shape)
     times = cpu_seconds(torch_blocks, repeats=3, warmup=0)
     append_row("packing", "blocks_torch", ms(times), unit="ms", shape=shape)
+
+
+def wall_seconds(fn: Callable[[], object], *, repeats: int) -> list[float]:
+    """Wall time of each call, after two untimed ones; on a machine that does nothing else."""
+    times = []
+    for _ in range(2 + repeats):
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
+    return times[2:]
 
 
 def ms(times: list[float]) -> list[float]:

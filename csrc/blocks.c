@@ -17,39 +17,40 @@ typedef struct {
     int32_t from, whole_end, end;
 } Reach;
 
-/* Returns the index of the first token whose tout is impossible, or -1. */
-static int32_t
-find_impossible(const int32_t *tout, int32_t num_tokens)
-{
-    int bad = 0; /* a pass without branches first, which the compiler vectorises */
-    for (int32_t t = 0; t < num_tokens; t++) {
-        bad |= (tout[t] <= t) | (tout[t] > num_tokens);
-    }
-    int32_t t = bad ? 0 : num_tokens;
-    while (t < num_tokens && tout[t] > t && tout[t] <= num_tokens) {
-        t++;
-    }
-    return t < num_tokens ? t : -1;
-}
-
-static void
+/* Finds each block's reach. Returns 0 if some tout is impossible; reach is then without meaning. */
+TOKENS_WIDE static int
 find_reach(const int32_t *tout, int32_t num_tokens, int32_t size, Reach *reach)
 {
+    int bad = 0;
     for (int32_t k = 0, start = 0; start < num_tokens; k++) {
         const int32_t end = size < num_tokens - start ? start + size : num_tokens;
         int32_t least = num_tokens, most = 0;
         for (int32_t t = start; t < end; t++) {
+            bad |= tout[t] <= t;
             least = tout[t] < least ? tout[t] : least;
             most = tout[t] > most ? tout[t] : most;
         }
+        bad |= most > num_tokens;
         reach[k].from = size == 1 ? k : k + 1; /* a token sees itself but nothing after it */
         reach[k].whole_end = least / size > k + 1 ? least / size : k + 1;
         reach[k].end = most / size + (most % size != 0);
         start = end;
     }
+    return !bad;
 }
 
-enum { CHUNK = 4 };
+static PyObject *
+refuse(const int32_t *tout, int32_t num_tokens)
+{
+    int32_t t = 0;
+    while (tout[t] > t && tout[t] <= num_tokens) {
+        t++;
+    }
+    return PyErr_Format(PyExc_ValueError, "tout[%d] is %d, expected %d < tout <= %d", (int)t,
+                        (int)tout[t], (int)t, (int)num_tokens);
+}
+
+enum { CHUNK = 8 };
 
 /* One of the four results: n counts, then n rows of n blocks, the chosen ones and behind them the
  * others, both in order; then CHUNK elements that hold nothing.
@@ -76,19 +77,25 @@ typedef struct {
     int32_t first, end;
 } Range;
 
+/* Blocks of keys with the same reach: seen whole up to query block whole_end, in part up to end. */
+typedef struct {
+    Range blocks;
+    int32_t whole_end, end;
+} Run;
+
 /* Chosen blocks, in order and not touching, as far as they were added one by one. */
 typedef struct {
     Range *ranges;
     int32_t count;
 } Choice;
 
-static void
-choose(Choice *choice, int32_t block)
+static inline void
+choose(Choice *choice, Range blocks)
 {
-    if (choice->count > 0 && choice->ranges[choice->count - 1].end == block) {
-        choice->ranges[choice->count - 1].end++;
+    if (choice->count > 0 && choice->ranges[choice->count - 1].end == blocks.first) {
+        choice->ranges[choice->count - 1].end = blocks.end;
     } else {
-        choice->ranges[choice->count++] = (Range){block, block + 1};
+        choice->ranges[choice->count++] = blocks;
     }
 }
 
@@ -96,20 +103,22 @@ choose(Choice *choice, int32_t block)
  * elements behind the end are overwritten too, and are written after this. Returns where the next
  * goes.
  */
-static int32_t *
+static inline int32_t *
 write_range(int32_t first, int32_t end, int32_t *out)
 {
-    typedef int32_t Lanes __attribute__((vector_size(CHUNK * sizeof(int32_t))));
-    Lanes values = {first, first + 1, first + 2, first + 3};
+    typedef int32_t Lanes __attribute__((vector_size(4 * sizeof(int32_t))));
+    Lanes values = {first, first + 1, first + 2, first + 3}, next = values + 4;
     for (int32_t i = 0; i < end - first; i += CHUNK) {
         memcpy(out + i, &values, sizeof values);
+        memcpy(out + i + 4, &next, sizeof next);
         values += CHUNK;
+        next += CHUNK;
     }
     return out + (end - first);
 }
 
 /* Appends a row whose chosen blocks are given. */
-static void
+static inline void
 append_row(Table *table, int32_t n, const Range *chosen, int32_t count)
 {
     int32_t *out = table->rows, next = 0;
@@ -125,35 +134,55 @@ append_row(Table *table, int32_t n, const Range *chosen, int32_t count)
     table->rows += n;
 }
 
-/* The partial and the whole blocks of each query block. seen is scratch for n, part and whole for n
- * ranges each; seen are the blocks that the last query block saw: only those may be seen by the
- * next.
- */
-static void
-write_by_query(const Reach *reach, int32_t n, int32_t *seen, Range *part, Range *whole,
-               Table partial_table, Table whole_table)
+/* What the work needs besides its result, for n blocks. */
+typedef struct {
+    Reach *reach;
+    Run *seen;
+    Range *ranges; /* 2 n */
+} Scratch;
+
+/* Appends block k to the runs seen, of which the last may be continued by it. */
+static inline int32_t
+see(Run *seen, int32_t num_seen, int32_t k, const Reach *reach)
 {
+    Run *last = num_seen > 0 ? &seen[num_seen - 1] : NULL;
+    if (last != NULL && last->blocks.end == k && last->whole_end == reach->whole_end &&
+        last->end == reach->end) {
+        last->blocks.end++;
+        return num_seen;
+    }
+    seen[num_seen] = (Run){{k, k + 1}, reach->whole_end, reach->end};
+    return num_seen + 1;
+}
+
+/* The partial and the whole blocks of each query block: of those before it that the last one saw,
+ * and itself.
+ */
+TOKENS_WIDE static void
+write_by_query(int32_t n, const Scratch *scratch, Table partial_table, Table whole_table)
+{
+    Run *const seen = scratch->seen;
     int32_t num_seen = 0;
     for (int32_t q = 0; q < n; q++) {
         int32_t still = 0;
-        Choice partial = {part, 0}, full = {whole, 0};
-        seen[num_seen++] = q;
+        Choice partial = {scratch->ranges, 0}, whole = {scratch->ranges + n, 0};
         for (int32_t i = 0; i < num_seen; i++) {
-            const int32_t k = seen[i];
-            if (q < reach[k].end) {
-                seen[still++] = k;
-                choose(q >= reach[k].from && q < reach[k].whole_end ? &full : &partial, k);
+            const Run run = seen[i];
+            if (q < run.end) {
+                seen[still++] = run;
+                choose(q < run.whole_end ? &whole : &partial, run.blocks);
             }
         }
-        num_seen = still;
+        choose(scratch->reach[q].from == q ? &whole : &partial, (Range){q, q + 1});
         append_row(&partial_table, n, partial.ranges, partial.count);
-        append_row(&whole_table, n, full.ranges, full.count);
+        append_row(&whole_table, n, whole.ranges, whole.count);
+        num_seen = see(seen, still, q, &scratch->reach[q]);
     }
 }
 
 /* The partial and the whole blocks of each key block. */
-static void
-write_by_key(const Reach *reach, int32_t n, Table partial_table, Table whole_table)
+TOKENS_WIDE static void
+write_by_key(int32_t n, const Reach *reach, Table partial_table, Table whole_table)
 {
     for (int32_t k = 0; k < n; k++) {
         const Range partial[] = {{k, reach[k].from}, {reach[k].whole_end, reach[k].end}};
@@ -164,12 +193,14 @@ write_by_key(const Reach *reach, int32_t n, Table partial_table, Table whole_tab
 }
 
 static PyObject *
-build(const int32_t *tout, int32_t num_tokens, int32_t size, Reach *reach, Range *scratch)
+build(const int32_t *tout, int32_t num_tokens, int32_t size, const Scratch *scratch)
 {
-    const int32_t bad = find_impossible(tout, num_tokens);
-    if (bad >= 0) {
-        return PyErr_Format(PyExc_ValueError, "tout[%d] is %d, expected %d < tout <= %d", (int)bad,
-                            (int)tout[bad], (int)bad, (int)num_tokens);
+    int possible;
+    Py_BEGIN_ALLOW_THREADS
+        possible = find_reach(tout, num_tokens, size, scratch->reach);
+    Py_END_ALLOW_THREADS
+    if (!possible) {
+        return refuse(tout, num_tokens);
     }
     const int32_t n = num_tokens / size + (num_tokens % size != 0);
     PyObject *result = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(4 * 4 * table_size(n)));
@@ -178,10 +209,8 @@ build(const int32_t *tout, int32_t num_tokens, int32_t size, Reach *reach, Range
     }
     int32_t *const out = (int32_t *)PyByteArray_AsString(result);
     Py_BEGIN_ALLOW_THREADS
-        find_reach(tout, num_tokens, size, reach);
-        write_by_query(reach, n, (int32_t *)(scratch + 2 * (size_t)n), scratch, scratch + n,
-                       table_at(out, n, 0), table_at(out, n, 1));
-        write_by_key(reach, n, table_at(out, n, 2), table_at(out, n, 3));
+        write_by_query(n, scratch, table_at(out, n, 0), table_at(out, n, 1));
+        write_by_key(n, scratch->reach, table_at(out, n, 2), table_at(out, n, 3));
     Py_END_ALLOW_THREADS
     return result;
 }
@@ -193,7 +222,7 @@ PyDoc_STRVAR(
     "\n"
     "FlexAttention's block indices of the mask k <= q < tout[k], for 1-d int32 tout of T tokens.\n"
     "\n"
-    "Returns the bytes of four int32 arrays, each n counts, n rows of n indices, and 4 elements\n"
+    "Returns the bytes of four int32 arrays, each n counts, n rows of n indices, and 8 elements\n"
     "without meaning, where n is T / block_size rounded up: partial and full blocks by query, "
     "then\n"
     "partial and full by key.\n"
@@ -217,16 +246,20 @@ block_mask(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     const size_t num_blocks = (size_t)(tout.shape[0] / size + 1);
-    Reach *reach = PyMem_Calloc(num_blocks, sizeof *reach);
-    Range *scratch = PyMem_Calloc(3 * num_blocks, sizeof *scratch);
+    const Scratch scratch = {
+        .reach = PyMem_Calloc(num_blocks, sizeof(Reach)),
+        .seen = PyMem_Calloc(num_blocks, sizeof(Run)),
+        .ranges = PyMem_Calloc(2 * num_blocks, sizeof(Range)),
+    };
     PyObject *result = NULL;
-    if (reach == NULL || scratch == NULL) {
+    if (scratch.reach == NULL || scratch.seen == NULL || scratch.ranges == NULL) {
         PyErr_NoMemory();
     } else {
-        result = build(tout.buf, (int32_t)tout.shape[0], (int32_t)size, reach, scratch);
+        result = build(tout.buf, (int32_t)tout.shape[0], (int32_t)size, &scratch);
     }
-    PyMem_Free(scratch);
-    PyMem_Free(reach);
+    PyMem_Free(scratch.ranges);
+    PyMem_Free(scratch.seen);
+    PyMem_Free(scratch.reach);
     PyBuffer_Release(&tout);
     return result;
 }

@@ -160,7 +160,7 @@ get_segment(Plan *plan, PyObject *const *args, Py_ssize_t i, int32_t r, int32_t 
     return 0;
 }
 
-static int
+TOKENS_WIDE static int
 check_values(const Segment *segment, int32_t r, int32_t s)
 {
     const Py_ssize_t size = segment->size, id = tokens_first_negative(segment->ids, size);
@@ -179,33 +179,53 @@ check_values(const Segment *segment, int32_t r, int32_t s)
     return -1;
 }
 
-/* Reads row r, whose segments begin at `first`, and makes it a path if it has loss terms. turn is
- * the number of sampled segments in earlier rows of the same rollout, and counts on.
- */
+/* Where reading the rows has got to. */
+typedef struct {
+    PyObject *const *args;
+    Py_ssize_t index;                 /* of the next segment, in the lists */
+    Segment *next;                    /* where it goes */
+    const Segment *above, *above_end; /* of the row before, what may be the next ones' memory too */
+    int32_t turn;                     /* sampled segments so far in rows of the same rollout */
+} Reader;
+
+/* Whether the row before began with the same memory up to and with this segment: it is checked. */
 static int
-get_path(Plan *plan, PyObject *const *args, Py_ssize_t first, int32_t r, int32_t *turn,
-         Segment **segments)
+is_known(Reader *reader, const Segment *segment)
+{
+    const Segment *above = reader->above;
+    const int known = above < reader->above_end && above->ids == segment->ids &&
+                      above->logp == segment->logp && above->size == segment->size;
+    reader->above = known ? above + 1 : reader->above_end;
+    return known;
+}
+
+/* Reads row r and makes it a path if it has loss terms. */
+static int
+get_path(Plan *plan, Reader *reader, int32_t r)
 {
     const int32_t size = ((const int32_t *)plan->sizes.buf)[r];
     const int32_t sample = ((const int32_t *)plan->samples.buf)[r];
     const float weight = ((const float *)plan->weights.buf)[r];
-    Path path = {.segments = *segments, .sample = sample, .weight = weight};
+    Path path = {.segments = reader->next, .sample = sample, .weight = weight};
     int64_t length = 0;
     int matters = !plan->drop_zero;
     for (int32_t s = 0; s < size; s++) {
-        Segment *segment = *segments;
-        if (get_segment(plan, args, first + s, sample, s, segment) < 0 ||
+        Segment *segment = reader->next;
+        if (get_segment(plan, reader->args, reader->index++, sample, s, segment) < 0) {
+            return -1;
+        }
+        if (segment->size > 0 && !is_known(reader, segment) &&
             check_values(segment, sample, s) < 0) {
             return -1;
         }
         length += segment->size;
-        *segments += segment->size > 0;
+        reader->next += segment->size > 0;
         if (length > INT32_MAX) {
             PyErr_Format(PyExc_ValueError, "rollout %d: over 2**31 - 1 tokens", (int)sample);
             return -1;
         }
-        segment->turn = *turn;
-        *turn += segment->logp != NULL;
+        segment->turn = reader->turn;
+        reader->turn += segment->logp != NULL;
         if (segment->logp == NULL || segment->size == 0) {
             continue;
         }
@@ -220,6 +240,8 @@ get_path(Plan *plan, PyObject *const *args, Py_ssize_t first, int32_t r, int32_t
         path.num_terms += segment->size;
         path.length = (int32_t)length - 1;
     }
+    reader->above = path.segments;
+    reader->above_end = reader->next;
     if (path.num_terms == 0 || !matters) {
         return 0;
     }
@@ -246,15 +268,12 @@ get_paths(Plan *plan, PyObject *const *args)
         return -1;
     }
     const int32_t *const samples = plan->samples.buf;
-    Segment *segments = plan->segments;
-    Py_ssize_t first = 0;
-    int32_t turn = 0;
+    Reader reader = {.args = args, .next = plan->segments};
     for (int32_t r = 0; r < plan->num_rows; r++) {
-        turn = r > 0 && samples[r] == samples[r - 1] ? turn : 0;
-        if (get_path(plan, args, first, r, &turn, &segments) < 0) {
+        reader.turn = r > 0 && samples[r] == samples[r - 1] ? reader.turn : 0;
+        if (get_path(plan, &reader, r) < 0) {
             return -1;
         }
-        first += ((const int32_t *)plan->sizes.buf)[r];
     }
     return 0;
 }

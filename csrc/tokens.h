@@ -9,6 +9,13 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Marks a function that is compiled for wide vectors too; the loader takes what the machine has. */
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define TOKENS_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define TOKENS_WIDE
+#endif
+
 /* How many leading elements a and b share, n at most. */
 static inline int32_t
 tokens_first_difference(const int32_t *a, const int32_t *b, int32_t n)

@@ -262,7 +262,7 @@ tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *lea
 
 /* --- layout --------------------------------------------------------------------------------- */
 
-static void
+static inline void
 count_from(int32_t start, int32_t n, int32_t *restrict out)
 {
     for (int32_t i = 0; i < n; i++) {
@@ -270,7 +270,7 @@ count_from(int32_t start, int32_t n, int32_t *restrict out)
     }
 }
 
-static void
+static inline void
 fill(int32_t value, int32_t n, int32_t *restrict out)
 {
     for (int32_t i = 0; i < n; i++) {
@@ -278,7 +278,7 @@ fill(int32_t value, int32_t n, int32_t *restrict out)
     }
 }
 
-static void
+static inline void
 fill_floats(float value, int32_t n, float *restrict out)
 {
     for (int32_t i = 0; i < n; i++) {
@@ -300,7 +300,7 @@ typedef struct {
 } Open;
 
 /* Closes what is open from depth `shared` on: those subtrees end at packed index t. */
-static void
+static inline void
 close_from(Open *open, int32_t shared, int32_t t, int32_t *tout)
 {
     while (open->length > shared) {
@@ -313,7 +313,7 @@ close_from(Open *open, int32_t shared, int32_t t, int32_t *tout)
 }
 
 /* Appends the tokens [start, path->length) of path, the first of them at packed index t. */
-static void
+static inline void
 append_tokens(const Path *path, int32_t start, int32_t t, Open *open, const Layout *out)
 {
     Cursor at = {path->segments, 0};
@@ -332,7 +332,7 @@ append_tokens(const Path *path, int32_t start, int32_t t, Open *open, const Layo
 }
 
 /* Writes the packed indices of the path's tokens at depths [first, first + n). */
-static void
+static inline void
 write_indices(const Open *open, int32_t first, int32_t n, int32_t *out)
 {
     int32_t end = first + n;
@@ -347,7 +347,7 @@ write_indices(const Open *open, int32_t first, int32_t n, int32_t *out)
 }
 
 /* Writes path's loss terms from index `term` on: a token is predicted at the one before it. */
-static void
+static inline void
 append_terms(const Path *path, int64_t term, const Open *open, const Layout *out)
 {
     const int64_t end = term + path->num_terms;
@@ -368,7 +368,7 @@ append_terms(const Path *path, int64_t term, const Open *open, const Layout *out
     }
 }
 
-void
+TOKENS_WIDE void
 tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, void *scratch,
              const Layout *out)
 {

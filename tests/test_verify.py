@@ -20,7 +20,7 @@ from agentgrpo.read_config import load_config
 from agentgrpo.records import read_parquet, read_rollouts, rollout_record, write_parquet
 from agentgrpo.rollout.transcript import Drift, Transcript
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn
-from agentgrpo.updates import Update
+from agentgrpo.updates import Update, plan_updates
 from tests.conftest import TASK
 from tests.rollout.stubs import StubEngine, StubEnv
 from tests.rollout.test_sampler import TOKENIZER, play, random_policy
@@ -39,12 +39,19 @@ def write_run(folder: Path, *, seed: int = 0, **overrides: Any) -> TrainConfig:
         for rollout in (r for group in groups for r in group.rollouts):
             rollout.advantage = float(np.float32(rng.choice([0.0, 1.0, -0.5])))
             rollout.span_rewards = [SpanReward(1, 3, "early", 0.5)]
-            rollout.timings = {"decode_s": rng.random()}
-            rollout.learner_logprobs = [s.logprobs for s in rollout.segments]
-        log.rollouts(step, groups)
         log.rollouts(step, groups[:1], split="heldout")
-    log.describe(config=config.model_dump(mode="json"))
+        learn(groups, config, step)
+        log.rollouts(step, groups)
+    log.describe(config=config.model_dump(mode="json"), learner={"device": "cpu"})
     return config
+
+
+def learn(groups: list[Group], config: TrainConfig, step: int) -> None:
+    """What the learner's step leaves in the rollouts, with a policy just off the sampler's."""
+    for update in plan_updates(groups, config, step=step):
+        for batch in update.batches:
+            logp_N = batch.old_logp_N - np.float32(1e-6)
+            update.take(batch.sample_N, logp_N, -logp_N)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,7 @@ def test_what_the_sampler_recorded_is_proven(
     assert report.turns > 32
     assert report.steps == 2
     assert report.terms > 100
+    assert report.learned == report.terms
     assert verify.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("0 faults in 32 rollouts")
 
@@ -191,6 +199,84 @@ def test_every_corruption_is_found(
     assert verify.main([str(tmp_path)]) == 1
 
 
+def forget(record: Record) -> None:
+    record["learner_logprobs"] = record["entropies"] = None
+
+
+def no_entropies(record: Record) -> None:
+    record["entropies"] = None
+
+
+def seen_where_given(record: Record) -> None:
+    record["learner_logprobs"][0] = [-1.0] * len(record["segments"][0]["token_ids"])
+
+
+def seen_in_part(record: Record) -> None:
+    record["entropies"][1].pop()
+
+
+def unlikely(record: Record) -> None:
+    record["learner_logprobs"][1][0] = float("-inf")
+
+
+def too_likely(record: Record) -> None:
+    record["learner_logprobs"][1][0] = 0.5
+
+
+def negative_entropy(record: Record) -> None:
+    record["entropies"][1][0] = -0.5
+
+
+def another_policy(record: Record) -> None:
+    record["learner_logprobs"][1][0] -= 0.002
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "fault"),
+    [
+        (forget, r"update 0: packed, or seen by the learner, but not both: rollouts \[\d+\]"),
+        (no_entropies, "one is recorded without the other"),
+        (seen_where_given, "learner_logprobs: not one number for each sampled token"),
+        (seen_in_part, "entropies: not one number for each sampled token"),
+        (unlikely, "learner_logprobs: a number that can be none: -inf"),
+        (too_likely, "learner_logprobs: a number that can be none"),
+        (negative_entropy, "entropies: a number that can be none: -0.5"),
+        (another_policy, "the learner and the sampler are 0.002 nats apart, over 0.001"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_corruption_of_what_the_learner_saw_is_found(
+    tmp_path: Path, corrupt: Callable[[Record], None], fault: str
+) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    corrupt(next(line for line in lines if line["learner_logprobs"]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    faults = verify.verify_run(tmp_path).faults
+    assert any(re.search(fault, found) for found in faults), faults
+
+
+def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 1:  # a step that the learner refused
+            forget(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = verify.verify_run(tmp_path)
+    assert report.faults == []
+    assert 0 < report.learned < report.terms
+    trained = next(line for line in lines if line["learner_logprobs"])
+    for line in lines:
+        if line["split"] == "heldout":
+            line.update({key: trained[key] for key in ("learner_logprobs", "entropies")})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    faults = verify.verify_run(tmp_path).faults
+    assert sum("seen by the learner, but not played for training" in f for f in faults) == 8
+
+
 @pytest.mark.parametrize(
     ("field", "fault"),
     [
@@ -232,8 +318,9 @@ def test_a_rollout_left_out_of_all_batches_is_found(
         lambda groups, config, step: [Update(batches=[], num_samples=0)],
     )
     faults = verify.verify_run(tmp_path).faults
-    assert all("packed or left out wrongly: rollouts [" in fault for fault in faults)
-    assert len(faults) == 2
+    assert sum("packed or left out wrongly: rollouts [" in fault for fault in faults) == 2
+    assert sum("packed, or seen by the learner, but not both" in fault for fault in faults) == 2
+    assert len(faults) == 4
 
 
 def ids(*values: int) -> Int32:
@@ -264,7 +351,7 @@ def test_a_recorded_fork_is_proven_and_another_is_not(tmp_path: Path) -> None:
     assert list(verify.rollout_faults(rollout)) == []
     config = load_config("quickstart")
     groups = [Group(task=TASK, rollouts=[rollout])]
-    assert verify.step_faults(groups, config, 0) == ([], 5)
+    assert verify.step_faults(groups, config, 0, 1e-3) == ([], 5)
     rollout.closed_rows.clear()  # the fork is not recorded
     assert list(verify.rollout_faults(rollout)) == ["turn 1: row 1 of 1"]
 

@@ -29,7 +29,6 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import (
-    Float32,
     Group,
     Int32,
     Metrics,
@@ -109,12 +108,12 @@ class _Live:
 
     rollout: Rollout
     episode: AnyEpisode
-    ids: list[Int32]
-    length: int
+    transcript: Transcript
+    """Its tokens; `rollout` has the same lists of segments."""
     spent: Spent
     attempt: int
-    turn_start: int = 0
-    """Where the tokens of the last turn begin."""
+    since: float
+    """When it began to wait for what it waits for: on the clock of time.perf_counter()."""
     history: list[Step] = field(default_factory=list)
     """What its episode was asked and answered, where a branch might need it."""
     after_tool: bool = False
@@ -124,6 +123,12 @@ class _Live:
     """Branchings in a row that led here."""
     messages: list[Message] = field(default_factory=list)
     """The conversation so far, where it is rendered anew for each turn."""
+
+    def took(self, name: str) -> None:
+        """Count the time since it was last asked where its time went."""
+        now, timings = time.perf_counter(), self.rollout.timings
+        timings[name] = timings.get(name, 0.0) + now - self.since
+        self.since = now
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -148,6 +153,8 @@ class _Pending:
     index: int
     attempt: int = 0
     fork: _Fork | None = None
+    since: float = field(default_factory=time.perf_counter)
+    """When it was queued."""
 
 
 class Play:
@@ -233,29 +240,38 @@ class Play:
                 f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len is "
                 f"{self._engine.max_model_len}"
             )
-        rollout = Rollout(task=task, segments=[Segment(prompt)], status=Status.COMPLETED)
-        rollout.stats = dict.fromkeys(COUNTS, 0.0)
-        self._live[pending.index] = _Live(
+        transcript = Transcript(prompt, fork_threshold=self._config.fork_threshold)
+        rollout = Rollout(
+            task=task,
+            segments=transcript.segments,
+            closed_rows=transcript.closed_rows,
+            status=Status.COMPLETED,
+            stats=dict.fromkeys(COUNTS, 0.0),
+        )
+        live = _Live(
             rollout=rollout,
             episode=self._env.reset(task),
-            ids=[prompt],
-            length=len(prompt),
+            transcript=transcript,
             spent=Spent(self._config, len(prompt), self._engine.max_model_len),
             attempt=pending.attempt,
+            since=pending.since,
             messages=list(self._agent.messages(task)),
         )
+        self._live[pending.index] = live
+        live.took("queue_s")
         self._ask(pending.index)
 
     def _start_fork(self, pending: _Pending, fork: _Fork) -> None:
         """Bring a fresh episode to where the parent's was, then go on from there."""
         task = self._tasks[pending.index // self._group_size]
-        ids = [segment.token_ids for segment in fork.segments]
+        transcript = Transcript.of(fork.segments, fork_threshold=self._config.fork_threshold)
         rollout = Rollout(
             task=task,
-            segments=fork.segments,
+            segments=transcript.segments,
+            closed_rows=transcript.closed_rows,
             status=Status.COMPLETED,
             parent=None if fork.parent is None else fork.parent % self._group_size,
-            forked_at=None if fork.parent is None else sum(map(len, ids)),
+            forked_at=None if fork.parent is None else len(transcript),
             stats=fork.stats,
             span_rewards=fork.span_rewards,
             turns=fork.turns,
@@ -263,21 +279,23 @@ class Play:
         live = _Live(
             rollout=rollout,
             episode=self._env.reset(task),
-            ids=ids,
-            length=sum(map(len, ids)),
+            transcript=transcript,
             spent=fork.spent,
             attempt=pending.attempt,
+            since=pending.since,
             history=fork.history,
             after_tool=True,
             first_entropy=fork.first_entropy,
             consecutive=fork.consecutive,
         )
         self._live[pending.index] = live
+        live.took("queue_s")
         future = self._worlds.replay(live.episode, [step.action for step in live.history])
         self._wait_for(pending.index, future, self._replayed)
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
+        live.took("tools_s")
         again = [Step.of(s.action, o) for s, o in zip(live.history, observations, strict=True)]
         if again == live.history:
             self._ask(index)
@@ -290,15 +308,16 @@ class Play:
     def _ask(self, index: int) -> None:
         """Queue the next turn, or end the rollout if its budgets allow none."""
         live = self._live[index]
-        end = live.spent.end(live.length)
+        end = live.spent.end(len(live.transcript))
         if end is not None:
             self._end(index, end)
             return
         request_id = f"{index}.{live.attempt}.{live.spent.turns}"
+        live.took("own_s")
         self._engine.add_request(
             request_id,
-            np.concatenate(live.ids),
-            max_tokens=live.spent.turn_tokens(live.length),
+            live.transcript.ids,
+            max_tokens=live.spent.turn_tokens(len(live.transcript)),
             temperature=self._config.temperature,
             seed=self._draw(index, "turn") if self._config.temperature else None,
             stop=self._agent.stop,
@@ -320,6 +339,7 @@ class Play:
         self._engine.abort([request_id for request_id, _ in late])
         for request_id, index in late:
             del self._decoding[request_id]
+            self._live[index].took("generate_s")
             self._end(index, Status.TIMED_OUT)
 
     def _decode(self) -> None:
@@ -332,20 +352,20 @@ class Play:
 
     def _turn_ended(self, index: int, turn: Completion) -> None:
         live = self._live[index]
+        live.took("generate_s")
         if turn.finish_reason not in ("stop", "length"):
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self._broken(index, InfrastructureError(said))
             return
         if self._branches:
             self._consider_branching(index, turn)
-        live.turn_start = live.length
-        self._append(live, turn.token_ids, turn.logprobs)
+        live.transcript.sample(turn.token_ids, turn.logprobs)
         live.rollout.turns.append(replace(turn.account, row=len(live.rollout.closed_rows)))
         live.spent.turns += 1
         live.rollout.stats["turns"] += 1
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
-        self.stats.prompt_tokens += live.turn_start
+        self.stats.prompt_tokens += live.transcript.turn_start
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
@@ -369,6 +389,7 @@ class Play:
         else:
             stats["tool_calls"] += len(called(action))
             live.spent.malformed = 0
+            live.took("own_s")
             self._wait_for(
                 index,
                 self._worlds.step(live.episode, action),
@@ -432,6 +453,7 @@ class Play:
     def _answered_to(self, index: int, action: Action, observation: Observation) -> None:
         live = self._live[index]
         rollout = live.rollout
+        live.took("tools_s")
         if self._branches:
             live.history.append(Step.of(action, observation))
         live.after_tool = True
@@ -440,8 +462,8 @@ class Play:
             rollout.stats[name] = rollout.stats.get(name, 0.0) + count
         for name, value in observation.rewards.items():
             closed = sum(len(s.token_ids) for row in rollout.closed_rows for s in row)
-            start = closed + live.turn_start
-            end = start + len(live.ids[-1])
+            start = closed + live.transcript.turn_start
+            end = closed + len(live.transcript)
             rollout.span_rewards.append(SpanReward(start, end, name, value))
         if observation.done:
             rollout.answer = observation.answer
@@ -460,7 +482,7 @@ class Play:
             observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
         )
         said = self._agent.observe(action, shown)
-        closed = int(live.ids[-1][-1]) in self._chat.stop_token_ids
+        closed = int(live.transcript.ids[-1]) in self._chat.stop_token_ids
         if not isinstance(said, str) and config.history == "render":
             self._rerender(index, said)
             return
@@ -471,36 +493,27 @@ class Play:
             return
         else:
             ids = self._chat.text_ids(said)
-        if not live.spent.fits(live.length + len(ids)):
+        if not live.spent.fits(len(live.transcript) + len(ids)):
             self._end(index, Status.TRUNCATED_LENGTH)
             return
-        self._append(live, ids, None)
+        live.transcript.give(ids)
         self._ask(index)
 
     def _rerender(self, index: int, said: Sequence[Message]) -> None:
         """Render the whole conversation for the next turn and make the rollout's rows follow."""
         live, rollout = self._live[index], self._live[index].rollout
-        turn = {"role": "assistant", "content": self._chat.decode(live.ids[-1])}
+        turn = {"role": "assistant", "content": self._chat.decode(live.transcript.turn)}
         live.messages += [turn, *said]
         prompt = self._chat.prompt_ids(live.messages, self._agent.tools(rollout.task))
         if not live.spent.fits(len(prompt)):
             self._end(index, Status.TRUNCATED_LENGTH)
             return
-        transcript = Transcript.of(rollout.segments, fork_threshold=self._config.fork_threshold)
-        drift = transcript.rerender(prompt)
+        drift = live.transcript.rerender(prompt)
         rollout.stats[f"prompts_{drift}"] = rollout.stats.get(f"prompts_{drift}", 0.0) + 1
-        rollout.closed_rows += transcript.closed_rows
-        rollout.segments = transcript.segments
-        if transcript.replaced:
-            rollout.turns[-1] = replace(rollout.turns[-1], replaced=transcript.replaced)
-        live.ids = [segment.token_ids for segment in rollout.segments]
-        live.length = len(prompt)
+        rollout.segments = live.transcript.segments
+        if live.transcript.replaced:
+            rollout.turns[-1] = replace(rollout.turns[-1], replaced=live.transcript.replaced)
         self._ask(index)
-
-    def _append(self, live: _Live, ids: Int32, logprobs: Float32 | None) -> None:
-        live.rollout.segments.append(Segment(ids, logprobs))
-        live.ids.append(ids)
-        live.length += len(ids)
 
     # --- ends
 
@@ -511,11 +524,14 @@ class Play:
         if self._play_again(live):
             self._drop(index, _Pending(index=index, attempt=live.attempt + 1))
             return
+        live.took("own_s")
         future = self._worlds.finish(live.episode, live.rollout.answer)
         self._wait_for(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
-        rollout = self._live.pop(index).rollout
+        live = self._live.pop(index)
+        live.took("finish_s")
+        rollout = live.rollout
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         self._record(index, rollout)

@@ -72,6 +72,7 @@ class Transcript:
         self.closed_rows: list[list[Segment]] = []
         """Rows that ended in a FORK, oldest first."""
         self.replaced: list[int] = []
+        """The sampled ids that the last rerender() took from the row."""
         self._begin(prompt)
 
     def _begin(self, prompt: Int32) -> None:
@@ -81,9 +82,9 @@ class Transcript:
         self._logprobs = np.empty(0, np.float32)
         self.segments: list[Segment] = []
         """The row at hand."""
-        self._turn_start = 0
         self.give(prompt)
-        self._turn_start = self._length
+        self.turn_start = self._length
+        """Where the last sampled turn begins; where the prompt ends, if there is none."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], *, fork_threshold: int = 1024) -> Transcript:
@@ -92,7 +93,7 @@ class Transcript:
         transcript.segments = list(segments[:1])
         for segment in segments[1:]:
             if segment.sampled:
-                transcript._turn_start = transcript._length
+                transcript.turn_start = transcript._length
             transcript._append(segment)
         return transcript
 
@@ -103,6 +104,11 @@ class Transcript:
     def ids(self) -> Int32:
         """The row at hand, contiguous; a view that the next change makes stale."""
         return self._ids[: self._length]
+
+    @property
+    def turn(self) -> Int32:
+        """What follows turn_start: the last sampled turn, as long as nothing was given since."""
+        return self.ids[self.turn_start :]
 
     @property
     def mask(self) -> NDArray[np.uint8]:
@@ -120,7 +126,7 @@ class Transcript:
 
     def sample(self, token_ids: Int32, logprobs: Float32) -> None:
         """Append a turn as the engine returned it."""
-        self._turn_start = self._length
+        self.turn_start = self._length
         self._append(Segment(token_ids, logprobs))
 
     def rerender(self, prompt: Int32) -> Drift:
@@ -128,9 +134,10 @@ class Transcript:
 
         After a REALIGN, `replaced` has the sampled ids that the row lost.
         """
-        drift, shared = classify(self.ids, prompt, self._turn_start, self._fork_threshold)
+        drift, shared = classify(self.ids, prompt, self.turn_start, self._fork_threshold)
         if drift is Drift.FORK:
             self.closed_rows.append(self.segments)
+            self.replaced = []
             self._begin(prompt)
         else:
             mask, ids = self.mask[shared:], self.ids[shared:]

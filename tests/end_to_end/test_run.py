@@ -20,6 +20,7 @@ from agentgrpo import verify
 from agentgrpo.records import read_rollout
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
+from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,10 @@ def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         }
         for row in lines(run / "metrics.jsonl")
     ]
-    return metrics, lines(run / "rollouts.jsonl")
+    rollouts = lines(run / "rollouts.jsonl")
+    for row in rollouts:
+        assert row.pop("timings")["generate_s"] > 0
+    return metrics, rollouts
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +188,36 @@ class TestWholeRun:
     ) -> None:
         assert verify.main([str(whole_run[0])]) == 0, capsys.readouterr().out
         assert "0 faults in" in capsys.readouterr().out
+
+    def test_they_say_what_the_learner_made_of_every_trained_token(
+        self, whole_run: tuple[Path, str]
+    ) -> None:
+        report = verify.verify_run(whole_run[0])
+        assert report.learned == report.terms > 100
+        for rollout in rollouts(whole_run[0], "train"):
+            logprobs, entropies = rollout.learner_logprobs, rollout.entropies
+            if rollout.advantage == 0:
+                assert (logprobs, entropies) == (None, None)
+                continue
+            assert logprobs is not None
+            assert entropies is not None
+            for segment, logp, entropy in zip(
+                rollout.all_segments, logprobs, entropies, strict=True
+            ):
+                assert segment.sampled == (logp is not None) == (entropy is not None)
+                if logp is not None and entropy is not None:
+                    assert segment.logprobs is not None
+                    np.testing.assert_allclose(logp, segment.logprobs, atol=1e-4)
+                    assert (entropy > -1e-4).all()
+        assert read_run(whole_run[0]).index["recorded"] == sorted(STREAMS), "the page can show it"
+
+    def test_they_say_where_the_time_of_a_rollout_went(self, whole_run: tuple[Path, str]) -> None:
+        for rollout in rollouts(whole_run[0], "train"):
+            parts = {"queue_s", "generate_s", "own_s", "finish_s"}
+            acted = {"tools_s"} if rollout.stats["tool_calls"] else set()
+            assert rollout.timings.keys() == parts | acted
+            assert all(seconds >= 0 for seconds in rollout.timings.values())
+            assert rollout.timings["generate_s"] > 0
 
     def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
         rows = [r for r in lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]

@@ -96,7 +96,7 @@ class StubEngine:
             ),
         )
         request = Request(
-            request_id, prompt_ids, max_tokens, options, turn.steps, completion, self.steps
+            request_id, prompt_ids.copy(), max_tokens, options, turn.steps, completion, self.steps
         )
         self.requests.append(request)
         self.running[request_id] = request
