@@ -274,7 +274,7 @@ def test_the_mismatch_is_logged_raw_and_by_turn(
     assert metrics["mismatch_ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
     assert metrics["mismatch_modified"] == pytest.approx((ratio > 1.2).double().mean().item())
     late = torch.cat([gap[4:] for gap in gaps])
-    assert metrics["mismatch_kl_turn_1"] == pytest.approx(
+    assert metrics["mismatch_turn_1_kl"] == pytest.approx(
         (late.expm1() - late).mean().item(), rel=1e-4
     )
 
