@@ -15,7 +15,8 @@ padded   transformers as it is: [rollouts, longest], right padding, its own caus
 rows     unshared, padding-free: every rollout's attention is its own
 tree     the learner's layout
 
-FOLDER may be `qwen3`: a random model of Qwen3's shape, 0.6 B cut down to four layers.
+FOLDER may be `qwen3`: a random model of Qwen3 0.6B's shape at half its width and depth and a quarter
+of its vocabulary, so that layers and head have the share of the work that they have there.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ def load(name: str) -> Any:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        vocab_size=37_984, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=128, tie_word_embeddings=True,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).float().eval()
 
