@@ -15,8 +15,8 @@ padded   transformers as it is: [rollouts, longest], right padding, its own caus
 rows     unshared, padding-free: every rollout's attention is its own
 tree     the learner's layout
 
-FOLDER may be `qwen3`: a random model of Qwen3 0.6B's shape at half its width and depth and a quarter
-of its vocabulary, so that layers and head have the share of the work that they have there.
+FOLDER may be `qwen3`: a random model of Qwen3 0.6B's shape at half its width and depth and a
+quarter of its vocabulary, so that layers and head do the share of the work that they do there.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def played_groups(path: Path, count: int) -> list[Group]:
     groups: dict[tuple[int, int], Group] = {}
     for place, rollout in read_rollouts(path):
         if place.get("split") == "train":
-            group = groups.setdefault((place["step"], place["group"]), Group(TASK, []))
+            group = groups.setdefault(
+                (place["step"], place["group"]), Group(task=TASK, rollouts=[])
+            )
             rollout.advantage, rollout.segment_advantages = 1.0, None
             group.rollouts.append(rollout)
     return list(groups.values())[:count]
