@@ -155,7 +155,9 @@ def test_the_mismatch_kl_is_k3() -> None:
 
 def test_all_of_the_mismatch_comes_by_turn_too() -> None:
     """A turn's numbers are those of its tokens alone."""
-    objective = Objective(vllm_importance_sampling_clip_max=1.2)
+    objective = Objective(
+        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.2
+    )
     got = mismatch_metrics(GAP, SAMPLE, TURN, objective)
     whole = {name for name in got if "turn" not in name}
     for turn in (0, 1):
