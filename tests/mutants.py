@@ -168,6 +168,9 @@ MUTANTS = [
     Mutant("attention.py", "softcap * torch.tanh(scores / softcap)", "scores"),
     Mutant("attention.py", "scale=scaling\n", "scale=None\n"),
     Mutant("attention.py", "if not run.path and window is None:", "if window is None:"),
+    Mutant("attention.py", "-1 if window is None else window - 1", "-1 if window is None else window"),
+    Mutant("attention.py", "or query.dtype not in FLASH", ""),
+    Mutant("attention.py", "scale=scaling, enable_gqa", "scale=None, enable_gqa"),
     # who repeats what
     Mutant("rollout/team.py", "if seen != leader_saw:", "if False:"),
     Mutant("rollout/team.py", "self._seen = digest(done)", "pass"),
