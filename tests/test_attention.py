@@ -314,7 +314,7 @@ def varlen_by_definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
     max_q: int, max_k: int, *, scale: float | None, enable_gqa: bool, window_size: tuple[int, int],
 ) -> torch.Tensor:  # fmt: skip
-    """torch's varlen_attn: [T, heads, D]; a window is (left, right), -1 is no bound."""
+    """Torch's varlen_attn: [T, heads, D]; a window is (left, right), -1 is no bound."""
     assert torch.equal(cu_q, cu_k)
     assert cu_q.dtype == torch.int32
     assert max_q == max_k == int(cu_q.diff().max())
