@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agentgrpo.advantages import (
     assign_advantages,
     centred,
+    has_contrast,
     has_gradient,
     returns_to_go,
     why_dead,
@@ -327,6 +328,11 @@ def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
 def test_a_reward_that_is_no_number_names_the_task(bad: float) -> None:
     with pytest.raises(ValueError, match=r"task t: rewards must be finite, got \[1.0, (nan|inf)\]"):
         assigned(make_group([1.0, bad]))
+
+
+def test_nothing_to_compare_is_no_error() -> None:
+    assert centred([]) == []
+    assert not has_contrast([])
 
 
 def test_an_unknown_baseline_is_refused() -> None:

@@ -107,6 +107,8 @@ def work(folder: Path) -> dict[str, Any]:
         "sampled": sampled(engine, team),
     }  # fmt: skip
     seen["score"] = learner.score(probe_prompts(tiny.VOCAB)[0]).tolist()
+    shards: Any = learner._scorer
+    shards.reshard()  # scoring alone leaves the head whole
     with torch.no_grad():  # as an optimizer would: every rank its own shards
         for number, parameter in enumerate(learner.model.parameters()):
             local = parameter.to_local()
