@@ -67,9 +67,8 @@ def make_groups(arguments: argparse.Namespace, vocab: int) -> list[Group]:
         prompt, rollouts = piece(prompt_length), []
         for _ in range(arguments.group):
             rest = arguments.length - prompt_length
-            quarter = max(2, round(rest * rng.uniform(0.75, 1.25)) // 4)
-            turns = [piece(quarter, sampled=k % 2 == 0) for k in range(3)]
-            segments = [prompt, *turns, piece(quarter, sampled=True)]
+            fifth = max(2, round(rest * rng.uniform(0.75, 1.25)) // 5)
+            segments = [prompt, *(piece(fifth, sampled=k % 2 == 0) for k in range(5))]
             rollouts.append(
                 Rollout(task=TASK, segments=segments, status=Status.COMPLETED, advantage=1.0)
             )
