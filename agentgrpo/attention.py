@@ -6,8 +6,8 @@ k <= q < tout[k]. What runs:
 * CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
   from the root: no T x T mask, and no work on what a token does not see.
 * CUDA: FlexAttention with a BlockMask made from the intervals (csrc/blocks.c); where nothing is
-  shared, FlashAttention's variable-length kernel. (Written and checked on CPU as far as it can be:
-  NEVER RUN ON A GPU yet.)
+  shared, FlashAttention's variable-length kernel, which takes 16-bit numbers. (Written and checked
+  on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
 Models with other kinds of layers cannot share prefixes: see why_rows().
@@ -33,6 +33,10 @@ TREE = "agentgrpo_tree"
 
 MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers (config.layer_types) whose tokens see exactly what the tree lets them see."""
+
+
+FLASH = (torch.bfloat16, torch.float16)
+"""What FlashAttention can compute with."""
 
 
 class Run(NamedTuple):
@@ -213,7 +217,7 @@ def _on_cuda(
     window: int | None, softcap: float | None, tree: Tree,
 ) -> Tensor:  # fmt: skip
     """NEVER RUN ON A GPU yet. transformers' wrapper compiles FlexAttention once for all layers."""
-    if tree.shared or softcap is not None:
+    if tree.shared or softcap is not None or query.dtype not in FLASH:
         from transformers.integrations.flex_attention import flex_attention_forward
 
         out: Tensor

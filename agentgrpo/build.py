@@ -30,6 +30,7 @@ from agentgrpo.rewards import expected_answer
 from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.team import Leader, TeamSampler
 from agentgrpo.run_dir import flat, locked, require_same_run
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.scoring import Scoring
@@ -300,6 +301,14 @@ def start_engine(config: TrainConfig, stage: Stage) -> Player:
 
 
 def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
+    if config.engine.tensor_parallel_size == 1:
+        return _sampler_on(engine, config, stage)
+    team = parallel.team_of(config.engine.tensor_parallel_size)
+    leader = Leader(engine, team)
+    return TeamSampler(_sampler_on(leader, config, stage), leader, engine, team)
+
+
+def _sampler_on(engine: Any, config: TrainConfig, stage: Stage) -> AnySampler:
     chat, rollout, live = stage.chat, config.rollout, config.sandbox.max_live
     if stage.user_sampler is not None:
         return CustomSampler(stage.user_sampler, engine, rollout, chat.stop_token_ids)

@@ -49,6 +49,9 @@ class EngineConfig(Section):
     weights: Literal["auto", "shared", "copy"] = "auto"
     """One replica shared with the learner, or an in-place copy after every step. auto: share, and
     say why where that cannot be."""
+    tensor_parallel_size: Positive = 1
+    """Ranks that hold one engine together, each a part of every weight, for models that one GPU
+    cannot hold. torchrun must start a multiple of it (docs/scale.md). 1: an engine for each."""
     sleep_level: Literal[1, 2] = 1
     """What becomes of copied weights while the engine sleeps (CUDA): 1 keeps them in host memory, 2
     drops them, to be copied in again by the learner. Shared weights never sleep."""
@@ -62,6 +65,11 @@ class EngineConfig(Section):
             raise ValueError(
                 "engine.sleep_level 2 drops the weights: it needs engine.weights = 'copy', "
                 f"got {self.weights!r}"
+            )
+        if self.tensor_parallel_size > 1 and self.weights == "shared":
+            raise ValueError(
+                "engine.weights 'shared' needs whole weights in the engine, and "
+                f"engine.tensor_parallel_size {self.tensor_parallel_size} divides them: use 'copy'"
             )
         return self
 

@@ -10,6 +10,8 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   no-op, for the whole process: the learner too would work on half of two cores.
 * A request's own seed crashes vLLM on CPU when its prompt is computed in chunks (CPU generators
   have no offset to wind back). Here prompts are computed whole on CPU.
+* Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
+  launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
 * Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
   the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 """
@@ -34,6 +36,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
+from agentgrpo import parallel
 from agentgrpo.agents.base import Schema
 from agentgrpo.agents.tools import ReadCalls, Reading
 from agentgrpo.config import EngineConfig
@@ -91,10 +94,12 @@ class Engine:
 
     Raises:
         EngineStartError: vLLM refused.
+        ValueError: the ranks cannot be divided by config.tensor_parallel_size.
         RuntimeError: add_request() or step() while asleep or hollow.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig, *, seed: int = 0) -> None:
+        parallel.require_teams_of(config.tensor_parallel_size)
         self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = config.dtype_on(self.device)
         self.max_model_len = config.max_model_len
@@ -133,6 +138,11 @@ class Engine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if parallel.world_size() > 1:
+            settings |= {
+                "distributed_executor_backend": "external_launcher",
+                "tensor_parallel_size": config.tensor_parallel_size,
+            }
         if on_cpu:
             settings |= {
                 "block_size": 32,
@@ -413,7 +423,8 @@ def _explain_start(error: Exception, model: str | Path, config: EngineConfig) ->
     return (
         f"vLLM cannot start on {str(model)!r} with engine.max_model_len {config.max_model_len}, "
         f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
-        f"engine.dtype {config.dtype!r}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
+        f"engine.dtype {config.dtype!r}, engine.tensor_parallel_size "
+        f"{config.tensor_parallel_size}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
     )
 
 

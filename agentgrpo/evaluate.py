@@ -175,6 +175,7 @@ def main(arguments: list[str]) -> int:
     from agentgrpo.progress import Progress
 
     try:
+        parallel.start()
         config = load_config_of(RecipeConfig, args.config, args.overrides)
         quiet = Progress(config.steps, Console(stderr=True, highlight=False, soft_wrap=True))
         player = build_player(config, progress=quiet)
@@ -183,15 +184,17 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         report = evaluate_recipe(config, player)
-        if args.report:
+        if args.report and parallel.rank() == 0:
             write_report(args.report, report, args.compare)
     except (ValueError, OSError, InfrastructureError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
     finally:
         player.close()
+        parallel.stop()
     shown = {key: value for key, value in report.items() if key not in ("per_task", "kinds")}
-    print(json.dumps(shown, indent=1))  # noqa: T201
+    if parallel.rank() == 0:
+        print(json.dumps(shown, indent=1))  # noqa: T201
     return 0
 
 

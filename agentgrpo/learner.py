@@ -339,7 +339,7 @@ class Learner:
         sampler = like_logp(batch.old_logp_N)
         detached = logp_N.detach()
         if self._loss.old_logps == "sampler":
-            old = torch.where(sampler.isfinite(), sampler, detached)
+            old = sampler
         else:
             old = detached if before.old_logp is None else before.old_logp
         loss, metrics = grpo_loss(

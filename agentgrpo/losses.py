@@ -7,8 +7,9 @@ splitting into batches changes a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,9 +92,10 @@ def mismatch_metrics(
         objective: at whose level the ratio is taken, and whose bounds it is held against.
 
     Returns:
-        `mismatch_ratio_{min,mean,max}` of the raw ratio, `mismatch_modified`: the share of tokens
+        `mismatch_ratio_{min,mean,max}` of the raw ratio; `mismatch_modified`: the share of tokens
         whose ratio is bounded or zeroed; `mismatch_kl`: mean k3 estimate of KL(sampler || learner)
-        in nats, and `mismatch_kl_turn_K` by turn. Empty without tokens.
+        in nats. Over all tokens, and over those of turn K as `mismatch_turn_K_...`, the last of
+        TURNS_SHOWN with all later ones. Empty without tokens.
     """
     if not len(gap_N):
         return {}
@@ -107,15 +109,25 @@ def mismatch_metrics(
     ratio = np.exp(np.clip(level, -20, 20))
     low = objective.vllm_importance_sampling_clip_min or 0.0
     high = objective.vllm_importance_sampling_clip_max or float("inf")
-    corrects = objective.vllm_importance_sampling_correction
-    kl = np.expm1(np.minimum(gap, 20)) - gap
+    columns = {
+        "ratio": ratio,
+        "modified": ((ratio < low) | (ratio > high))
+        & objective.vllm_importance_sampling_correction,
+        "kl": np.expm1(np.minimum(gap, 20)) - gap,
+    }
     turn: Int32 = np.minimum(turn_N, TURNS_SHOWN - 1)
-    by_turn = np.bincount(turn, weights=kl) / np.maximum(np.bincount(turn), 1)
+    metrics = _spread("mismatch_", columns, np.ones(len(gap), bool))
+    for k in np.unique(turn).tolist():
+        metrics |= _spread(f"mismatch_turn_{k}_", columns, turn == k)
+    return metrics
+
+
+def _spread(prefix: str, columns: Mapping[str, NDArray[Any]], chosen_N: NDArray[Any]) -> Metrics:
+    ratio = columns["ratio"][chosen_N]
     return {
-        "mismatch_ratio_min": float(ratio.min()),
-        "mismatch_ratio_mean": float(ratio.mean()),
-        "mismatch_ratio_max": float(ratio.max()),
-        "mismatch_modified": float(((ratio < low) | (ratio > high)).mean()) if corrects else 0.0,
-        "mismatch_kl": float(kl.mean()),
-        **{f"mismatch_kl_turn_{k}": float(by_turn[k]) for k in np.unique(turn).tolist()},
+        f"{prefix}ratio_min": float(ratio.min()),
+        f"{prefix}ratio_mean": float(ratio.mean()),
+        f"{prefix}ratio_max": float(ratio.max()),
+        f"{prefix}modified": float(columns["modified"][chosen_N].mean()),
+        f"{prefix}kl": float(columns["kl"][chosen_N].mean()),
     }

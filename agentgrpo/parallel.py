@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ T = TypeVar("T")
 
 RANK_SEED = 1_000_000_007
 """How far the seeds of two ranks are apart."""
+
+PATIENCE = timedelta(hours=12)
+"""How long ranks that have played wait for one that still plays; a rank that dies ends them all."""
 
 
 def world_size() -> int:
@@ -45,9 +50,9 @@ def start() -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=PATIENCE)
 
 
 def stop() -> None:
@@ -68,6 +73,58 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Ranks next to each other that hold one engine together; the first of them leads."""
+
+    size: int
+    place: int
+    """Of this rank, from 0."""
+    group: Any
+    """A process group over gloo."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every member's value, in rank order, on every member. Pickled."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def tell(self, value: Any = None) -> Any:
+        """The leader's value, on every member. Pickled."""
+        import torch.distributed as dist
+
+        told = [value]
+        dist.broadcast_object_list(told, src=rank() - self.place, group=self.group)
+        return told[0]
+
+
+def require_teams_of(size: int) -> None:
+    """Check that the ranks can be divided into teams.
+
+    Raises:
+        ValueError: they cannot; names the key.
+    """
+    if world_size() % size:
+        raise ValueError(
+            f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, and there "
+            f"are {world_size()}: start it with torchrun --nproc_per_node={size}"
+        )
+
+
+def team_of(size: int) -> Team:
+    """This rank's team of `size`. All ranks must call it."""
+    import torch.distributed as dist
+
+    require_teams_of(size)
+    every = [
+        dist.new_group(range(first, first + size), timeout=PATIENCE, backend="gloo")
+        for first in range(0, world_size(), size)
+    ]
+    return Team(size, rank() % size, every[rank() // size])
 
 
 def total(value: float) -> float:

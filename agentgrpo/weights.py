@@ -25,10 +25,11 @@ class Slices:
     """Where in vLLM's tensors a Hugging Face parameter lies.
 
     Args:
-        sampler: vLLM's model, unquantised, tensor-parallel size 1.
+        sampler: vLLM's model, unquantised.
     """
 
     def __init__(self, sampler: nn.Module) -> None:
+        self._divided = any(getattr(module, "tp_size", 1) > 1 for module in sampler.modules())
         self._fused_of = {
             part: (fused, index)
             for fused, parts in (getattr(sampler, "packed_modules_mapping", None) or {}).items()
@@ -43,8 +44,10 @@ class Slices:
         """VLLM's name of the tensor that holds a parameter, and the slice of it.
 
         Raises:
-            CannotShare: there is no slice of that shape.
+            CannotShare: there is no slice of that shape, or every rank holds but a part of each.
         """
+        if self._divided:
+            raise CannotShare(f"{name}: this rank's vLLM holds a part of it (tensor parallel)")
         path, _, leaf = name.rpartition(".")
         parent, _, module = path.rpartition(".")
         fused, index = self._fused_of.get(module, (module, 0))
@@ -65,7 +68,7 @@ def views_for(sampler: nn.Module, learner: nn.Module) -> dict[str, Tensor]:
     """Hugging Face parameter name -> the slice of vLLM's tensors that holds it.
 
     Args:
-        sampler: vLLM's model, unquantised, tensor-parallel size 1.
+        sampler: vLLM's model, unquantised.
         learner: the transformers model of the same checkpoint; only names and shapes are read.
 
     Raises:
@@ -97,7 +100,7 @@ class InPlaceCopy:
 
     For what cannot be shared: another dtype, sharded or adapted parameters (taken from an iterator
     a bucket at a time, so that no second whole replica exists), or layouts that only vLLM's own
-    loader knows.
+    loader knows, as this rank's part of a tensor-parallel model.
 
     Args:
         sampler: vLLM's model.

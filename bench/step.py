@@ -1,23 +1,30 @@
 """What a learner step costs by layout: prefixes shared in a tree, unshared rows, a padded batch.
 
-    python -m bench.step --model FOLDER [--group 8] [--length 256] [--groups 1] [--repeats 3]
+    python -m bench.step --model FOLDER [--group 8] [--length 256] [--groups 1] [--share 0.667]
+    python -m bench.step --model FOLDER --rollouts RUN/rollouts.jsonl       what a run has played
+    python -m bench.step --model FOLDER --head                              memory of the LM head
 
-Rollouts are of agentic shape: a group's prompt, then turns of sampled tokens and tool output in
-equal parts. `share` is the prompt's part of a rollout. Tokens per second count the rollouts' tokens
-as the sampler made them, whatever the layout computes. Every variant runs in a process of its own,
-so that its peak memory is its own, does the same forward and backward pass with the same loss, and
-is held to the same loss value.
+Made rollouts are of agentic shape: a group's prompt, then turns of sampled tokens and tool output
+in equal parts. `share` is the prompt's part of a rollout. Tokens per second count the rollouts'
+tokens as the sampler made them, whatever the layout computes. A step is forward, backward and
+AdamW. Each variant runs in a process of its own; there its gradient is first held to that of
+transformers' own padded batch, then its memory and its time are taken. Memory is what a step holds
+at its height beyond weights, gradients and moments, which are there before.
 
-padded   transformers as it is: [G, longest] with right padding, its own causal sdpa
+padded   transformers as it is: [rollouts, longest], right padding, its own causal sdpa
 rows     unshared, padding-free: every rollout's attention is its own
 tree     the learner's layout
+
+FOLDER may be `qwen3`: a random model of Qwen3 0.6B's shape at half its width and depth and a
+quarter of its vocabulary, so that layers and head do the share of the work that they do there.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import resource
+import re
 import subprocess
 import sys
 import time
@@ -36,16 +43,19 @@ from torch import Tensor
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.packing import pack_tree
 from agentgrpo.policy import Scorer
+from agentgrpo.records import read_rollouts
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from bench.harness import append_row
 
 VARIANTS = ("padded", "rows", "tree")
+GRADIENT_ERROR = 1e-4
+"""Of float32, relative to the whole gradient's norm; a wrong mask makes it 0.1 and more."""
+TASK = Task(id="t", messages=(), spec={})
 
 
 def make_groups(arguments: argparse.Namespace, vocab: int) -> list[Group]:
     """Lengths after the prompt differ by up to a quarter either way."""
     rng = np.random.default_rng(0)
-    task = Task(id="t", messages=(), spec={})
     prompt_length = round(arguments.share * arguments.length)
 
     def piece(count: int, *, sampled: bool = False) -> Segment:
@@ -57,28 +67,55 @@ def make_groups(arguments: argparse.Namespace, vocab: int) -> list[Group]:
         prompt, rollouts = piece(prompt_length), []
         for _ in range(arguments.group):
             rest = arguments.length - prompt_length
-            quarter = max(2, round(rest * rng.uniform(0.75, 1.25)) // 4)
-            turns = [piece(quarter, sampled=k % 2 == 0) for k in range(3)]
-            segments = [prompt, *turns, piece(1), piece(quarter, sampled=True)]
+            fifth = max(2, round(rest * rng.uniform(0.75, 1.25)) // 5)
+            segments = [prompt, *(piece(fifth, sampled=k % 2 == 0) for k in range(5))]
             rollouts.append(
-                Rollout(task=task, segments=segments, status=Status.COMPLETED, advantage=1.0)
+                Rollout(task=TASK, segments=segments, status=Status.COMPLETED, advantage=1.0)
             )
-        groups.append(Group(task=task, rollouts=rollouts))
+        groups.append(Group(task=TASK, rollouts=rollouts))
     return groups
+
+
+def played_groups(path: Path, count: int) -> list[Group]:
+    """The first groups that a run trained on, every rollout of them with the same advantage."""
+    groups: dict[tuple[int, int], Group] = {}
+    for place, rollout in read_rollouts(path):
+        if place.get("split") == "train":
+            group = groups.setdefault(
+                (place["step"], place["group"]), Group(task=TASK, rollouts=[])
+            )
+            rollout.advantage, rollout.segment_advantages = 1.0, None
+            group.rollouts.append(rollout)
+    return list(groups.values())[:count]
+
+
+def groups_of(arguments: argparse.Namespace, vocab: int) -> list[Group]:
+    if arguments.rollouts is not None:
+        return played_groups(arguments.rollouts, arguments.groups)
+    return make_groups(arguments, vocab)
+
+
+def shape_of(groups: Sequence[Group]) -> dict[str, int]:
+    """Of the groups as they are."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    shared = sum(len(r.segments[0].token_ids) for r in rollouts)
+    return {
+        "groups": len(groups), "group": len(groups[0].rollouts), "tokens": tokens,
+        "prompt_percent": round(100 * shared / tokens),
+        "trained": sum(r.num_sampled for r in rollouts),
+    }  # fmt: skip
 
 
 def packed_pass(model: Any, groups: list[Group], *, share: bool) -> Callable[[], Tensor]:
     scorer = Scorer(model)
-    batches = pack_tree(groups, max_tokens=1 << 20, share_prefixes=share)
+    (batch,) = pack_tree(groups, max_tokens=1 << 20, share_prefixes=share)
 
     def run() -> Tensor:
-        loss = torch.zeros(())
-        for batch in batches:
-            logp_N, _ = scorer(batch, 1.0)
-            part = -logp_N.mean()
-            part.backward()
-            loss = loss + part.detach()
-        return loss
+        logp_N, _ = scorer(batch, 1.0)
+        loss: Tensor = -logp_N.mean()
+        loss.backward()
+        return loss.detach()
 
     return run
 
@@ -109,59 +146,145 @@ def padded_pass(model: Any, groups: list[Group]) -> Callable[[], Tensor]:
     return run
 
 
+def load(name: str) -> Any:
+    if name != "qwen3":
+        from transformers import AutoModelForCausalLM
+
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        return loaded.eval()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=37_984, hidden_size=512, intermediate_size=1536, num_hidden_layers=14,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def gradient_error(model: Any, groups: list[Group], run: Callable[[], Tensor]) -> float:
+    """|gradient - that of the padded batch| / |that|, over all parameters together."""
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    padded_pass(model, groups)()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.set_attn_implementation(attention)
+    run()
+    gaps = [(p.grad - w).norm() for p, w in zip(model.parameters(), wanted, strict=True)]
+    norms = [w.norm() for w in wanted]
+    return float(torch.stack(gaps).norm() / torch.stack(norms).norm())
+
+
+def resident(kind: str) -> int:
+    """VmRSS (now) or VmHWM (at its height) of this process, in bytes."""
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def peak_of(run: Callable[[], object]) -> float:
+    """MiB that a call holds at its height beyond what is held before it."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the height so far
+    before = resident("VmRSS")
+    run()
+    return (resident("VmHWM") - before) / 2**20
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """One variant, in this process."""
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)  # then this thread's CPU time is the wall time of an idle machine
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    groups = make_groups(arguments, model.config.vocab_size)
+    model = load(arguments.model)
+    groups = groups_of(arguments, model.config.vocab_size)
     if arguments.variant == "padded":
         run = padded_pass(model, groups)
     else:
         run = packed_pass(model, groups, share=arguments.variant == "tree")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds, loss = [], 0.0
-    for _ in range(arguments.repeats + 1):
-        model.zero_grad()
-        start = time.thread_time()
-        loss = run().item()
-        seconds.append(time.thread_time() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tokens = sum(len(r.token_ids) for group in groups for r in group.rollouts)
-    rates = [tokens / s for s in seconds[1:]]
-    return {"rates": rates, "peak_mib": (peak - before) / 1024, "loss": loss, "tokens": tokens}
+    error = gradient_error(model, groups, run)
+    if not error <= GRADIENT_ERROR:
+        raise RuntimeError(f"{arguments.variant}: the gradient is off by {error:.1e} of its norm")
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-9)
+
+    def step() -> None:
+        run()
+        adamw.step()
+        adamw.zero_grad(set_to_none=False)
+
+    step()  # moments
+    peak = peak_of(step)
+    shape = shape_of(groups)
+    rates = []
+    for _ in range(arguments.repeats):
+        start = time.perf_counter()
+        step()
+        rates.append(shape["tokens"] / (time.perf_counter() - start))
+    return {"rates": rates, "peak_mib": peak, "error": error, "shape": shape}
+
+
+def measure_head(arguments: argparse.Namespace) -> None:
+    """Memory of the head's forward and backward, by trained tokens among 2048."""
+    total = 2048
+    head = load(arguments.model).get_output_embeddings().weight.detach().requires_grad_()
+    head.grad = torch.zeros_like(head)
+    hidden = torch.randn(total, head.shape[1], requires_grad=True)
+    hidden.grad = torch.zeros_like(hidden)
+    target = torch.zeros(total, dtype=torch.int64)
+
+    def ours(count: int) -> None:
+        rows = torch.arange(count) * (total // count)
+        linear_logp(hidden, head, rows, target[:count])[0].sum().backward()
+
+    def plain(count: int) -> None:
+        rows = torch.arange(count) * (total // count)
+        logits = torch.nn.functional.linear(hidden, head)
+        logp = torch.log_softmax(logits, -1)[rows, target[:count]]
+        logp.sum().backward()
+
+    for count in (128, 256, 512, 1024):
+        for variant, run in (("head", ours), ("head, all logits", plain)):
+            run(count)
+            peaks = [peak_of(lambda c=count, r=run: r(c)) for _ in range(3)]  # type: ignore[misc]
+            shape = {"tokens": total, "trained": count, "vocab": head.shape[0]}
+            if arguments.dry:
+                print(variant, shape, [round(peak) for peak in peaks], "MiB")
+            else:
+                append_row("step", variant, peaks, unit="MiB", shape=shape, note=arguments.model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", required=True)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--share", type=float, default=2 / 3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rollouts", type=Path)
     parser.add_argument("--variant", choices=VARIANTS)
+    parser.add_argument("--head", action="store_true", help="memory of the LM head alone")
     parser.add_argument("--dry", action="store_true", help="write no row")
     arguments = parser.parse_args()
+    if arguments.head:
+        measure_head(arguments)
+        return
     if arguments.variant:
         print(json.dumps(measure(arguments)))
         return
     found = {variant: in_a_process(variant, sys.argv[1:]) for variant in VARIANTS}
-    losses = [result["loss"] for result in found.values()]
-    if max(losses) - min(losses) > 1e-3:
-        raise RuntimeError(f"the variants compute different losses: {losses}")
-    shape = {name: getattr(arguments, name) for name in ("groups", "group", "length")}
-    shape["share_percent"] = round(100 * arguments.share)
-    base = found["rows"]
+    base = np.median(found["rows"]["rates"])
+    source = "made" if arguments.rollouts is None else "played by the quickstart"
     for variant, result in found.items():
-        ratio = np.median(result["rates"]) / np.median(base["rates"])
-        note = f"{arguments.model.name}, CPU time of one thread; {ratio:.2f} x rows"
+        ratio = np.median(result["rates"]) / base
+        note = (
+            f"{Path(arguments.model).name}, {source}; {ratio:.2f} x rows; "
+            f"gradient off by {result['error']:.0e}"
+        )
+        shape, peak = result["shape"], result["peak_mib"]
         if arguments.dry:
-            print(variant, note, f"{result['peak_mib']:.0f} MiB", np.median(result["rates"]))
+            print(f"{variant:7}{np.median(result['rates']):8.1f} tok/s {peak:7.0f} MiB  {note}")
             continue
         append_row("step", variant, result["rates"], unit="tok/s", shape=shape, note=note)
-        append_row("step", f"{variant} peak", [result["peak_mib"]], unit="MiB", shape=shape)
+        append_row("step", f"{variant} memory", [peak], unit="MiB", shape=shape, note=note)
 
 
 def in_a_process(variant: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgrpo.advantages import (
     assign_advantages,
     centred,
+    has_contrast,
     has_gradient,
     returns_to_go,
     why_dead,
@@ -51,6 +52,7 @@ def assigned(*groups: Group, weights: dict[str, float] | None = None, **config: 
     return [rollout.advantage for group in groups for rollout in group.rollouts]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
 def test_group_scaling_is_the_z_score_with_sample_deviation_as_in_trl(rewards: list[float]) -> None:
     r = torch.tensor(rewards, dtype=torch.float64)
@@ -59,6 +61,7 @@ def test_group_scaling_is_the_z_score_with_sample_deviation_as_in_trl(rewards: l
         np.testing.assert_allclose(assigned(make_group(rewards)), want, rtol=1e-6, atol=1e-7)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_batch_scaling_divides_by_the_deviation_of_the_step_as_in_trl(
     rewards: list[list[float]],
@@ -70,6 +73,7 @@ def test_batch_scaling_divides_by_the_deviation_of_the_step_as_in_trl(
     np.testing.assert_allclose(got, want.flatten(), rtol=1e-6, atol=1e-7)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
 def test_leave_one_out_compares_each_with_the_mean_of_the_others(rewards: list[float]) -> None:
     if max(rewards) - min(rewards) <= 1e-6:
@@ -327,6 +331,63 @@ def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
 def test_a_reward_that_is_no_number_names_the_task(bad: float) -> None:
     with pytest.raises(ValueError, match=r"task t: rewards must be finite, got \[1.0, (nan|inf)\]"):
         assigned(make_group([1.0, bad]))
+
+
+def test_nothing_to_compare_is_no_error() -> None:
+    assert centred([]) == []
+    assert not has_contrast([])
+
+
+NORMALIZE_THEN_SUM = {"multi_objective_aggregation": "normalize_then_sum"}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"span_credit": "return_to_go"}, {"branch_credit": "hard"}, NORMALIZE_THEN_SUM]
+)
+def test_assigning_again_after_a_refill_starts_anew(config: dict[str, Any]) -> None:
+    group, other = make_group([1.0, 0.0, 0.5]), make_group([0.0, 2.0, 1.0])
+    group.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
+    assigned(group, **config)
+    again = assigned(group, other, **config)
+    fresh, third = make_group([1.0, 0.0, 0.5]), make_group([0.0, 2.0, 1.0])
+    fresh.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
+    assert again == assigned(fresh, third, **config)
+
+
+def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> None:
+    dead, live = make_group([1.0, 1.0]), make_group([0.0, 0.0, 0.0])
+    live.rollouts[0].rewards = {"a": 2.0}
+    live.rollouts[1].rewards = {"a": 1.0}
+    live.rollouts[2].rewards = {"b": 0.0}  # neither lacks what the others have: it earned 0
+    got = assigned(dead, live, **NORMALIZE_THEN_SUM)
+    assert got[:2] == [0.0, 0.0]
+    summed = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0], dtype=torch.float64) / (1 + 1e-4)
+    want = (summed - summed.mean()) / (summed.std() + 1e-4)
+    assert got[2:] == pytest.approx(want[2:].tolist(), rel=1e-6)
+
+
+def test_gdpo_of_dead_groups_alone_is_zero() -> None:
+    assert (
+        assigned(make_group([1.0, 1.0]), make_group([0.5, 0.5]), **NORMALIZE_THEN_SUM) == [0.0] * 4
+    )
+
+
+def test_spans_count_for_the_whole_rollout_unless_asked_otherwise() -> None:
+    group = Group(task=TASK, rollouts=[play((0, 1)), play((0, 0))])
+    assigned(group)
+    assert [rollout.segment_advantages for rollout in group.rollouts] == [None, None]
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    first = group.rollouts[0]
+    assert first.segment_advantages is not None
+    assert first.advantage == first.segment_advantages[1], "that of the first turn is all it earned"
+
+
+def test_a_rollout_without_a_turn_is_compared_by_its_reward() -> None:
+    mute = Rollout(task=TASK, segments=[PROMPT], status=Status.COMPLETED, rewards={"answer": 3.0})
+    group = Group(task=TASK, rollouts=[mute, play((0, 0))])
+    other = play((0, 0)).reward
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    assert mute.advantage == pytest.approx((3.0 - other) / 2)
 
 
 def test_an_unknown_baseline_is_refused() -> None:

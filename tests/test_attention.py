@@ -13,7 +13,7 @@ import transformers
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
 
-from agentgrpo.attention import Tree, runs_of, why_rows
+from agentgrpo.attention import Tree, _on_cuda, runs_of, tree_attention, why_rows
 from agentgrpo.packing import pack_tree
 from agentgrpo.policy import Scorer, checkpoint_layers
 from agentgrpo.types import Group, PackedBatch, Rollout, Segment, Status, Task
@@ -271,7 +271,7 @@ def test_runs_and_their_masks_are_the_definition(window: int | None) -> None:
     assert torch.equal(seen, dense(batch, window))
 
 
-def large_batch(lengths: tuple[int, ...] = (300, 90, 170)) -> PackedBatch:
+def large_batch(lengths: tuple[int, ...] = (300, 90, 170), *, share: bool = True) -> PackedBatch:
     rng = np.random.default_rng(1)
     prompt = segment(rng, lengths[0])
     rollouts = [
@@ -281,7 +281,8 @@ def large_batch(lengths: tuple[int, ...] = (300, 90, 170)) -> PackedBatch:
         )
         for n in lengths[1:]
     ]  # fmt: skip
-    return pack_tree([Group(task=TASK, rollouts=rollouts)], max_tokens=2000)[0]
+    groups = [Group(task=TASK, rollouts=rollouts)]
+    return pack_tree(groups, max_tokens=2000, share_prefixes=share)[0]
 
 
 @pytest.mark.parametrize("window", [None, 100, 10_000])
@@ -303,6 +304,73 @@ def test_the_block_mask_of_cuda_is_create_block_mask_bit_for_bit(window: int | N
     assert isinstance(out, torch.Tensor)
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+
+
+# What CUDA runs, as far as a CPU can: FlexAttention not compiled, the variable-length kernel
+# replaced by its documented meaning.
+
+
+def varlen_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+    max_q: int, max_k: int, *, scale: float | None, enable_gqa: bool, window_size: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """Torch's varlen_attn: [T, heads, D]; a window is (left, right), -1 is no bound."""
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    assert max_q == max_k == int(cu_q.diff().max())
+    assert window_size[1] == 0, "causal"
+    parts = []
+    for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        at = torch.arange(end - start)
+        far = at[:, None] - at[None]
+        seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
+        one = (x[start:end].transpose(0, 1)[None].float() for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *one, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(out[0].transpose(0, 1).to(q.dtype))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("window", "softcap", "scaling"), [(None, None, None), (50, None, 0.3), (None, 2.0, None)]
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_cuda_runs_is_what_the_cpu_runs(
+    monkeypatch: pytest.MonkeyPatch, share: bool, dtype: torch.dtype, window: int | None,
+    softcap: float | None, scaling: float | None,
+) -> None:  # fmt: skip
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    calls: list[str] = []
+    varlen: Any = varlen_by_definition
+    monkeypatch.setattr(WrappedFlexAttention, "__init__", lambda self, training: None)
+    monkeypatch.setattr(
+        WrappedFlexAttention, "__call__", lambda self: calls.append("flex") or flex_attention
+    )
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn",
+        lambda *args, **kwargs: calls.append("varlen") or varlen(*args, **kwargs),
+    )
+    batch = large_batch(share=share)
+    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    assert tree.shared == share
+    torch.manual_seed(0)
+    total, module = len(batch.tout_T), torch.nn.Module().eval()
+    query = torch.randn(1, 4, total, 16).to(dtype)
+    key, value = torch.randn(2, 1, 2, total, 16).to(dtype)
+    args = (module, query, key, value)
+    cuda = _on_cuda(*args, scaling, window, softcap, tree)
+    cpu, _ = tree_attention(
+        *args, None, scaling=scaling, sliding_window=window, softcap=softcap, tree=tree
+    )
+    assert cuda.shape == cpu.shape == (1, total, 4, 16)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(cuda, cpu, rtol=tolerance, atol=tolerance)
+    wants_flash = not share and softcap is None and dtype is torch.bfloat16
+    assert calls == ["varlen" if wants_flash else "flex"]
 
 
 def test_bfloat16_differs_by_rounding_only() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from agentgrpo.optimizer import MasterAdamW
 
 SHAPES = ((5, 7), (11,))
 STEPS = 8
+FUSED = partial(torch.optim.AdamW, fused=True)
+"""What runs on CUDA; torch has it on CPU too."""
 
 
 def parameters(dtype: torch.dtype) -> list[Tensor]:
@@ -49,11 +54,12 @@ def oracle(lr: float, *, max_grad_norm: float, weight_decay: float) -> tuple[lis
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [0.1, 1e9])
 @pytest.mark.parametrize("lr", [1e-5, 1e-2])
+@pytest.mark.parametrize("adamw", [None, FUSED], ids=["plain", "fused"])
 def test_many_small_updates_arrive_as_in_float32(
-    dtype: torch.dtype, max_grad_norm: float, lr: float
+    dtype: torch.dtype, max_grad_norm: float, lr: float, adamw: Any
 ) -> None:
     params = parameters(dtype)
-    optimizer = MasterAdamW(params, lr=lr, weight_decay=0.1)
+    optimizer = MasterAdamW(params, lr=lr, weight_decay=0.1, adamw=adamw)
     norm = 0.0
     for step in range(STEPS):
         feed(params, gradients(step))
@@ -99,19 +105,20 @@ def test_a_gradient_that_is_no_number_changes_nothing(bad: float, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resuming_from_the_saved_state_repeats_the_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("adamw", [None, FUSED], ids=["plain", "fused"])
+def test_resuming_from_the_saved_state_repeats_the_bits(dtype: torch.dtype, adamw: Any) -> None:
     def run(params: list[Tensor], optimizer: MasterAdamW, steps: range) -> None:
         for step in steps:
             feed(params, gradients(step))
             optimizer.step(max_grad_norm=1.0)
 
     whole = parameters(dtype)
-    run(whole, MasterAdamW(whole, lr=1e-3, weight_decay=0.1), range(STEPS))
+    run(whole, MasterAdamW(whole, lr=1e-3, weight_decay=0.1, adamw=adamw), range(STEPS))
     first = parameters(dtype)
-    saved = MasterAdamW(first, lr=1e-3, weight_decay=0.1)
+    saved = MasterAdamW(first, lr=1e-3, weight_decay=0.1, adamw=adamw)
     run(first, saved, range(3))
     second = [p.detach().clone().requires_grad_() for p in first]
-    resumed = MasterAdamW(second, lr=7.0, weight_decay=0.1)
+    resumed = MasterAdamW(second, lr=7.0, weight_decay=0.1, adamw=adamw)
     resumed.load_state_dict(saved.state_dict())
     assert resumed.lr == 1e-3
     run(second, resumed, range(3, STEPS))
@@ -126,3 +133,18 @@ def test_the_learning_rate_can_be_set_between_steps() -> None:
     optimizer.step(max_grad_norm=1e9)
     assert optimizer.lr == 0.25
     torch.testing.assert_close(params[0].detach(), torch.full((3,), -0.25))
+
+
+def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters() -> None:
+    """On "meta", which keeps shapes only; torch lets no master move there."""
+    params = parameters(torch.float32)
+    optimizer = MasterAdamW(params, lr=1e-2, weight_decay=0.0)
+    feed(params, gradients(0))
+    optimizer.step(max_grad_norm=1.0)
+    optimizer.zero_grad()
+    optimizer.to("meta")
+    assert {p.device.type for p in params} == {"cpu"}
+    for moments in optimizer.state_dict()["adamw"]["state"].values():
+        assert moments["exp_avg"].is_meta
+        assert moments["exp_avg_sq"].is_meta
+        assert moments["step"].device.type == "cpu", "AdamW wants its count there"

@@ -6,9 +6,11 @@ The engine is a stand-in that only holds what it is given, so that no vLLM start
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,10 @@ from agentgrpo.advantages import assign_advantages
 from agentgrpo.agreement import Disagreement
 from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig, TrainConfig
 from agentgrpo.learner import Learner
+from agentgrpo.optimizer import make_optimizer
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from agentgrpo.updates import plan_updates
-from tests.tiny import VOCAB
+from tests.tiny import VOCAB, make_model_dir
 
 TASK = Task(id="t", messages=(), spec={})
 TEMPERATURE = 0.9
@@ -189,6 +192,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"iterations": 2, "old_is_sampler": True, "cap": None},
     ),
     "mini-batches": ({"num_mini_batches": 2, "num_iterations": 2}, {"iterations": 2, "split": 2}),
+    "mini-batches once": ({"num_mini_batches": 2}, {"split": 2}),
     "kl": ({"beta": 0.3, "num_iterations": 2}, {"iterations": 2, "beta": 0.3}),
 }
 
@@ -274,7 +278,7 @@ def test_the_mismatch_is_logged_raw_and_by_turn(
     assert metrics["mismatch_ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
     assert metrics["mismatch_modified"] == pytest.approx((ratio > 1.2).double().mean().item())
     late = torch.cat([gap[4:] for gap in gaps])
-    assert metrics["mismatch_kl_turn_1"] == pytest.approx(
+    assert metrics["mismatch_turn_1_kl"] == pytest.approx(
         (late.expm1() - late).mean().item(), rel=1e-4
     )
 
@@ -347,6 +351,16 @@ def test_mini_batches_are_a_function_of_seed_and_step(groups: list[Group]) -> No
 
     assert plan(3) == plan(3)
     assert len({str(plan(step)) for step in range(8)}) > 1
+    other = run_config(loss).model_copy(update={"seed": 1})
+    orders = [
+        [
+            [b.advantage_N.tolist() for b in update.batches]
+            for config in (run_config(loss), other)
+            for update in plan_updates(many, config, step=step)
+        ]
+        for step in range(4)
+    ]
+    assert any(order[:2] != order[2:] for order in orders), "another seed, another order"
 
 
 # Adapters
@@ -409,6 +423,7 @@ def test_a_resumed_adapter_repeats_the_bits(
     learner.step(updates)
     resumed = make_learner(lora=lora, adapter=tmp_path)
     resumed.load_state(tmp_path / "state.pt")
+    assert resumed.step_count == 1
     resumed.step(updates)
     theirs = learner.adapter.tensors() if learner.adapter else {}
     ours = resumed.adapter.tensors() if resumed.adapter else {}
@@ -462,6 +477,120 @@ def test_an_offloaded_optimizer_trains_alike(
 def test_schedules(options: dict[str, Any], rates: list[float]) -> None:
     config = LearnerConfig(learning_rate=1.0, **options)
     assert [config.learning_rate_at(step, 4) for step in range(5)] == pytest.approx(rates)
+
+
+def test_a_step_is_of_its_own_settings(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule's learning rate, the clipping asked for, only live updates, their tokens."""
+    learner = make_learner(
+        decay="linear", learning_rate=0.5, final_learning_rate=0.1, max_grad_norm=0.25
+    )
+    seen: list[Any] = []
+    step = learner._optimizer.step
+
+    def watched(*, max_grad_norm: float) -> float:
+        seen.append((max_grad_norm, learner._optimizer.lr))
+        return step(max_grad_norm=max_grad_norm)
+
+    monkeypatch.setattr(learner._optimizer, "step", watched)
+    (update,) = plan_updates(groups, run_config(DAPO), step=0)
+    learner.step([])
+    metrics = learner.step([replace(update, batches=[]), update])
+    assert seen == [(0.25, pytest.approx(0.4))]
+    assert metrics["learning_rate"] == pytest.approx(0.4)
+    assert metrics["updates"] == 1
+    assert metrics["packed_tokens"] == sum(len(b.input_ids_T) for b in update.batches)
+    assert learner.step_count == 2
+
+
+def test_the_mismatch_is_that_before_the_first_update(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    """However often the batches are gone over."""
+    once, thrice = (
+        make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
+        for loss in (
+            LossConfig(old_logps="sampler"),
+            LossConfig(old_logps="sampler", num_iterations=3),
+        )
+    )
+    names = [name for name in once if name.startswith("mismatch_")]
+    assert names
+    assert {name: once[name] for name in names} == {name: thrice[name] for name in names}
+
+
+def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path
+) -> None:
+    loss = LossConfig(beta=0.1)
+    updates = plan_updates(groups, run_config(loss), step=0)
+    assert make_learner(loss).step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)
+    other = make_model_dir(tmp_path / "other", seed=3)
+    assert make_learner(loss, reference=other).step(updates)["ref_kl"] > 1e-3
+
+
+def test_the_plan_follows_its_settings(groups: list[Group]) -> None:
+    every = [r for group in groups for r in group.rollouts]
+    # of each row nothing is computed from its last sampled token on: here that and two told tokens
+    lengths = sum(len(r.token_ids) - 3 for r in every)
+    loss = LossConfig(loss_type="dr_grpo")
+    (update,) = plan_updates(groups, run_config(loss), step=0)
+    budget = run_config(loss).rollout.max_sampled_tokens
+    assert budget != run_config(loss).rollout.max_turn_tokens
+    for batch in update.batches:
+        np.testing.assert_allclose(batch.weight_N, 1 / (len(every) * budget), rtol=1e-6)
+    assert len(update.batches) == 1
+    assert len(update.batches[0].input_ids_T) < lengths
+    (alone,) = plan_updates(groups, run_config(loss), step=0, share_prefixes=False)
+    assert sum(len(b.input_ids_T) for b in alone.batches) == lengths
+    small = run_config(loss).model_copy(update={"learner": LearnerConfig(max_tokens=40)})
+    (many,) = plan_updates(groups, small, step=0)
+    assert all(len(b.input_ids_T) <= 40 for b in many.batches)
+    assert len(many.batches) > 1
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_optimizers_state_waits_in_host_memory_between_steps(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch,
+    offload: bool,
+) -> None:  # fmt: skip
+    learner = make_learner(offload_optimizer=offload)
+    learner.device = "cpu:0"  # another name than the host's
+    optimizer, seen = learner._optimizer, []
+    step = optimizer.step
+    monkeypatch.setattr(optimizer, "to", lambda device: seen.append(device))
+    monkeypatch.setattr(
+        optimizer, "step", lambda **options: (seen.append("step"), step(**options))[1]
+    )
+    learner.step(plan_updates(groups, run_config(DAPO), step=0))
+    assert seen == ["cpu:0", "step", "cpu"] if offload else ["cpu:0", "step"]
+    kept = [p.grad is not None for p in learner.trained]
+    assert not any(kept) if offload else all(kept)
+
+
+def test_8_bit_moments_are_the_librarys(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitsandbytes needs a GPU; a module of its shape stands for it."""
+
+    class AdamW8bit(torch.optim.AdamW):
+        pass
+
+    library: Any = SimpleNamespace(AdamW8bit=AdamW8bit)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(optim=library))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", library)
+    made = make_optimizer(
+        LearnerConfig(optimizer="adamw_8bit", learning_rate=0.5, weight_decay=0.1),
+        [torch.zeros(3, requires_grad=True)],
+    )
+    assert type(made._adamw) is AdamW8bit
+    (group,) = made._adamw.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ValueError, match="adamw_8bit' needs the package bitsandbytes"):
+        make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
 
 
 def test_8_bit_moments_need_a_gpu(make_learner: Callable[..., Learner]) -> None:

@@ -1,53 +1,33 @@
-# ruff: noqa: E501, T201 - a table of source pieces
+# ruff: noqa: E501 - a table of source pieces
 """Change the kernels' arithmetic in small ways and see that the tests notice every one.
 
-    python tests/kernels/mutants.py [WORD ...]      only mutants whose name or file has a WORD
-
-Each mutant replaces one piece of source in a copy of the tree, in which the tests named beside the
-file are run to their first failure. A mutant that survives is printed and sets the exit status.
-A piece that no longer occurs exactly as often as said is an error: the list must follow the code.
+python -m tests.kernels.mutants [WORD ...]      only mutants whose name or file has a WORD
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import sys
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton
 os.environ["OMP_NUM_THREADS"] = (
     "1"  # before torch: tiny tensors, and threads that wait for one another
 )
 
-import pytest
 import triton.language  # noqa: F401 - what every fork would import again
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Mutant(NamedTuple):
-    """Replace the `nth` occurrence of `old` by `new` in kernels/`file`."""
-
-    file: str
-    old: str
-    new: str
-    nth: int = 0
-
+from tests.mutation import Mutant, hunt
 
 TESTS = {
-    "rows.py": ["test_logp.py", "test_linear_logp.py"],
-    "logp.py": ["test_logp.py"],
-    "linear_logp.py": ["test_linear_logp.py"],
-    "grpo_loss.py": ["test_grpo_loss.py", "test_masked_grpo.py"],
-    "grpo_reference.py": ["test_grpo_loss.py", "test_masked_grpo.py"],
-    "reduce.py": ["test_reduce.py"],
-    "masked_grpo.py": ["test_masked_grpo.py"],
-    "liger.py": ["test_masked_grpo.py"],
-    "objective.py": ["test_grpo_loss.py"],
+    "rows.py": ["kernels/test_logp.py", "kernels/test_linear_logp.py"],
+    "logp.py": ["kernels/test_logp.py"],
+    "linear_logp.py": ["kernels/test_linear_logp.py"],
+    "grpo_loss.py": ["kernels/test_grpo_loss.py", "kernels/test_masked_grpo.py"],
+    "grpo_reference.py": ["kernels/test_grpo_loss.py", "kernels/test_masked_grpo.py"],
+    "reduce.py": ["kernels/test_reduce.py"],
+    "masked_grpo.py": ["kernels/test_masked_grpo.py"],
+    "liger.py": ["kernels/test_masked_grpo.py"],
+    "objective.py": ["kernels/test_grpo_loss.py"],
 }
 
 MUTANTS = [
@@ -187,58 +167,5 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def replace_nth(text: str, mutant: Mutant) -> str:
-    parts = text.split(mutant.old)
-    if len(parts) < mutant.nth + 2:
-        raise SystemExit(f"kernels/{mutant.file} has no occurrence {mutant.nth} of {mutant.old!r}")
-    before, after = parts[: mutant.nth + 1], parts[mutant.nth + 1 :]
-    return mutant.old.join(before) + mutant.new + mutant.old.join(after)
-
-
-def survives(mutant: Mutant, tree: Path) -> bool:
-    """Runs the tests in a fork, which inherits torch and Triton already imported."""
-    path = tree / "kernels" / mutant.file
-    original = path.read_text()
-    path.write_text(replace_nth(original, mutant))
-    log = tree / "log.txt"
-    child = os.fork()
-    if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os._exit(run_tests(TESTS[mutant.file], tree))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    path.write_text(original)
-    if code not in (0, 1, -signal.SIGSEGV):  # the interpreter reads wild addresses as told
-        raise SystemExit(f"pytest itself failed on {mutant}:\n{log.read_text()}")
-    return code == 0
-
-
-def run_tests(names: list[str], tree: Path) -> int:
-    os.chdir(tree)
-    sys.path.insert(0, str(tree))
-    sys.dont_write_bytecode = True
-    paths = [str(tree / "tests/kernels" / name) for name in names]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree)]
-    return int(pytest.main([*options, *paths]))
-
-
-def main(words: list[str]) -> int:
-    chosen = [m for m in MUTANTS if not words or any(w in m.file + m.old for w in words)]
-    alive = []
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        ignore = shutil.ignore_patterns(".*", "__pycache__", "*.so", "build", "models", "runs")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore)
-        for number, mutant in enumerate(chosen, 1):
-            lives = survives(mutant, tree)
-            alive += [mutant] * lives
-            state = "SURVIVED" if lives else "caught"
-            change = f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}"
-            print(f"{number}/{len(chosen)} {state:8} {change}", flush=True)
-    print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")
-    return len(alive) > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(hunt(MUTANTS, "kernels", TESTS, sys.argv[1:]))

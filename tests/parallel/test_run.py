@@ -47,7 +47,8 @@ def learner_of(config: TrainConfig) -> Learner:
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.timeout(900)
-def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divided", [False, True], ids=["an engine each", "one engine"])
+def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path, divided: bool) -> None:
     try:
         SandboxPool(max_live=1).close()
     except SandboxUnavailable as reason:
@@ -58,7 +59,8 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path) -> None:
         "engine.weights=copy", "learner.decay=constant", "learner.max_tokens=256", "eval_every=0",
         "rollout.tasks_per_step=4",
     ]  # fmt: skip
-    ran = torchrun(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2")
+    parts = "engine.tensor_parallel_size=2" if divided else "engine.tensor_parallel_size=1"
+    ran = torchrun(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2", parts)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("step 2/2") == 1, "the first rank alone speaks"
     run, config = tmp_path / "run", load_config(path, [*overrides, "steps=2"])

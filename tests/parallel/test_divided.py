@@ -1,0 +1,105 @@
+"""One vLLM engine on two ranks (twice, on four): its weights, its proof, and who it listens to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo import parallel
+from agentgrpo.config import EngineConfig
+from agentgrpo.read_config import load_config
+from tests import tiny
+from tests.parallel.test_parallel import ROOT, torchrun
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four ranks saw."""
+    folder = tmp_path_factory.mktemp("divided")
+    tiny.make_model_dir(folder / "model")
+    ran = torchrun(4, str(ROOT / "tests" / "parallel" / "divided.py"), str(folder))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_each_rank_holds_its_part_where_it_was(seen: list[dict[str, Any]]) -> None:
+    assert [rank["place"] for rank in seen] == [0, 1, 0, 1]
+    assert {rank["weights"] for rank in seen} == {"copy"}
+    for rank in seen:
+        assert rank["wrong_parts"] == []
+        assert rank["in_place"], "an update must not move what vLLM decodes with"
+        assert len(rank["stale_parts"]) == rank["tensors"], "every tensor was changed"
+
+
+def test_the_proof_of_agreement_holds_on_every_rank(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        assert rank["first"] <= 1e-5
+        assert rank["moved"] <= 1e-5
+        assert "after the weight update" in rank["stale"]
+
+
+def test_teams_sample_what_one_engine_would(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The same requests, with the same seeds, on one rank and the whole model."""
+    from agentgrpo.agreement import probe_prompts
+    from agentgrpo.engine import Engine
+
+    assert seen[0]["sampled"] == seen[2]["sampled"]
+    assert seen[1]["sampled"] == seen[3]["sampled"] == {}
+    model = tiny.make_model_dir(tmp_path / "model")
+    whole = Engine(model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16))
+    prompts, want = probe_prompts(tiny.VOCAB), {}
+    for index in range(6):
+        whole.add_request(
+            str(index), prompts[index % 2][: 20 + index], max_tokens=4 + 3 * index,
+            temperature=1.0, seed=index,
+        )  # fmt: skip
+        want |= {done.request_id: done.token_ids.tolist() for done in whole.step()}
+    while whole.num_in_flight:
+        want |= {done.request_id: done.token_ids.tolist() for done in whole.step()}
+    whole.shutdown()
+    assert seen[0]["sampled"] == want
+    assert {len(ids) for ids in want.values()} != {1}
+
+
+# What cannot be is refused, with its key.
+
+
+def test_as_many_ranks_as_the_engine_is_divided_among(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"engine.tensor_parallel_size 2 needs a multiple of 2 processes.* are 1"
+    ):
+        parallel.require_teams_of(2)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    parallel.require_teams_of(3)
+    with pytest.raises(ValueError, match="tensor_parallel_size 4 needs a multiple of 4"):
+        parallel.require_teams_of(4)
+
+
+def test_shared_weights_are_whole() -> None:
+    with pytest.raises(ValueError, match=r"engine.weights 'shared' needs whole weights"):
+        EngineConfig(tensor_parallel_size=2, weights="shared")
+    assert EngineConfig(tensor_parallel_size=2, weights="auto").tensor_parallel_size == 2
+    with pytest.raises(ValueError, match=r"engine.tensor_parallel_size"):
+        load_config("quickstart", ["engine.tensor_parallel_size=0"])
+
+
+def test_a_model_that_cannot_be_divided_so(tmp_path: Path) -> None:
+    """Two key heads among three ranks: vLLM says so, and we say which key."""
+    tiny.make_model_dir(tmp_path / "model")
+    script = (
+        "from agentgrpo.runtime import prepare_environment\n"
+        "prepare_environment()\n"
+        "from agentgrpo import parallel\n"
+        "from agentgrpo.config import EngineConfig\n"
+        "parallel.start()\n"
+        "from agentgrpo.engine import Engine\n"
+        f"Engine({str(tmp_path / 'model')!r}, EngineConfig(tensor_parallel_size=3))\n"
+    )
+    (tmp_path / "start.py").write_text(script)
+    ran = torchrun(3, str(tmp_path / "start.py"))
+    assert ran.returncode != 0
+    assert "EngineStartError" in ran.stderr
+    assert "engine.tensor_parallel_size 3" in ran.stderr
