@@ -133,7 +133,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         undo.callback(stage.pool.close)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
-        player = start_engine(config, stage)
+        lora = config.learner.lora
+        player = start_engine(config, stage, lora_rank=lora.rank if lora.serve == "adapter" else 0)
         undo.callback(player.close)
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
@@ -270,8 +271,8 @@ def set_stage(
     return stage
 
 
-def start_engine(config: TrainConfig, stage: Stage) -> Player:
-    """Start vLLM for a stage.
+def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
+    """Start vLLM for a stage; lora_rank as in Engine.
 
     Raises:
         As build().
@@ -281,7 +282,7 @@ def start_engine(config: TrainConfig, stage: Stage) -> Player:
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
 
-        engine = Engine(stage.model, config.engine, seed=config.seed)
+        engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
             f"a package is missing or broken: {error}; see requirements-cpu.txt"

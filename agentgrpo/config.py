@@ -439,6 +439,10 @@ class LoraConfig(Section):
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: all but the head."""
+    serve: Literal["adapter", "merged"] = "adapter"
+    """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
+    below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
+    which may decode faster and fits every layer, but needs a second copy of the model."""
 
 
 class LearnerConfig(Section):
