@@ -27,9 +27,9 @@ from agentgrpo.plan import plan
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
 from agentgrpo.rewards import expected_answer
-from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
+from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.run_dir import flat, locked, require_same_run
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.scoring import Scoring
@@ -133,8 +133,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         undo.callback(stage.pool.close)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
-        lora = config.learner.lora
-        player = start_engine(config, stage, lora_rank=lora.rank if lora.serve == "adapter" else 0)
+        player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
         undo.callback(player.close)
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
@@ -287,6 +286,8 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         raise ValueError(
             f"a package is missing or broken: {error}; see requirements-cpu.txt"
         ) from error
+    if engine.device == "cpu":
+        stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
     return Player(
         model=stage.model,
         engine=engine,

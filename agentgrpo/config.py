@@ -444,6 +444,11 @@ class LoraConfig(Section):
     below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
     which may decode faster and fits every layer, but needs a second copy of the model."""
 
+    @property
+    def served_rank(self) -> int:
+        """Of the adapters that the sampler has room for; 0: it is given merged weights."""
+        return self.rank if self.serve == "adapter" else 0
+
 
 class LearnerConfig(Section):
     """The optimizer and what it may change (learner.py)."""

@@ -204,7 +204,7 @@ class Engine:
         if not self.lora_rank:
             raise ValueError("the engine was started without lora_rank: it has no adapters")
         manager = self._runner.lora_manager._adapter_manager
-        names = getattr(manager.model, "hf_to_vllm_mapper", None)
+        names: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
         if hasattr(names, "get_rename_mapper"):  # newer ones also say what is fused
             names = names.get_rename_mapper()
         adapter = LoRAModel.from_lora_tensors(
