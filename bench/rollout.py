@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TURNS = 4
 """The last one is an answer: its tool takes no time."""
 REPEATS = 2
-TOKENS = 16
+TOKENS = (8, 16)
 """Of a turn in the barrier part: from half to twice as many."""
 NO_LORA = LoraConfig()
 ENGINE = EngineConfig(max_model_len=512, kv_cache_gib=1.0, max_num_seqs=256)
@@ -152,12 +152,13 @@ def with_barrier(engine: Engine, chat: Any, seconds: Any, lengths: Any) -> tuple
 
 def barrier(model: str) -> None:
     engine, chat = make_engine(model), make_chat(model)
-    rng = np.random.default_rng(0)
-    for count in [int(a) for a in sys.argv[3:]] or [64]:
+    count = 64
+    for tokens in TOKENS:
+        rng = np.random.default_rng(0)
         # lognormal with a mean of 1 s: half under 0.5 s, one in a hundred over 8 s
         seconds = rng.lognormal(mean=-0.72, sigma=1.2, size=(count, TURNS))
         seconds[:, -1] = 0
-        lengths = rng.integers(TOKENS // 2, 2 * TOKENS, size=(count, TURNS))
+        lengths = rng.integers(tokens // 2, 2 * tokens, size=(count, TURNS))
         seen: dict[str, list[tuple[float, float]]] = {"none": [], "each turn": []}
         for _ in range(REPEATS):
             for name, play in (("none", without_barrier), ("each turn", with_barrier)):
@@ -179,7 +180,7 @@ def overhead(model: str) -> None:
 
     engine, chat = make_engine(model), make_chat(model)
     count = 256
-    lengths = np.random.default_rng(0).integers(8, 25, size=(count, TURNS))
+    lengths = np.random.default_rng(0).integers(4, 13, size=(count, TURNS))
     shares = []
     for _ in range(REPEATS):
         engine.reset_prefix_cache()
