@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from agentgrpo.rollout.play import COUNTS, SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
-from tests.rollout.stubs import Request, StubEngine, StubEnv, Turn, answer_to, code_in
+from tests.rollout.stubs import Completion, Request, StubEngine, StubEnv, Turn, answer_to, code_in
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -424,10 +425,13 @@ def test_tools_run_at_the_same_time() -> None:
 
 
 def recorded(seed: int, *, deterministic: bool) -> list[tuple[int, str, bytes]]:
-    """The order in which turns are asked for, with tools as slow as `seed` makes them."""
+    """The order in which turns are asked for, with tools as slow as `seed` makes them.
+
+    In which order the engine hands out what ended in one step is a function of the seed too.
+    """
     rng, delays = random.Random(0), random.Random(seed)
     env = StubEnv(on_call=lambda code: time.sleep(delays.choice([0, 0.002, 0.004])))
-    engine = StubEngine(TOKENIZER, random_policy(rng), rng=random.Random(0))
+    engine = StubEngine(TOKENIZER, random_policy(rng), rng=random.Random(seed))
     if deterministic:
         engine.on_step = lambda step: None if env.running == 0 else raise_bug()
     play(engine, env, num_tasks=3, group_size=4, deterministic=deterministic, max_turns=4)
@@ -438,6 +442,38 @@ def test_deterministic_runs_repeat_whatever_the_tools_take() -> None:
     first = recorded(1, deterministic=True)
     assert len(first) > 20
     assert all(recorded(seed, deterministic=True) == first for seed in range(2, 6))
+
+
+class Caching(StubEngine):
+    """Serves all but the last three tokens of every prompt from its cache."""
+
+    def step(self) -> list[Completion]:
+        return [
+            replace(done, num_cached_tokens=len(self.asked[done.request_id]) - 3)
+            for done in super().step()
+        ]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {request.request_id: request.prompt for request in self.requests}
+
+
+def test_tokens_of_prompts_and_those_of_the_cache_are_counted() -> None:
+    engine = Caching(TOKENIZER, lambda n, _: Turn(CODE if n < 3 else f"Answer: {n}{EOT}"))
+    _, stats = play(engine, StubEnv(), group_size=3)
+    prompts = [len(request.prompt) for request in engine.requests]
+    assert len(prompts) == 6
+    assert stats.prompt_tokens == sum(prompts)
+    assert stats.cached_tokens == sum(prompts) - 3 * 6
+    assert stats.retries == stats.infra_failures == 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_time_with_nothing_to_decode_is_idle_time(deterministic: bool) -> None:
+    slow = StubEnv(on_call=lambda code: time.sleep(0.1))
+    _, stats = play(scripted(CODE, f"Answer: 1{EOT}"), slow, deterministic=deterministic)
+    assert stats.idle_s >= 0.09
+    assert stats.total_s >= stats.idle_s + stats.decode_s
 
 
 def test_no_tasks_no_groups() -> None:
