@@ -358,6 +358,40 @@ def test_after_a_bug_running_tools_end_and_queued_ones_do_not_begin() -> None:
     assert len(env.executed) <= 3, "of 8, only those that had a thread when the first one failed"
 
 
+def test_an_episode_that_ends_while_a_bug_stops_the_run_is_closed_once() -> None:
+    ending, stopping = threading.Event(), threading.Event()
+
+    def on_finish() -> None:
+        ending.set()
+        assert stopping.wait(PATIENCE_S)
+
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn(f"Answer: {n}{EOT}", steps=1 + 9 * n))
+    engine.on_step = lambda step: raise_bug() if step and ending.wait(PATIENCE_S) else None
+    engine.on_abort = stopping.set
+    env = StubEnv(on_finish=on_finish)
+    with pytest.raises(Bug):
+        play(engine, env, group_size=2, deterministic=False)
+    assert len(env.episodes) == 2
+    env.assert_all_closed_once()
+
+
+def test_what_is_played_again_waits_behind_what_has_not_begun() -> None:
+    engine = StubEngine(
+        TOKENIZER, lambda n, _: Turn(f"<code>{n} broken machine</code>" if n == 0 else f"{n}{EOT}")
+    )
+    config = RolloutConfig(max_retries=1)
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), CHAT, config, max_live=1)
+    (group,), stats = sampler.play(tasks(1), 3, seed=5)
+    assert [request.request_id for request in engine.requests] == [
+        "0.0.0",
+        "1.0.0",
+        "2.0.0",
+        "0.1.0",
+    ]
+    assert stats.retries == 1
+    assert all(rollout.status is Status.COMPLETED for rollout in group.rollouts)
+
+
 def test_an_infrastructure_error_ends_one_rollout_only() -> None:
     texts = ["<code>broken machine</code>", f"Answer: 1{EOT}", f"Answer: 2{EOT}"]
     engine, env = scripted(*texts), StubEnv()
@@ -532,6 +566,25 @@ def test_prompts_that_are_rendered_anew_are_followed_and_proven(
     assert len(sampled) + len(replaced) == len(encode("".join(turns)))
     assert len(rollout.rows) == 1 + drifts.get("prompts_fork", 0)
     assert bool(replaced) == ("prompts_realign" in drifts)
+
+
+@pytest.mark.parametrize(
+    ("room", "status", "turns", "is_shown"),
+    [
+        (-1, Status.TRUNCATED_LENGTH, 1, False),
+        (0, Status.TRUNCATED_LENGTH, 1, True),
+        (10, Status.COMPLETED, 2, True),
+    ],
+)
+def test_a_prompt_that_is_rendered_anew_must_fit_too(
+    room: int, status: Status, turns: int, is_shown: bool
+) -> None:
+    """As in the appended form: what fills it exactly is kept, what is one over is left out."""
+    limit = AFTER_ONE_CALL - FIRST + room
+    played = one(scripted(CODE, f"Answer: 7{EOT}"), history="render", max_response_tokens=limit)
+    assert (played.status, played.stats["turns"]) == (status, turns)
+    assert any(not s.sampled for s in played.segments[1:]) == is_shown
+    assert len(played.token_ids) <= FIRST + limit
 
 
 def test_branches_and_rendered_histories_exclude_each_other() -> None:
