@@ -27,9 +27,9 @@ from agentgrpo.plan import plan
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
 from agentgrpo.rewards import expected_answer
-from agentgrpo.rollout.custom import AnySampler, CustomSampler, RolloutSampler, load_sampler
+from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
 from agentgrpo.run_dir import flat, locked, require_same_run
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
@@ -134,7 +134,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         undo.callback(stage.pool.close)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
-        player = start_engine(config, stage)
+        player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
         undo.callback(player.close)
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
@@ -271,8 +271,8 @@ def set_stage(
     return stage
 
 
-def start_engine(config: TrainConfig, stage: Stage) -> Player:
-    """Start vLLM for a stage.
+def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
+    """Start vLLM for a stage; lora_rank as in Engine.
 
     Raises:
         As build().
@@ -282,11 +282,13 @@ def start_engine(config: TrainConfig, stage: Stage) -> Player:
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
 
-        engine = Engine(stage.model, config.engine, seed=config.seed)
+        engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
             f"a package is missing or broken: {error}; see requirements-cpu.txt"
         ) from error
+    if engine.device == "cpu":
+        stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
     return Player(
         model=stage.model,
         engine=engine,

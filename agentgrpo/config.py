@@ -448,6 +448,15 @@ class LoraConfig(Section):
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: all but the head."""
+    serve: Literal["adapter", "merged"] = "adapter"
+    """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
+    below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
+    which may decode faster and fits every layer, but needs a second copy of the model."""
+
+    @property
+    def served_rank(self) -> int:
+        """Of the adapters that the sampler has room for; 0: it is given merged weights."""
+        return self.rank if self.serve == "adapter" else 0
 
 
 class LearnerConfig(Section):

@@ -14,6 +14,8 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
 * Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
   the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
+* vLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
+  requests name, so that nothing is written or read.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ import vllm.model_executor.layers.utils as vllm_layers
 import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from agentgrpo import parallel
@@ -46,6 +51,9 @@ from agentgrpo.rollout.branch import token_entropies
 from agentgrpo.types import Float32, Int32, Metrics, Turn
 
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
+_ADAPTER = LoRARequest("policy", 1, "in memory")
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM makes room for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,27 +99,34 @@ class Engine:
         model: a Hugging Face model directory or hub name.
         config: see EngineConfig.
         seed: seeds vLLM (and, through it, python, numpy and torch in this process).
+        lora_rank: of the adapters that set_adapter() will be given; 0: none.
 
     Raises:
         EngineStartError: vLLM refused.
-        ValueError: the ranks cannot be divided by config.tensor_parallel_size.
+        ValueError: the ranks cannot be divided by config.tensor_parallel_size; it has no adapters
+            of that rank.
         RuntimeError: add_request() or step() while asleep or hollow.
     """
 
-    def __init__(self, model: str | Path, config: EngineConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self, model: str | Path, config: EngineConfig, *, seed: int = 0, lora_rank: int = 0
+    ) -> None:
         parallel.require_teams_of(config.tensor_parallel_size)
         self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = config.dtype_on(self.device)
         self.max_model_len = config.max_model_len
         self.state = State.AWAKE
+        self.lora_rank = lora_rank
+        self._adapter: LoRARequest | None = None
         self._sleep_level = config.sleep_level
         self._in_flight: set[str] = set()
         self._memory: Metrics = {}
+        settings = self._settings(config) | _lora_settings(lora_rank)
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         try:
             with _plain_cpu_weights(), _weights_stay_awake(config.weights != "copy"):
-                self._llm = LLM(str(model), seed=seed, **self._settings(config))
-        except Exception as error:  # whatever vLLM raises, and it raises many kinds
+                self._llm = LLM(str(model), seed=seed, **settings)
+        except Exception as error:  # vLLM, the model's code and what both import: of any kind
             raise EngineStartError(_explain_start(error, model, config)) from error
         finally:
             torch.set_num_threads = set_num_threads
@@ -155,7 +170,8 @@ class Engine:
     def llm(self) -> LLM:
         """VLLM's own object, for those who want `llm.chat(messages, tools=...)`.
 
-        Ask it for logprobs=0 to get what the policy's tokens were sampled with.
+        Ask it for logprobs=0 to get what the policy's tokens were sampled with, and where an
+        adapter is trained for lora_request=engine.adapter: it is the policy.
 
         Raises:
             RuntimeError: asleep, or requests of ours are in flight, whose results it would lose.
@@ -171,10 +187,55 @@ class Engine:
         return self.state is State.ASLEEP
 
     @property
+    def _runner(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
+    @property
     def model(self) -> torch.nn.Module:
         """VLLM's own module, whose tensors the learner shares or writes to."""
-        runner = self._engine.model_executor.driver_worker.worker.model_runner
-        return runner.get_model()  # type: ignore[no-any-return]
+        return self._runner.get_model()  # type: ignore[no-any-return]
+
+    @property
+    def adapter(self) -> LoRARequest | None:
+        """What requests name to be answered by the adapter; None before set_adapter()."""
+        return self._adapter
+
+    def set_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Answer every request from now on through this LoRA adapter, in place of the last one.
+
+        Args:
+            tensors: under peft's names; B is scaled in place, so none that is trained.
+            config: what peft's adapter_config.json would say.
+
+        Raises:
+            ValueError: the engine was started without lora_rank, or vLLM has no adapters for one of
+                the layers.
+        """
+        if not self.lora_rank:
+            raise ValueError("the engine was started without lora_rank: it has no adapters")
+        manager = self._runner.lora_manager._adapter_manager
+        names: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if hasattr(names, "get_rename_mapper"):  # newer ones also say what is fused
+            names = names.get_rename_mapper()
+        adapter = LoRAModel.from_lora_tensors(
+            lora_model_id=_ADAPTER.lora_int_id,
+            tensors=dict(tensors),
+            peft_helper=PEFTHelper.from_dict(dict(config)),
+            device=self.device,
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=names,
+        )
+        parts = {part for fused in manager.packed_modules_mapping.values() for part in fused}
+        known = {*manager.supported_lora_modules, *parts}
+        if missed := sorted(n for n in adapter.loras if n.rpartition(".")[2] not in known):
+            raise ValueError(
+                f"vLLM has no adapters for {', '.join(missed[:3])}: learner.lora.target_modules "
+                "must leave such layers out, or learner.lora.serve be 'merged'"
+            )
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+        self._adapter = _ADAPTER
 
     def seed(self, seed: int) -> None:
         """Seed the stream shared by requests that have no seed of their own."""
@@ -195,7 +256,8 @@ class Engine:
         packed = 0
         for module in self.model.modules():
             weight = getattr(module, "weight", None)
-            if not hasattr(module, "cpu_linear") or not isinstance(weight, torch.Tensor):
+            # vars: a layer wrapped for adapters passes on what the one inside it has
+            if "cpu_linear" not in vars(module) or not isinstance(weight, torch.Tensor):
                 continue
             if weight.untyped_storage().data_ptr() in changing:
                 _use_plain_weight(module)
@@ -263,6 +325,7 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 **dict[str, Any](filters),
             ),
+            lora_request=self._adapter,
         )
         self._in_flight.add(request_id)
 
@@ -415,6 +478,18 @@ def _completion(output: Any) -> Completion:
             flat.logprobs, flat.token_ids, flat.start_indices, flat.end_indices
         ),
     )
+
+
+def _lora_settings(rank: int) -> dict[str, Any]:
+    if not rank:
+        return {}
+    if rank > _LORA_RANKS[-1]:
+        raise ValueError(
+            f"learner.lora.rank: vLLM serves adapters up to rank {_LORA_RANKS[-1]}, got {rank}; "
+            "learner.lora.serve = 'merged' has no such limit"
+        )
+    room = next(size for size in _LORA_RANKS if size >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
 
 
 def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:

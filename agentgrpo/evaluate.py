@@ -24,7 +24,7 @@ from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.rewards import Reward
-from agentgrpo.rollout.custom import AnySampler
+from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.scoring import Scoring, score_all

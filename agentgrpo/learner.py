@@ -79,10 +79,13 @@ class Learner:
         self._dlogp_limit = dlogp_limit
         self._objective = objective_of(loss)
         self.device = engine.device
-        if config.lora.rank or parallel.world_size() > 1:
+        self._served = bool(config.lora.rank and engine.lora_rank)
+        merged = config.lora.rank and not self._served
+        if merged or parallel.world_size() > 1:
             if weights == "shared":
                 raise ValueError(
-                    "engine.weights = 'shared' is impossible with learner.lora and on several ranks"
+                    "engine.weights = 'shared' is impossible with learner.lora.serve = 'merged' "
+                    "and on several ranks"
                 )
             weights = "copy"
         self.weights, self.model = make_policy(model, engine, weights)
@@ -92,7 +95,9 @@ class Learner:
         if loss.beta and self._adapter is None:
             self._reference = Scorer(load_frozen(reference or model, engine))
         self._optimizer = make_optimizer(config, self.trained)
-        if self.weights == "shared":
+        if self._served:
+            self.num_packed = engine.pack_frozen(())
+        elif self.weights == "shared":
             self.num_packed = engine.pack_frozen(self.trained)
         else:  # every weight is written to at each step
             self.num_packed = 0
@@ -118,8 +123,10 @@ class Learner:
     def describe(self) -> dict[str, Any]:
         """What was chosen, for the record."""
         rows = self._scorer.rows
+        served = {"adapter": "served as it is" if self._served else "merged into the weights"}
         return {
             "weights": self.weights,
+            **(served if self._adapter else {}),
             "device": self.device,
             "dtype": self._engine.dtype,
             "prefixes": "shared" if rows is None else f"not shared ({rows})",
@@ -136,10 +143,15 @@ class Learner:
         return self._scorer.rows is None
 
     def publish(self) -> Metrics:
-        """Make the sampler's policy this one: a copy unless shared, then forget its cached keys."""
+        """Make the sampler's policy this one, then forget its cached keys.
+
+        Shared weights are there already, an adapter is handed over, all else is copied.
+        """
         started = time.perf_counter()
         metrics: Metrics = {}
-        if self.weights != "shared":
+        if self._served and self._adapter is not None:
+            self._engine.set_adapter(self._adapter.tensors(), self._adapter.config)
+        elif self.weights != "shared":
             copied = self._copy(self._named())
             self._engine.weights_loaded()
             metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)

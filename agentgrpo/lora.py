@@ -1,7 +1,8 @@
 """Low-rank adapters (peft): what is trained, saved and published in place of the weights.
 
-The base model lies in tensors of its own, as peft renames what it wraps. The sampler gets the
-merged weights of the adapted layers, copied in place; its other weights never change.
+The base model never changes and is one replica with the sampler's, which is handed the adapter
+alone, in memory. With `serve = "merged"` the base lies in tensors of its own, and the sampler gets
+the merged weights of the adapted layers, copied in place.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ class Trainer:
     dtype: str
     model: Any
     """A module without weights: there is nothing to copy to."""
+    lora_rank: int = 0
+    """Nothing is served."""
 
     def unpack(self) -> None:
         """Nothing is packed."""

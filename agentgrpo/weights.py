@@ -21,6 +21,10 @@ class CannotShare(Exception):
     """These two models cannot hold one set of weights; the message says which tensor and why."""
 
 
+_WRAPPED = ".base_layer"
+"""Where vLLM keeps a layer that it has wrapped for adapters."""
+
+
 class Slices:
     """Where in vLLM's tensors a Hugging Face parameter lies.
 
@@ -36,9 +40,9 @@ class Slices:
             if list(parts) != [fused]
             for index, part in enumerate(parts)
         }
-        self.whole = dict(sampler.named_parameters())
-        """All of vLLM's parameters, by its own names."""
-        self._modules = dict(sampler.named_modules())
+        self.whole = {n.replace(_WRAPPED, ""): p for n, p in sampler.named_parameters()}
+        """All of vLLM's parameters, by its own names; those of adapted layers as without."""
+        self._modules = {n.removesuffix(_WRAPPED): m for n, m in sampler.named_modules()}
 
     def find(self, name: str, shape: torch.Size) -> tuple[str, Tensor]:
         """VLLM's name of the tensor that holds a parameter, and the slice of it.

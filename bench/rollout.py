@@ -4,25 +4,29 @@ barrier   64 rollouts with heavy-tailed tool times, without a barrier and with o
           prompts, seeds, turn lengths, tool times are the same; wall time and idle share of engine
 overhead  Python time outside of the engine, with 256 rollouts alive and tools that answer at once
 sync      publish() with shared and with copied weights, beside a plain copy of as many bytes
+adapter   publish() of a LoRA adapter, handed over in memory, after updates that the sampler follows
 memory    what a learner adds to the process, with shared and with copied weights
 start     from a fresh process to its first token
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentgrpo.agents.base import Action, Message, RunCode, Schema
-from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, RolloutConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LoraConfig, LossConfig, RolloutConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Int32, Task
@@ -33,7 +37,11 @@ if TYPE_CHECKING:
     from agentgrpo.learner import Learner
 
 TURNS = 4
+"""The last one is an answer: its tool takes no time."""
 REPEATS = 2
+TOKENS = 8
+"""Of a turn in the barrier part: from half to twice as many."""
+NO_LORA = LoraConfig()
 ENGINE = EngineConfig(max_model_len=512, kv_cache_gib=1.0, max_num_seqs=256)
 
 
@@ -145,25 +153,37 @@ def with_barrier(engine: Engine, chat: Any, seconds: Any, lengths: Any) -> tuple
     return time.perf_counter() - started, decode_s
 
 
+def tool_seconds(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    """Lognormal times with a mean of 1 s, half under 0.5 s, one in a hundred over 8 s.
+
+    Its quantiles at even distances, shuffled: no draw has a longer tail than another.
+    """
+    count = shape[0] * shape[1]
+    normal = NormalDist(mu=-0.72, sigma=1.2)
+    times = [math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+    return rng.permutation(times).reshape(shape)
+
+
 def barrier(model: str) -> None:
     engine, chat = make_engine(model), make_chat(model)
-    rng = np.random.default_rng(0)
-    for count in (64,):
-        # lognormal with a mean of 1 s: half under 0.5 s, one in a hundred over 8 s
-        seconds = rng.lognormal(mean=-0.72, sigma=1.2, size=(count, TURNS))
-        lengths = rng.integers(16, 49, size=(count, TURNS))
-        seen: dict[str, list[tuple[float, float]]] = {"none": [], "each turn": []}
-        for _ in range(REPEATS):
-            for name, play in (("none", without_barrier), ("each turn", with_barrier)):
-                engine.reset_prefix_cache()
-                seen[name].append(play(engine, chat, seconds, lengths))
-        shape = {"rollouts": count, "turns": TURNS, "tokens": int(lengths.sum())}
-        note = f"tools: mean {seconds.mean():.2f} s, longest {seconds.max():.1f} s"
-        for name, runs in seen.items():
-            values = [wall for wall, _ in runs]
-            append_row("rollout", f"barrier: {name}", values, unit="s", shape=shape, note=note)
-            idle = [100 * (1 - decode / wall) for wall, decode in runs]
-            append_row("rollout", f"idle: barrier {name}", idle, unit="%", shape=shape, note=note)
+    engine.pack_frozen(())  # as where an adapter is trained
+    count, seen = 64, defaultdict(list)
+    for seed in range(REPEATS):
+        rng = np.random.default_rng(seed)
+        seconds = np.zeros((count, TURNS))
+        seconds[:, :-1] = tool_seconds(rng, (count, TURNS - 1))
+        lengths = rng.integers(TOKENS // 2, 2 * TOKENS, size=(count, TURNS))
+        for name, play in (("none", without_barrier), ("each turn", with_barrier)):
+            engine.reset_prefix_cache()
+            wall, decode = play(engine, chat, seconds, lengths)
+            seen[f"barrier: {name}"].append(wall)
+            seen[f"idle: barrier {name}"].append(100 * (1 - decode / wall))
+    shape = {"rollouts": count, "turns": TURNS, "tokens_per_turn": round(lengths.mean())}
+    tools = seconds[:, :-1]
+    note = f"tools: mean {tools.mean():.2f} s, longest {tools.max():.1f} s"
+    for variant, values in seen.items():
+        unit = "%" if variant.startswith("idle") else "s"
+        append_row("rollout", variant, values, unit=unit, shape=shape, note=note)
     engine.shutdown()
 
 
@@ -171,21 +191,21 @@ def overhead(model: str) -> None:
     from agentgrpo.rollout.sampler import Sampler
 
     engine, chat = make_engine(model), make_chat(model)
-    count = 256
-    lengths = np.random.default_rng(0).integers(8, 25, size=(count, TURNS))
+    count, turns = 256, 2
+    lengths = np.random.default_rng(0).integers(4, 13, size=(count, turns))
     shares = []
     for _ in range(REPEATS):
         engine.reset_prefix_cache()
         sampler = Sampler(
-            FixedLengths(engine, lengths), EveryTurnCalls(), Slowly(np.zeros((count, TURNS))),
-            chat, RolloutConfig(max_turns=TURNS, max_turn_tokens=99),
+            FixedLengths(engine, lengths), EveryTurnCalls(), Slowly(np.zeros((count, turns))),
+            chat, RolloutConfig(max_turns=turns, max_turn_tokens=99),
         )  # fmt: skip
         _, stats = sampler.play(tasks(count), 1, seed=0)
         python = stats.total_s - stats.decode_s - stats.idle_s
         shares.append(100 * python / stats.decode_s)
     append_row(
         "rollout", "python outside of the engine", shares, unit="% of engine",
-        shape={"rollouts": count, "turns": TURNS, "tokens": int(lengths.sum())},
+        shape={"rollouts": count, "turns": turns, "tokens": int(lengths.sum())},
     )  # fmt: skip
     engine.shutdown()
 
@@ -212,6 +232,28 @@ def sync(model: str) -> None:
                 b.copy_(a)
                 plain.append(size / 1e9 / (time.perf_counter() - began))
             append_row("rollout", "publish: one plain copy", plain, unit="GB/s", shape=shape)
+    engine.shutdown()
+
+
+def adapter(model: str) -> None:
+    import torch
+
+    from agentgrpo.agreement import check_agreement, probe_prompts
+    from agentgrpo.engine import Engine
+
+    engine = Engine(model, ENGINE, lora_rank=16)
+    learner = make_learner(model, engine, "shared", LoraConfig(rank=16))
+    probes, millis, gaps = probe_prompts(learner.vocab_size), [], []
+    for _ in range(10):
+        with torch.no_grad():
+            for matrix in learner.trained:
+                matrix += 0.01 * torch.randn_like(matrix)
+        millis.append(1e3 * learner.publish()["publish_s"])
+        gaps.append(check_agreement(engine, learner, probes, threshold=1e-3)["max_dlogp"])
+    size = sum(p.nbytes for p in learner.trained)
+    note = f"max |delta logp| after {len(gaps)} updates: {max(gaps):.2g} nats"
+    shape = {"rank": 16, "adapter_kib": size // 2**10}
+    append_row("rollout", "publish: adapter", millis, unit="ms", shape=shape, note=note)
     engine.shutdown()
 
 
@@ -291,11 +333,11 @@ def make_chat(model: str) -> Any:
     return ChatTemplate(AutoTokenizer.from_pretrained(model))
 
 
-def make_learner(model: str, engine: Engine, weights: str) -> Learner:
+def make_learner(model: str, engine: Engine, weights: str, lora: LoraConfig = NO_LORA) -> Learner:
     from agentgrpo.learner import Learner
 
     return Learner(
-        model, engine, LearnerConfig(), LossConfig(),
+        model, engine, LearnerConfig(lora=lora), LossConfig(),
         total_steps=1, temperature=1.0, weights=weights, dlogp_limit=1.0,
     )  # fmt: skip
 
@@ -304,6 +346,7 @@ PARTS: dict[str, Callable[[str], None]] = {
     "barrier": barrier,
     "overhead": overhead,
     "sync": sync,
+    "adapter": adapter,
     "memory": memory,
     "start": start,
 }

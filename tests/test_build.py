@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agentgrpo.config import TrainConfig
+from agentgrpo.build import Stage, start_engine
+from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.models import check_model
 
 
@@ -39,3 +42,27 @@ def test_a_context_longer_than_the_models_is_refused(
         ValueError, match=r"engine\.max_model_len must be at most 1024, .* got 1025"
     ):
         check_model(asked, str(tiny_model))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
+    monkeypatch: pytest.MonkeyPatch, device: str, serve: str
+) -> None:
+    started: list[int] = []
+
+    def engine(model: str, config: EngineConfig, *, seed: int, lora_rank: int) -> Any:
+        started.append(lora_rank)
+        return SimpleNamespace(device=device, max_model_len=256)
+
+    monkeypatch.setattr("agentgrpo.engine.Engine", engine)
+    said: list[str] = []
+    stage: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(Stage)))
+    stage.chat = SimpleNamespace(tokenizer=None)
+    stage.progress = SimpleNamespace(say=said.append)
+    lora = {"rank": 4, "serve": serve}
+    asked = config(Path("m"), learner={"lora": lora})
+    start_engine(asked, stage, lora_rank=asked.learner.lora.served_rank)
+    assert started == [4 if serve == "adapter" else 0]
+    silent = "engine: on CPU it keeps its memory while it sleeps"
+    assert said.count(silent) == (device == "cpu")

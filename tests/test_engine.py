@@ -401,3 +401,9 @@ def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -
     ):
         Engine(tmp_path, EngineConfig(max_model_len=128))
     assert torch.get_num_threads() == threads
+
+
+def test_an_engine_without_adapters_takes_none(engine: Engine) -> None:
+    assert engine.adapter is None
+    with pytest.raises(ValueError, match="started without lora_rank"):
+        engine.set_adapter({}, {})

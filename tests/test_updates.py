@@ -39,6 +39,7 @@ class Holder:
 
     device = "cpu"
     dtype = "float64"
+    lora_rank = 0
 
     def __init__(self) -> None:
         self.model = torch.nn.Module()

@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self
 
 from agentgrpo.agents.base import Action
@@ -66,12 +65,7 @@ class EpisodeRunner:
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Wait for what has begun, then stop the threads."""
         self._threads.shutdown()
         if self._loop is not None and self._loop_thread is not None:

@@ -12,11 +12,9 @@ environment's. So what comes back is checked here, before it can spoil a step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -26,24 +24,11 @@ from agentgrpo.rewards import load_callable
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.play import SamplerStats
+from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Engine
-
-
-class AnySampler(Protocol):
-    """What the training loop and the evaluation play tasks with; sampler.py's, or CustomSampler."""
-
-    def play(
-        self,
-        tasks: Sequence[Task],
-        group_size: int,
-        *,
-        seed: int,
-        temperature: float | None = None,
-        filters: Mapping[str, float] = MappingProxyType({}),
-    ) -> tuple[list[Group], SamplerStats]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +56,7 @@ class RolloutSampler(Protocol):
         """Play each task n times; one list per task, in order."""
 
 
-class CustomSampler:
+class CustomSampler(AnySampler):
     """Plays tasks with a user's sampler, and checks what it returns.
 
     Args:
@@ -88,37 +73,28 @@ class CustomSampler:
         config: RolloutConfig,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        self._user, self._engine, self._config = user, engine, config
+        super().__init__(config)
+        self._user, self._engine = user, engine
         self._stop_token_ids = stop_token_ids
 
-    def play(
-        self,
-        tasks: Sequence[Task],
-        group_size: int,
-        *,
-        seed: int,
-        temperature: float | None = None,
-        filters: Mapping[str, float] = MappingProxyType({}),
-    ) -> tuple[list[Group], SamplerStats]:
-        """Like Sampler.play.
-
-        Raises:
-            ValueError: what the user's sampler returned cannot be trained on; names the rollout.
-        """
-        c, limit = self._config, self._engine.max_model_len
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
+        filters: Mapping[str, float],
+    ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
+        limit = self._engine.max_model_len
+        response = config.max_response_tokens
         params = RolloutParams(
-            temperature=c.temperature if temperature is None else temperature,
-            max_turns=c.max_turns,
-            max_turn_tokens=c.max_turn_tokens,
-            max_response_tokens=limit if c.max_response_tokens is None else c.max_response_tokens,
+            temperature=config.temperature,
+            max_turns=config.max_turns,
+            max_turn_tokens=config.max_turn_tokens,
+            max_response_tokens=limit if response is None else response,
             stop_token_ids=self._stop_token_ids,
             seed=seed,
             filters=filters,
         )
-        started = time.perf_counter()
         try:
             played = self._user.rollout(self._engine, tasks, group_size, params)
-        except BaseException:  # so that the engine can go to sleep and the error be seen
+        except BaseException:  # raised on, an interrupt too; else the engine could not go to sleep
             self._engine.abort_all()
             raise
         if self._engine.num_in_flight:
@@ -127,8 +103,7 @@ class CustomSampler:
             )
         groups = self._groups(played, tasks, group_size)
         sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
-        seconds = time.perf_counter() - started
-        return groups, SamplerStats(total_s=seconds, total_sampled_tokens=sampled)
+        return groups, SamplerStats(total_sampled_tokens=sampled)
 
     def _groups(
         self, played: Sequence[Sequence[Rollout]], tasks: Sequence[Task], group_size: int

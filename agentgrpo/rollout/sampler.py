@@ -10,6 +10,7 @@ run.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -22,7 +23,57 @@ from agentgrpo.rollout.play import Decoder, Play, SamplerStats
 from agentgrpo.types import Group, Task
 
 
-class Sampler:
+class AnySampler(ABC):
+    """What the training loop and the evaluation play tasks with: Sampler, or a user's own.
+
+    Args:
+        config: of the run's rollouts.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        *,
+        seed: int,
+        temperature: float | None = None,
+        filters: Mapping[str, float] = MappingProxyType({}),
+    ) -> tuple[list[Group], SamplerStats]:
+        """Play each task group_size times.
+
+        Args:
+            tasks: what to play; ids need not differ.
+            group_size: rollouts per task.
+            seed: of everything sampled in this call; see play.request_seed().
+            temperature: in place of config.temperature, and without branching; 0 is greedy.
+            filters: as in Engine.add_request(); what is played so must not be trained on.
+
+        Returns:
+            One group per task, in order, its rollouts in index order; unscored.
+
+        Raises:
+            ValueError: what a user's sampler returned cannot be trained on; names the rollout.
+        """
+        started = time.perf_counter()
+        config = self._config
+        if temperature is not None:
+            changed = {"temperature": temperature, "branching": BranchConfig()}
+            config = config.model_copy(update=changed)
+        groups, stats = self._play(tasks, group_size, config, seed, filters)
+        stats.total_s = time.perf_counter() - started
+        return groups, stats
+
+    @abstractmethod
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
+        filters: Mapping[str, float],
+    ) -> tuple[list[Group], SamplerStats]: ...  # fmt: skip
+
+
+class Sampler(AnySampler):
     """Plays every task group_size times with one agent in one environment.
 
     Args:
@@ -45,42 +96,18 @@ class Sampler:
         max_live: int = 256,
         max_tool_threads: int = 32,
     ) -> None:
+        super().__init__(config)
         self._engine, self._agent, self._env, self._chat = engine, agent, env, chat
-        self._config = config
         self._max_live = max_live
         self._max_tool_threads = max_tool_threads
 
-    def play(
-        self,
-        tasks: Sequence[Task],
-        group_size: int,
-        *,
-        seed: int,
-        temperature: float | None = None,
-        filters: Mapping[str, float] = MappingProxyType({}),
-    ) -> tuple[list[Group], SamplerStats]:
-        """Play each task group_size times.
-
-        Args:
-            tasks: what to play; ids need not differ.
-            group_size: rollouts per task.
-            seed: of everything sampled in this call; see play.request_seed().
-            temperature: in place of config.temperature, and without branching; 0 is greedy.
-            filters: as in Engine.add_request(); what is played so must not be trained on.
-
-        Returns:
-            One group per task, in order, its rollouts in index order; unscored.
-        """
-        started = time.perf_counter()
-        config = self._config
-        if temperature is not None:
-            changed = {"temperature": temperature, "branching": BranchConfig()}
-            config = config.model_copy(update=changed)
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
+        filters: Mapping[str, float],
+    ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         with EpisodeRunner(self._max_tool_threads) as worlds:
             play = Play(
                 self._engine, self._agent, self._env, self._chat, worlds, config,
                 tasks=tasks, group_size=group_size, seed=seed, filters=filters,
             )  # fmt: skip
-            groups = play.run(max_live=self._max_live)
-        play.stats.total_s = time.perf_counter() - started
-        return groups, play.stats
+            return play.run(max_live=self._max_live), play.stats

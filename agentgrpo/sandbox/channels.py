@@ -7,7 +7,6 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, pidfd_send_signal
-from types import TracebackType
 from typing import Self
 
 from agentgrpo.sandbox.errors import SandboxInfraError
@@ -145,12 +144,7 @@ class Ends:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close(self._mine)
         self._close(self._theirs)
         self.status.close()

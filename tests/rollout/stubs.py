@@ -151,6 +151,7 @@ class StubEpisode:
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         assert not self.closed, "finished after the episode's end"
+        self.env.on_finish()
         return {}
 
     def close(self) -> None:
@@ -165,6 +166,7 @@ class StubEnv:
 
     on_call: Callable[[str], None] = lambda code: None
     on_reset: Callable[[Task], None] = lambda task: None
+    on_finish: Callable[[], None] = lambda: None
     answer: Callable[[str], Observation | InfrastructureError] = answer_to
     episodes: list[StubEpisode] = field(default_factory=list)
     executed: list[str] = field(default_factory=list)

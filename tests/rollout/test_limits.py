@@ -317,3 +317,12 @@ def test_another_try_draws_anew() -> None:
     first, second = engine.requests
     assert first.prompt.tolist() == second.prompt.tolist()
     assert first.options["seed"] != second.options["seed"]
+
+
+def test_no_budget_of_tokens_reaches_beyond_the_context() -> None:
+    spent = Spent(RolloutConfig(max_response_tokens=96), 5, 100)
+    assert spent.max_length == 100
+    assert Spent(RolloutConfig(max_response_tokens=94), 5, 100).max_length == 99
+    assert spent.turn_tokens(99) == 1
+    assert (spent.fits(100), spent.fits(101)) == (True, False)
+    assert spent.end(100) is Status.TRUNCATED_LENGTH

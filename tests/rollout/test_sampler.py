@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from agentgrpo.rollout.play import COUNTS, SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
-from tests.rollout.stubs import Request, StubEngine, StubEnv, Turn, answer_to, code_in
+from tests.rollout.stubs import Completion, Request, StubEngine, StubEnv, Turn, answer_to, code_in
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -357,6 +358,40 @@ def test_after_a_bug_running_tools_end_and_queued_ones_do_not_begin() -> None:
     assert len(env.executed) <= 3, "of 8, only those that had a thread when the first one failed"
 
 
+def test_an_episode_that_ends_while_a_bug_stops_the_run_is_closed_once() -> None:
+    ending, stopping = threading.Event(), threading.Event()
+
+    def on_finish() -> None:
+        ending.set()
+        assert stopping.wait(PATIENCE_S)
+
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn(f"Answer: {n}{EOT}", steps=1 + 9 * n))
+    engine.on_step = lambda step: raise_bug() if step and ending.wait(PATIENCE_S) else None
+    engine.on_abort = stopping.set
+    env = StubEnv(on_finish=on_finish)
+    with pytest.raises(Bug):
+        play(engine, env, group_size=2, deterministic=False)
+    assert len(env.episodes) == 2
+    env.assert_all_closed_once()
+
+
+def test_what_is_played_again_waits_behind_what_has_not_begun() -> None:
+    engine = StubEngine(
+        TOKENIZER, lambda n, _: Turn(f"<code>{n} broken machine</code>" if n == 0 else f"{n}{EOT}")
+    )
+    config = RolloutConfig(max_retries=1)
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), CHAT, config, max_live=1)
+    (group,), stats = sampler.play(tasks(1), 3, seed=5)
+    assert [request.request_id for request in engine.requests] == [
+        "0.0.0",
+        "1.0.0",
+        "2.0.0",
+        "0.1.0",
+    ]
+    assert stats.retries == 1
+    assert all(rollout.status is Status.COMPLETED for rollout in group.rollouts)
+
+
 def test_an_infrastructure_error_ends_one_rollout_only() -> None:
     texts = ["<code>broken machine</code>", f"Answer: 1{EOT}", f"Answer: 2{EOT}"]
     engine, env = scripted(*texts), StubEnv()
@@ -424,10 +459,13 @@ def test_tools_run_at_the_same_time() -> None:
 
 
 def recorded(seed: int, *, deterministic: bool) -> list[tuple[int, str, bytes]]:
-    """The order in which turns are asked for, with tools as slow as `seed` makes them."""
+    """The order in which turns are asked for, with tools as slow as `seed` makes them.
+
+    In which order the engine hands out what ended in one step is a function of the seed too.
+    """
     rng, delays = random.Random(0), random.Random(seed)
     env = StubEnv(on_call=lambda code: time.sleep(delays.choice([0, 0.002, 0.004])))
-    engine = StubEngine(TOKENIZER, random_policy(rng), rng=random.Random(0))
+    engine = StubEngine(TOKENIZER, random_policy(rng), rng=random.Random(seed))
     if deterministic:
         engine.on_step = lambda step: None if env.running == 0 else raise_bug()
     play(engine, env, num_tasks=3, group_size=4, deterministic=deterministic, max_turns=4)
@@ -438,6 +476,38 @@ def test_deterministic_runs_repeat_whatever_the_tools_take() -> None:
     first = recorded(1, deterministic=True)
     assert len(first) > 20
     assert all(recorded(seed, deterministic=True) == first for seed in range(2, 6))
+
+
+class Caching(StubEngine):
+    """Serves all but the last three tokens of every prompt from its cache."""
+
+    def step(self) -> list[Completion]:
+        return [
+            replace(done, num_cached_tokens=len(self.asked[done.request_id]) - 3)
+            for done in super().step()
+        ]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {request.request_id: request.prompt for request in self.requests}
+
+
+def test_tokens_of_prompts_and_those_of_the_cache_are_counted() -> None:
+    engine = Caching(TOKENIZER, lambda n, _: Turn(CODE if n < 3 else f"Answer: {n}{EOT}"))
+    _, stats = play(engine, StubEnv(), group_size=3)
+    prompts = [len(request.prompt) for request in engine.requests]
+    assert len(prompts) == 6
+    assert stats.prompt_tokens == sum(prompts)
+    assert stats.cached_tokens == sum(prompts) - 3 * 6
+    assert stats.retries == stats.infra_failures == 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_time_with_nothing_to_decode_is_idle_time(deterministic: bool) -> None:
+    slow = StubEnv(on_call=lambda code: time.sleep(0.1))
+    _, stats = play(scripted(CODE, f"Answer: 1{EOT}"), slow, deterministic=deterministic)
+    assert stats.idle_s >= 0.09
+    assert stats.total_s >= stats.idle_s + stats.decode_s
 
 
 def test_no_tasks_no_groups() -> None:
@@ -496,6 +566,25 @@ def test_prompts_that_are_rendered_anew_are_followed_and_proven(
     assert len(sampled) + len(replaced) == len(encode("".join(turns)))
     assert len(rollout.rows) == 1 + drifts.get("prompts_fork", 0)
     assert bool(replaced) == ("prompts_realign" in drifts)
+
+
+@pytest.mark.parametrize(
+    ("room", "status", "turns", "is_shown"),
+    [
+        (-1, Status.TRUNCATED_LENGTH, 1, False),
+        (0, Status.TRUNCATED_LENGTH, 1, True),
+        (10, Status.COMPLETED, 2, True),
+    ],
+)
+def test_a_prompt_that_is_rendered_anew_must_fit_too(
+    room: int, status: Status, turns: int, is_shown: bool
+) -> None:
+    """As in the appended form: what fills it exactly is kept, what is one over is left out."""
+    limit = AFTER_ONE_CALL - FIRST + room
+    played = one(scripted(CODE, f"Answer: 7{EOT}"), history="render", max_response_tokens=limit)
+    assert (played.status, played.stats["turns"]) == (status, turns)
+    assert any(not s.sampled for s in played.segments[1:]) == is_shown
+    assert len(played.token_ids) <= FIRST + limit
 
 
 def test_branches_and_rendered_histories_exclude_each_other() -> None:
