@@ -101,7 +101,10 @@ class Tau2Env:
         self.talks = mode != alone
         self._mode = mode
         self._of_user = load_callable(mode, key="env.options.mode") if ":" in mode else None
-        self._words = {"temperature": customer_temperature, "max_tokens": customer_tokens}
+        self._words: dict[str, Any] = {
+            "temperature": customer_temperature,
+            "max_tokens": customer_tokens,
+        }
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
         first = self._upstream.get_environment(**({"solo_mode": True} if self.solo else {}))

@@ -89,7 +89,10 @@ class TauBenchEnv:
         self.domain, self.talks, self._mode = domain, mode != "ticket", mode
         self._heldout = heldout
         self._of_user = load_callable(mode, key="env.options.mode") if ":" in mode else None
-        self._words = {"temperature": customer_temperature, "max_tokens": customer_tokens}
+        self._words: dict[str, Any] = {
+            "temperature": customer_temperature,
+            "max_tokens": customer_tokens,
+        }
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()
             tools = module("tools").ALL_TOOLS
