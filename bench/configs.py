@@ -31,7 +31,7 @@ CUTS: Mapping[str, Sequence[str]] = {
     "quickstart": (*SMALL, "steps=6"),
     "reasoning_gym": (*SMALL, "steps=6"),
 }
-MOVES: Mapping[str, Sequence[str]] = {name: ("reward",) for name in CUTS} | {
+MOVES: Mapping[str, Sequence[str]] = dict.fromkeys(CUTS, ("reward",)) | {
     "code_format": ("acted", "reward"),
 }
 """What must rise, by config; `acted` is the share of rollouts that called a tool at all."""
