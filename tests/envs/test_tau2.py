@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -77,6 +78,25 @@ def test_S2_10_by_the_world_alone_doing_nothing_solves_8_and_12() -> None:
             do(episode, "done")
             total += episode.finish(None)["solved"]
         assert total == solved
+
+
+def test_S2_10_calls_at_random_solve_what_doing_nothing_does() -> None:
+    """Next to none: three right calls of other tasks each, drawn at random."""
+    env, rng = Tau2Env("telecom"), random.Random(0)
+    tasks = env.tasks("train")
+    calls = [
+        ToolCall(action.name, action.arguments)
+        for task in tasks
+        for action in env._tasks[task.spec["tau2_id"]].evaluation_criteria.actions or []
+    ]
+    solved = 0.0
+    for task in tasks:
+        episode = env.reset(task)
+        for call in rng.sample(calls, 3):
+            episode.step(CallTools((call,)))
+        do(episode, "done")
+        solved += episode.finish(None)["solved"]
+    assert solved <= 3, "of 74"
 
 
 def test_S2_8_changed_records_agree_with_the_packages_hash(env: Tau2Env) -> None:

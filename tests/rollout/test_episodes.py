@@ -15,10 +15,9 @@ from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, SpanReward, Status, Task
+from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, Turn
-from tests.tiny import make_tokenizer
 
-TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
 T = TypeVar("T")
