@@ -36,16 +36,20 @@ class VerifiersEnv:
         load: its id, as `verifiers.load_environment` takes it, or `module:function` that returns
             an environment.
         args: arguments of either.
+        num_heldout: rows at the end of its dataset that are held out, where it has no eval_dataset.
 
     Raises:
         ValueError: there is no such environment, it is no chat environment, its rubric compares the
-            rollouts of a group, or the package is missing.
+            rollouts of a group, it has an eval_dataset besides num_heldout, or the package is
+            missing.
     """
 
     judges = True
     talks = True
 
-    def __init__(self, load: str, args: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, load: str, args: Mapping[str, Any] | None = None, *, num_heldout: int = 0
+    ) -> None:
         self.package = _package()
         with _signals_kept():
             self.upstream = _load(self.package, load, dict(args or {}))
@@ -58,6 +62,10 @@ class VerifiersEnv:
                 f"load: {load!r}: the reward {compared[0].__name__!r} compares the rollouts of a "
                 "group; here each is judged alone"
             )
+        if num_heldout < 0 or (num_heldout and self.upstream.eval_dataset is not None):
+            has = "has an eval_dataset" if self.upstream.eval_dataset is not None else "has none"
+            raise ValueError(f"num_heldout: got {num_heldout}, and the environment {has}")
+        self._num_heldout = num_heldout
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The task's own tools (its `info`), or the environment's."""
@@ -70,15 +78,22 @@ class VerifiersEnv:
         Raises:
             ValueError: it has no such dataset.
         """
-        rows = self.upstream.eval_dataset if split == "heldout" else self.upstream.dataset
-        if rows is None:
-            hint = "; data.heldout = 'split' sets training tasks aside" * (split == "heldout")
-            name = "eval_dataset" if split == "heldout" else "dataset"
-            raise ValueError(f"data.{split}: the environment has no {name}{hint}")
         return [
             Task(id=f"{split}/{i}", messages=tuple(map(_plain, row["prompt"])), spec=dict(row))
-            for i, row in enumerate(rows)
+            for i, row in enumerate(self._rows(split))
         ]
+
+    def _rows(self, split: str) -> Sequence[Mapping[str, Any]]:
+        apart = self.upstream.eval_dataset
+        if split == "heldout" and apart is not None:
+            return list(apart)
+        rows = list(self.upstream.dataset or ())
+        cut = len(rows) - self._num_heldout
+        found = rows[cut:] if split == "heldout" else rows[: max(cut, 0)]
+        if not found:
+            hint = "; env.options.num_heldout sets rows of its dataset aside" if rows else ""
+            raise ValueError(f"data.{split}: the environment has no rows for it{hint}")
+        return found
 
     def reset(self, task: Task) -> VerifiersEpisode:
         """An episode whose environment sets itself up at the first step."""

@@ -254,6 +254,14 @@ def test_a_config_names_it(tmp_path: Any) -> None:
     assert len(heldout_tasks(config.data, made, answers=False)) == 2
 
 
+def test_rows_are_held_out_where_it_has_no_others() -> None:
+    world = env("tools", num_heldout=2)
+    train, heldout = world.tasks("train"), world.tasks("heldout")
+    assert [t.spec["answer"] for t in train] == ["4", "5", "6", "7"]
+    assert [t.spec["answer"] for t in heldout] == ["8", "9"]
+    assert not {t.id for t in train} & {t.id for t in heldout}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -294,7 +302,11 @@ def test_another_package_of_that_name_is_refused(
 
 
 def test_what_it_cannot_do_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no eval_dataset; data\.heldout = 'split'"):
+    with pytest.raises(ValueError, match=r"data\.heldout: .* no rows for it; env\.options\.num_h"):
         env("tools").tasks("heldout")
+    with pytest.raises(ValueError, match=r"data\.train: .* no rows for it"):
+        env("tools", num_heldout=6).tasks("train")
+    with pytest.raises(ValueError, match=r"num_heldout: got 2, and .* has an eval_dataset"):
+        env("single", num_heldout=2)
     with pytest.raises(TypeError, match="answer tool calls and messages"):
         run(env("tools"), Finish("4"))
