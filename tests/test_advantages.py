@@ -317,6 +317,14 @@ def test_S2_14_a_gradient_needs_two_sound_rollouts_that_differ(
     assert has_gradient(group) is (reason is None)
 
 
+def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
+    group = make_group([0.0, 0.0])
+    for rollout in group.rollouts:
+        rollout.rewards = {"solved": 1.0}
+    assigned(group)
+    assert why_dead(group) == "all_solved"
+
+
 def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
     group = make_group([1.0, 0.0], sampled=0)
     assigned(group)

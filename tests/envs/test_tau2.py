@@ -10,7 +10,7 @@ import pytest
 from agentgrpo.agents.base import CallTools, Heard, Say, ToolCall
 from agentgrpo.agents.tools import Reading, ToolAgent
 from agentgrpo.config import AgentConfig
-from agentgrpo.envs.copied import CopiedOnWrite, changed_records
+from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of
 from tests.playing import EOT, given_and_sampled, play_all, scripted
 from tests.rollout.stubs import Turn
@@ -270,3 +270,22 @@ def test_tables_are_shared_until_a_record_is_asked_for() -> None:
     assert shared == {"a": [1], "b": [2], "c": [3]}
     assert dict(table) == {"a": [1, 9], "b": [2, 9], "c": [3], "d": [4]}
     assert table.own == {"a", "b", "d"}
+
+
+def test_changes_are_what_differs_types_of_numbers_included() -> None:
+    base = {"t": {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, "small": [1]}
+    tables = copied_on_write(base)
+    assert changed_records(tables, base) == {}
+    tables["t"]["a"]["n"] = 1
+    assert changed_records(tables, base) == {}, "touched and the same"
+    tables["t"]["a"]["n"] = 1.0
+    tables["t"]["d"] = {"n": 4}
+    del tables["t"]["b"]
+    tables["small"].append(2)
+    assert changed_records(tables, base) == {
+        "t/a": '{"n": 1.0}',
+        "t/b": "null",
+        "t/d": '{"n": 4}',
+        "small": "[1, 2]",
+    }
+    assert base == {"t": {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, "small": [1]}

@@ -71,7 +71,7 @@ TASKS_TRAIN = [
     Task(NAME + "Cancel order #W1 because no longer needed. ", cancel("#W1")),
     Task(NAME + "Cancel order #W2 because no longer needed. Cancel order #W3 because no longer "
          "needed. ", cancel("#W2", "#W3")),
-    Task(NAME + "Cancel order #W4 because no longer needed. ", cancel("#W4"), ["12"]),
+    Task(NAME + "Cancel order #W4 because no longer needed. ", cancel("#W4"), ["1200"]),
 ]
 """,
 }
@@ -142,6 +142,11 @@ def test_S2_9_a_stand_in_is_solved_by_its_ground_truth_alone(shop: Path) -> None
     silent.step(CallTools((ToolCall("cancel", {"order_id": "#W4", "reason": "no longer needed"}),)))
     hang_up(silent, "Done.")
     assert silent.finish(None) == {"solved": 0.0}, "what had to be said was not"
+    spoken = solve(env, told)
+    spoken.talk.said = []
+    assert spoken.finish(None) == {"solved": 0.0}, "nobody has ended it yet"
+    assert spoken.step(Say("It is $1,200.")).done
+    assert spoken.finish(None) == {"solved": 1.0}, "commas in numbers are not read"
     assert env.base["orders"]["#W1"]["status"] == "pending"
 
 

@@ -117,6 +117,17 @@ def forgetful() -> Any:
     return Forgetful(dataset=dataset(rows), rubric=vf.Rubric(funcs=[few_tries]))
 
 
+class Changing(Guessing):
+    async def setup_state(self, state: Any) -> Any:
+        state["prompt"] = [{"role": "user", "content": "Something else."}]
+        return await super().setup_state(state)
+
+
+def changing() -> Any:
+    rows = [{"question": "Guess.", "answer": "7"}]
+    return Changing(dataset=dataset(rows), rubric=vf.Rubric(funcs=[few_tries]))
+
+
 def env(name: str, **options: Any) -> VerifiersEnv:
     return VerifiersEnv(f"{__name__}:{name}", **options)
 
@@ -199,6 +210,12 @@ def test_rollouts_run_at_the_same_time_and_share_nothing() -> None:
 def test_a_broken_machine_is_no_reward() -> None:
     with pytest.raises(InfrastructureError, match="no machine"):
         run(env("broken"), Say("3"))
+
+
+def test_a_prompt_that_is_changed_at_the_start_is_refused() -> None:
+    """The policy was shown the dataset's: nothing may be trained on that it did not see."""
+    with pytest.raises(ValueError, match="changes the prompt while it sets itself up"):
+        run(env("changing"), Say("3"))
 
 
 def test_a_conversation_that_is_rewritten_is_refused() -> None:
