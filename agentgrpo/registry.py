@@ -40,6 +40,8 @@ ENVIRONMENTS = {
     "gymnasium": "agentgrpo.envs.gymnasium:GymnasiumEnv",
     "reasoning_gym": "agentgrpo.envs.reasoning_gym:ReasoningGymEnv",
     "tau2": "agentgrpo.envs.tau2:Tau2Env",
+    "tau_bench": "agentgrpo.envs.tau_bench:TauBenchEnv",
+    "verifiers": "agentgrpo.envs.verifiers:VerifiersEnv",
 }
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,

@@ -20,6 +20,14 @@ def task(text: str = "Q", **spec: Any) -> Task:
     return Task(id="t", messages=({"role": "user", "content": text},), spec=spec)
 
 
+def tasks(count: int) -> list[Task]:
+    """Tasks t0, t1, ... that ask Q0, Q1, ..."""
+    return [
+        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
+        for i in range(count)
+    ]
+
+
 def play(
     agent: Any,
     env: Any,

@@ -95,7 +95,7 @@ def test_booleans_mean_what_they_mean_in_trl() -> None:
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("rewards", [[], [0.7], [1.1] * 5, [0.1 + 0.2, 0.3], [1.0, 1.0 + 9e-7]])
-def test_without_contrast_all_advantages_are_exactly_zero(
+def test_S2_13_without_contrast_all_advantages_are_exactly_zero(
     rewards: list[float], baseline: str, scale: str
 ) -> None:
     group = make_group(rewards)
@@ -312,13 +312,21 @@ def test_branches_share_what_they_share(credit: str) -> None:
         ([], (), "broken"),
     ],
 )
-def test_a_gradient_needs_two_sound_rollouts_that_differ(
+def test_S2_14_a_gradient_needs_two_sound_rollouts_that_differ(
     rewards: list[float], broken: tuple[int, ...], reason: str | None
 ) -> None:
     group = make_group(rewards, broken=broken)
     assigned(group)
     assert why_dead(group) == reason
     assert has_gradient(group) is (reason is None)
+
+
+def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
+    group = make_group([0.0, 0.0])
+    for rollout in group.rollouts:
+        rollout.rewards = {"solved": 1.0}
+    assigned(group)
+    assert why_dead(group) == "all_solved"
 
 
 def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:

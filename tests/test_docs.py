@@ -12,14 +12,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentgrpo import cli
-from agentgrpo.config import TrainConfig
+from agentgrpo.config import RewardConfig, TrainConfig
+from agentgrpo.data.sources import training_tasks
 from agentgrpo.read_config import _all_keys, load_config
+from agentgrpo.registry import make_agent, make_env, make_reward
+from agentgrpo.rewards import score
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
-from agentgrpo.types import Rollout
+from agentgrpo.types import Group, Rollout
+from tests.playing import play, shown
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,6 +43,54 @@ def commands(page: Path) -> list[list[str]]:
         for line in text.replace("\\\n", " ").splitlines()
         if line.strip() and not line.startswith("#")
     ]
+
+
+def written(page: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the example that a page calls `name` into a file of that name, to be imported."""
+    (source,) = [text for text in blocks(ROOT / page, "python") if f"# {name}\n" in text]
+    assert len(source.splitlines()) <= 32
+    (folder / name).write_text(source)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_the_readmes_environment_is_played_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file and its name in the config, as README.md says; nothing else."""
+    written("README.md", "guess.py", tmp_path, monkeypatch)
+    (toml,) = [text for text in blocks(ROOT / "README.md", "toml") if "guess:GuessEnv" in text]
+    (tmp_path / "c.toml").write_text('model = "m"\n' + toml)
+    config = load_config(str(tmp_path / "c.toml"), [f"out_dir={tmp_path}/run"])
+    env: Any = make_env(config, None)
+    agent = make_agent(config, env)
+    five = training_tasks(config.data, 0, env, answers=False).next(9)
+    (secret,) = [task for task in five if task.spec["secret"] == 5]
+    turns = ["<fn>guess(3)</fn>", "<fn>guess(8)</fn>", "<fn>guess(5)</fn>", "Answer: 5<|im_end|>"]
+    played = play(agent, env, *turns, given=secret)
+    assert [word in shown(played) for word in ("higher", "lower", "right")] == [True] * 3
+    score(Group(task=secret, rollouts=[played]), make_reward(RewardConfig(format=0), env))
+    assert played.rewards == {"solved": 1.0}
+    lazy = play(agent, env, "Answer: 5<|im_end|>", given=secret)
+    assert lazy.rewards == {"solved": 0.0}
+
+
+@pytest.mark.nsjail
+def test_the_pages_agent_is_played_by_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written("docs/agents.md", "lines.py", tmp_path, monkeypatch)
+    settings = ["agent.kind=lines:LineAgent", 'agent.options={prompt="P"}']
+    (tmp_path / "c.toml").write_text('model = "m"\n')
+    config = load_config(str(tmp_path / "c.toml"), [f"out_dir={tmp_path}/run", *settings])
+    try:
+        pool = SandboxPool(max_live=2)
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+    with pool:
+        env = make_env(config, pool)
+        played = play(make_agent(config, env), env, "x = 6\n", "x * 7\n", "= 42\n")
+    assert shown(played).endswith("x = 6\n(no output)\nx * 7\n42\n= 42\n")
+    assert played.answer == "42"
 
 
 ALL = [(page.name, command) for page in PAGES for command in commands(page)]

@@ -175,7 +175,7 @@ def test_measures_of_a_graded_task(rollout: MakeRollout) -> None:
 
 
 @given(st.integers(1, 7), st.data())
-def test_pass_at_k_and_pass_hat_k_count_the_draws(attempts: int, data: st.DataObject) -> None:
+def test_S2_11_pass_at_k_and_pass_hat_k_count_the_draws(attempts: int, data: st.DataObject) -> None:
     solved, k = data.draw(st.integers(0, attempts)), data.draw(st.integers(1, attempts))
     outcomes = [True] * solved + [False] * (attempts - solved)
     draws = list(itertools.combinations(outcomes, k))

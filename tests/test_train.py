@@ -258,7 +258,7 @@ def test_steps_without_a_gradient_still_count(config: Callable[..., TrainConfig]
         ([1, 2, 0, 0], 2, 3, 2),
     ],
 )
-def test_refilling_while_too_few_groups_carry_a_gradient(
+def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
     config: Callable[..., TrainConfig],
     live_per_round: list[int],
     refill_below: int,

@@ -22,8 +22,9 @@ from agentgrpo.rollout.transcript import Drift, Transcript
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn
 from agentgrpo.updates import Update, plan_updates
 from tests.conftest import TASK
+from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv
-from tests.rollout.test_sampler import TOKENIZER, play, random_policy
+from tests.rollout.test_sampler import play, random_policy
 
 Record = dict[str, Any]
 

@@ -7,6 +7,7 @@ has exactly one tokenization and tests can count; the weights are a function of 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,19 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = len(SPECIAL) + 256
 
 
-def make_tokenizer(chat_template: str | None = CHATML, *, eos: str = "<|im_end|>") -> Any:
-    """A transformers tokenizer: three special tokens, then the 256 bytes."""
+def make_tokenizer(
+    chat_template: str | None = CHATML,
+    *,
+    eos: str = "<|im_end|>",
+    merges: Sequence[tuple[str, str]] = (),
+) -> Any:
+    """A transformers tokenizer: three special tokens, the 256 bytes, then what `merges` makes."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    vocab |= {a + b: len(vocab) + index for index, (a, b) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -67,7 +67,17 @@ class Malformed:
     message: str
 
 
-Action = RunCode | CallTools | Say | Finish | Malformed
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the engine said in the second role that an episode asked for (Observation.ask).
+
+    The one action that is not the policy's: an agent never makes it.
+    """
+
+    text: str
+
+
+Action = RunCode | CallTools | Say | Finish | Malformed | Heard
 
 
 class Agent(Protocol):

@@ -6,12 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentgrpo.agents.base import Action
+from agentgrpo.agents.base import Action, Message
 from agentgrpo.types import Task
 
 
 class InfrastructureError(Exception):
     """The machine failed, not the policy: the rollout leaves its group and is never trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the engine is to say in a second role: a customer, an opponent.
+
+    It has the policy's weights as they are. What it says is no part of the rollout's tokens and is
+    never trained on; the policy is shown what the episode makes of it.
+    """
+
+    messages: tuple[Message, ...]
+    """The conversation as the second role sees it."""
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,9 @@ class Observation:
     """What this step was worth, by name: credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Added to the counts of the rollout (Rollout.stats)."""
+    ask: Ask | None = None
+    """The answer waits for this: step() is called again, with what was said as Heard, and only then
+    gives the observation of the policy's action. Nothing else of this one is read."""
 
 
 class Episode(Protocol):

@@ -58,14 +58,9 @@ class GymnasiumEnv:
         world = self.make()
         self.actions = _action_names(world.action_space, actions)
         world.close()
-
-        def act(action: str) -> str:
-            """Take an action."""
-            raise NotImplementedError
-
-        if self.actions is not None:
-            act.__doc__ = f"Take an action: one of {', '.join(self.actions)}."
-        self.tool = Tool(act)
+        choices = "" if self.actions is None else f": one of {', '.join(self.actions)}"
+        act = GymnasiumEpisode(self, seed).act
+        self.tool = Tool(act, description=f"Take an action{choices}.")
 
     def make(self) -> Any:
         """A new world of its own."""
@@ -118,13 +113,13 @@ class GymnasiumEpisode:
             self._world = self._env.make()
             self._world.reset(seed=self._seed)
         if isinstance(action, Say):
-            return self._act(action.text)
+            return self.act(action.text)
         texts, reward, failed = [], 0.0, False
         for call in calls_of(action):
             try:
                 if call.name != self._env.tool.name:
                     raise ValueError(f"UnknownTool: no tool {call.name!r}; there is: act")
-                told = self._act(self._env.tool.arguments(call.arguments)["action"])
+                told = self.act(**self._env.tool.arguments(call.arguments))
             except ValueError as error:
                 told = Observation(str(error), failed=True)
             texts.append(told.text)
@@ -136,8 +131,9 @@ class GymnasiumEpisode:
             "\n".join(texts), failed=failed, done=told.done, outputs=tuple(texts), rewards=rewards
         )
 
-    def _act(self, text: str) -> Observation:
-        choice: Any = text.strip()
+    def act(self, action: str) -> Observation:
+        """Take an action by its name, after the first step has made the world."""
+        choice: Any = action.strip()
         if self._env.actions is not None:
             names = [name.lower() for name in self._env.actions]
             if choice.lower() not in names:

@@ -94,7 +94,7 @@ class McpEpisode:
             self._server = asyncio.create_task(self._serve(self._client))
         try:
             return await self._client
-        except Exception as error:
+        except Exception as error:  # as in __init__: a program may fail in any way
             raise InfrastructureError(f"the MCP server did not start: {error!r}") from error
 
     async def _serve(self, ready: asyncio.Future[Any]) -> None:
@@ -104,7 +104,7 @@ class McpEpisode:
             async with Client(self._env.parameters) as client:
                 ready.set_result(client)
                 await self._leave.wait()
-        except Exception as error:
+        except Exception as error:  # handed to who waits for the client, if it had not begun
             if not ready.done():
                 ready.set_exception(error)
 

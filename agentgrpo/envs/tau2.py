@@ -2,16 +2,15 @@
 
 Three ways to play: `solo`, the ticket is in the prompt and the agent calls its own and the
 customer's tools, then `done` (telecom, as the benchmark's solo mode); `ticket`, the same for retail
-and airline, whose customers have no tools; `scripted`, a deterministic customer talks (see
-ScriptedUser), or one of the user's own, `module:Class`.
+and airline, whose customers have no tools; or a customer talks (customers.py): `scripted`, a
+deterministic one, `model`, the engine in a second role, or one of the user's own, `module:Class`.
 
 The reward is the benchmark's, computed without replaying: the product over the task's reward basis
 of the database as the ground truth leaves it (DB), assertions on the world (ENV_ASSERTION),
 what had to be said (COMMUNICATE) and calls that had to be made (ACTION). 0 unless the agent called
 `done` or the customer ended the talk. A task judged by a language model is left out.
 
-Databases are shared by all episodes and copied record by record when touched, so that neither a
-reset nor a reward loads or hashes one.
+Databases are shared by all episodes and copied record by record when touched (copied.py).
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ import copy
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
-from agentgrpo.agents.base import Action, CallTools, Say, Schema, ToolCall
+from agentgrpo.agents.base import Action, CallTools, Heard, Say, Schema, ToolCall
 from agentgrpo.envs.base import Observation
+from agentgrpo.envs.copied import changed_records, copied_on_write
+from agentgrpo.envs.customers import ModelUser, ScriptedUser, Talk, User
 from agentgrpo.rewards import load_callable
 from agentgrpo.types import Task
 
@@ -39,7 +40,7 @@ TALK = (
     "You are a customer service agent that helps the customer according to the policy. In each "
     "turn, either send a message to the customer or make a tool call; not both."
 )
-_DONE_SCHEMA: Schema = {
+DONE_SCHEMA: Schema = {
     "type": "function",
     "function": {
         "name": DONE,
@@ -49,57 +50,18 @@ _DONE_SCHEMA: Schema = {
 }
 
 
-class User(Protocol):
-    """A simulated customer of one episode; made from the task's spec."""
-
-    def reply(self, said: str, *, satisfied: bool) -> str | None:
-        """What the customer says; None: they hang up.
-
-        Args:
-            said: what the agent said.
-            satisfied: the task's goal is reached.
-        """
-
-
-class ScriptedUser:
-    """Says what the task's scenario knows, a piece per turn, then agrees; hangs up when satisfied.
-
-    Deterministic: a function of the task and of how often the agent has spoken.
-    """
-
-    PATIENCE = 8
-
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        scenario = spec["scenario"]
-        told = [scenario.get(key) for key in ("known_info", "task_instructions", "unknown_info")]
-        self._pieces: list[str] = [piece.strip() for piece in told if piece]
-        self._turn = 0
-
-    @staticmethod
-    def opening(scenario: Mapping[str, Any]) -> str:
-        """The customer's first words."""
-        return f"Hello. {scenario['reason_for_call'].strip()}"
-
-    def reply(self, said: str, *, satisfied: bool) -> str | None:
-        """The next piece; when all are told, consent until satisfied or out of patience."""
-        self._turn += 1
-        if self._turn <= len(self._pieces):
-            return self._pieces[self._turn - 1]
-        if satisfied or self._turn > len(self._pieces) + self.PATIENCE:
-            return None
-        return "Yes, please go ahead."
-
-
 class Tau2Env:
     """Episodes of one domain.
 
     Args:
         domain: telecom, retail or airline.
-        mode: "solo" (telecom), "ticket" (retail, airline), "scripted", or `module:Class` of a User
-            that is called with the task's spec. None: solo or ticket.
+        mode: "solo" (telecom), "ticket" (retail, airline), "scripted", "model" (retail, airline),
+            or `module:Class` of a User that is called with the task's spec. None: solo or ticket.
         evaluation: "all" of the task's reward basis; "env": only DB and ENV_ASSERTION, as some
             published numbers are (doing nothing then solves 8 of the 74 and 12 of the 40 telecom
             tasks, instead of none).
+        customer_temperature: with mode "model"; 0 is greedy.
+        customer_tokens: with mode "model", of one of the customer's turns.
 
     Raises:
         ValueError: an argument is none of these, or the package is missing.
@@ -112,6 +74,8 @@ class Tau2Env:
         domain: str = "telecom",
         mode: str | None = None,
         evaluation: Literal["all", "env"] = "all",
+        customer_temperature: float = 0.0,
+        customer_tokens: int = 256,
     ) -> None:
         if evaluation not in ("all", "env"):
             raise ValueError(f"evaluation: expected 'all' or 'env', got {evaluation!r}")
@@ -122,17 +86,25 @@ class Tau2Env:
             raise ValueError(f"domain: expected {', '.join(DOMAINS)}, got {domain!r}")
         alone = "solo" if domain == "telecom" else "ticket"
         mode = mode or alone
-        if mode not in (alone, "scripted") and ":" not in mode:
+        modes = (alone, "scripted") if domain == "telecom" else (alone, "scripted", "model")
+        if mode not in modes and ":" not in mode:
             raise ValueError(
-                f"mode: expected {alone}, scripted or 'module:Class' for {domain}, got {mode!r}"
+                f"mode: expected {', '.join(modes)} or 'module:Class' for {domain}, got {mode!r}"
             )
+        if customer_temperature < 0:
+            raise ValueError(
+                f"customer_temperature: expected 0 or more, got {customer_temperature}"
+            )
+        if customer_tokens < 1:
+            raise ValueError(f"customer_tokens: expected at least 1, got {customer_tokens}")
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self.talks = mode != alone
-        self._make_user: Callable[[Mapping[str, Any]], User] | None = None
-        if self.talks:
-            self._make_user = (
-                ScriptedUser if mode == "scripted" else load_callable(mode, key="env.options.mode")
-            )
+        self._mode = mode
+        self._of_user = load_callable(mode, key="env.options.mode") if ":" in mode else None
+        self._words: dict[str, Any] = {
+            "temperature": customer_temperature,
+            "max_tokens": customer_tokens,
+        }
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
         first = self._upstream.get_environment(**({"solo_mode": True} if self.solo else {}))
@@ -142,7 +114,7 @@ class Tau2Env:
         tools = first.get_tools() + (first.get_user_tools() if self.solo else [])
         self.schemas: tuple[Schema, ...] = tuple(tool.openai_schema for tool in tools)
         if not self.talks:
-            self.schemas += (_DONE_SCHEMA,)
+            self.schemas += (DONE_SCHEMA,)
         self._tasks: dict[str, Any] = {}
         self._gold: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -166,7 +138,7 @@ class Tau2Env:
         spec = {"tau2_id": task.id, "scenario": scenario}
         policy = f"<policy>\n{self.policy}\n</policy>"
         if self.talks:
-            system, first = TALK, ScriptedUser.opening(_as_table(scenario))
+            system, first = TALK, opening(_as_table(scenario))
         else:
             system, first = INSTRUCTION, task.ticket or str(task.user_scenario)
             first = f"<ticket>\n{first}\n</ticket>"
@@ -181,13 +153,24 @@ class Tau2Env:
         found = self._tasks.get(task.spec.get("tau2_id", ""))
         if found is None:
             raise ValueError(f"task {task.id}: its spec names no tau2 task of this domain")
-        user = None if self._make_user is None else self._make_user(task.spec)
-        return Tau2Episode(self, found, self.world(found), user)
+        return Tau2Episode(self, found, self.world(found), self._user(task, found))
+
+    def _user(self, task: Task, found: Any) -> User | None:
+        if self._of_user is not None:
+            return cast(User, self._of_user(task.spec))
+        if self._mode == "scripted":
+            return ScriptedUser(pieces_of(task.spec["scenario"]))
+        if self._mode == "model":
+            system = f"{_guidelines()}\n\n<scenario>\n{found.user_scenario}\n</scenario>"
+            said = str(task.messages[-1]["content"])
+            return ModelUser(system, said, **self._words)
+        return None
 
     def world(self, task: Any) -> Any:
         """The package's environment in a task's initial state, its database copied on write."""
         world = copy.copy(self._prototype)
-        world.tools = type(world.tools)(copied_on_write(self.base))
+        tables = copied_on_write(tables_of(self.base))
+        world.tools = type(world.tools)(type(self.base).model_construct(**tables))
         if self.user_base is not None:
             world.user_tools = type(world.user_tools)(copy.deepcopy(self.user_base))
         initial = task.initial_state
@@ -215,28 +198,30 @@ class Tau2Env:
     def changes(self, world: Any) -> Any:
         """Records that differ from the start, for both databases; equal iff the databases are."""
         user = None if world.user_tools is None else world.user_tools.db.model_dump(mode="json")
-        return changed_records(world.tools.db, self.base), user
+        return changed_records(tables_of(world.tools.db), tables_of(self.base)), user
 
 
 class Tau2Episode:
     """One customer's case."""
 
     def __init__(self, env: Tau2Env, task: Any, world: Any, user: User | None) -> None:
-        self._env, self._task, self._world, self._user = env, task, world, user
+        self._env, self._task, self._world = env, task, world
+        self.talk = Talk(user)
         self._calls: list[Any] = []
-        self._said: list[str] = []
-        self._ended = False
+        self._done = False
 
     def step(self, action: Action) -> Observation:
         """Call tools, or say something to the customer."""
         if isinstance(action, Say):
-            return self._talk(action.text)
+            return self.talk.say(action.text, satisfied=self._reward(action.text) == 1.0)
+        if isinstance(action, Heard):
+            return self.talk.heard(action.text)
         if not isinstance(action, CallTools):
             raise TypeError(f"tau2 answers tool calls and messages, got {action}")
         texts, errors = [], 0
         for call in action.calls:
-            if call.name == DONE and self._user is None:
-                self._ended = True
+            if call.name == DONE and self.talk.user is None:
+                self._done = True
                 return Observation("", done=True)
             text, failed = self._call(call)
             texts.append(text)
@@ -254,21 +239,12 @@ class Tau2Episode:
         answer = self._world.get_response(made)
         return str(answer.content), bool(answer.error)
 
-    def _talk(self, text: str) -> Observation:
-        if self._user is None:
-            return Observation("Error: nobody listens; make a tool call", failed=True)
-        self._said.append(text)
-        reply = self._user.reply(text, satisfied=self._reward() == 1.0)
-        if reply is None:
-            self._ended = True
-            return Observation("", done=True)
-        return Observation(reply)
-
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved`: the benchmark's reward; 0.0 where nobody ended the case."""
-        return {"solved": self._reward() if self._ended else 0.0}
+        return {"solved": self._reward() if self._done or self.talk.over else 0.0}
 
-    def _reward(self) -> float:
+    def _reward(self, *more: str) -> float:
+        """What the case is worth after what was said so far and `more`."""
         criteria = self._task.evaluation_criteria
         if criteria is None:
             return 1.0
@@ -280,7 +256,7 @@ class Tau2Episode:
             for assertion in criteria.env_assertions or []:
                 worth *= self._world.run_env_assertion(assertion, raise_assertion_error=False)
         if "COMMUNICATE" in basis:
-            said = [text.lower().replace(",", "") for text in self._said]
+            said = [text.lower().replace(",", "") for text in [*self.talk.said, *more]]
             for info in criteria.communicate_info or []:
                 worth *= any(info.lower() in text for text in said)
         if "ACTION" in basis:
@@ -292,63 +268,29 @@ class Tau2Episode:
         """Nothing to give back."""
 
 
-class CopiedOnWrite(dict[str, Any]):
-    """A table of records that are shared until one is asked for by its key, and then its own.
-
-    Iterating shows shared records: the domains' tools only read while they iterate (a test replays
-    all ground truths and finds the shared database as it was).
-    """
-
-    def __init__(self, shared: Mapping[str, Any]) -> None:
-        super().__init__(shared)
-        self.own: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.own:
-            super().__setitem__(key, copy.deepcopy(super().__getitem__(key)))
-            self.own.add(key)
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.own.add(key)
-        super().__setitem__(key, value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The record, its own from now on."""
-        return self[key] if key in self else default  # noqa: SIM401 - that is what this is
+def pieces_of(scenario: Any) -> list[str]:
+    """What a scripted customer says after the opening, in order."""
+    table = _as_table(scenario)
+    told = [table.get(key) for key in ("known_info", "task_instructions", "unknown_info")]
+    return [piece.strip() for piece in told if piece]
 
 
-def copied_on_write(db: Any) -> Any:
-    """A database whose large tables are shared until touched; small ones are copied."""
-    tables = {}
-    for name in type(db).model_fields:
-        value = getattr(db, name)
-        tables[name] = CopiedOnWrite(value) if isinstance(value, dict) else copy.deepcopy(value)
-    return type(db).model_construct(**tables)
+def opening(scenario: Mapping[str, Any]) -> str:
+    """The customer's first words."""
+    return f"Hello. {scenario['reason_for_call'].strip()}"
 
 
-def changed_records(db: Any, base: Any) -> dict[str, Any]:
-    """What of a database differs from the one it was copied from."""
-    changed: dict[str, Any] = {}
-    for name in type(db).model_fields:
-        value, before = getattr(db, name), getattr(base, name)
-        if not isinstance(value, CopiedOnWrite):
-            if value != before:
-                changed[name] = _dump(value)
-            continue
-        for key in value.own | (before.keys() - value.keys()):
-            now = dict.get(value, key)
-            if now != before.get(key):
-                changed[f"{name}/{key}"] = _dump(now)
-    return changed
+def tables_of(db: Any) -> dict[str, Any]:
+    """The tables of a database of the package, by name."""
+    return {name: getattr(db, name) for name in type(db).model_fields}
 
 
-def _dump(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _dump(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_dump(item) for item in value]
-    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+def _guidelines() -> str:
+    """How the benchmark has a language model play its customers."""
+    from tau2.utils import DATA_DIR
+
+    path = DATA_DIR / "tau2" / "user_simulator" / "simulation_guidelines.md"
+    return str(path.read_text()).strip()
 
 
 def _as_table(scenario: Any) -> Mapping[str, Any]:

@@ -41,16 +41,19 @@ class Tool:
             docstring's first paragraph describes it, its `name: text` lines under `Args:` describe
             the parameters.
         name: what the policy calls it by; None: its own name.
+        description: in place of the docstring's first paragraph.
 
     Raises:
         ValueError: a parameter has no annotation, or one without a JSON schema; names it.
     """
 
-    def __init__(self, function: Function, name: str | None = None) -> None:
+    def __init__(
+        self, function: Function, name: str | None = None, *, description: str | None = None
+    ) -> None:
         self.function = function
         self.name = name or function.__name__
         self.is_async = inspect.iscoroutinefunction(function)
-        description, described = describe(inspect.getdoc(function) or "")
+        documented, described = describe(inspect.getdoc(function) or "")
         try:
             signature = inspect.signature(function, eval_str=True)
             fields = {
@@ -70,7 +73,7 @@ class Tool:
             "type": "function",
             "function": {
                 "name": self.name,
-                "description": description,
+                "description": documented if description is None else description,
                 "parameters": {"properties": {}, **parameters},
             },
         }
@@ -112,7 +115,7 @@ class Toolset:
             return Answer(show(tool.function(**arguments)))
         except InfrastructureError:
             raise
-        except Exception as error:
+        except Exception as error:  # the user's function: what it raises is its answer
             return _raised(error)
 
     async def call_async(self, call: ToolCall) -> Answer:
@@ -127,7 +130,7 @@ class Toolset:
             return Answer(show(await tool.function(**arguments)))
         except InfrastructureError:
             raise
-        except Exception as error:
+        except Exception as error:  # as in call()
             return _raised(error)
 
     def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Answer:

@@ -109,7 +109,8 @@ class Step:
 
 def digest(observation: Observation) -> bytes:
     """A hash of all that an observation says."""
-    said = (observation.text, observation.failed, observation.done, observation.outputs)
+    o = observation
+    said = (o.text, o.failed, o.done, o.outputs, o.ask)
     return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
 
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, Agent, Finish, Malformed, Message
+from agentgrpo.agents.base import Action, Agent, Finish, Heard, Malformed, Message
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import AnyEpisode, Environment, InfrastructureError, Observation
+from agentgrpo.envs.base import AnyEpisode, Ask, Environment, InfrastructureError, Observation
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.delta import ChatTemplate
@@ -123,6 +123,8 @@ class _Live:
     """Branchings in a row that led here."""
     messages: list[Message] = field(default_factory=list)
     """The conversation so far, where it is rendered anew for each turn."""
+    asked_for: Action | None = None
+    """The policy's action for which the engine is speaking in a second role."""
 
     def took(self, name: str) -> None:
         """Count the time since it was last asked where its time went."""
@@ -357,6 +359,9 @@ class Play:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self._broken(index, InfrastructureError(said))
             return
+        if live.asked_for is not None:
+            self._role_spoke(live, index, turn)
+            return
         if self._branches:
             self._consider_branching(index, turn)
         live.transcript.sample(turn.token_ids, turn.logprobs)
@@ -389,12 +394,53 @@ class Play:
         else:
             stats["tool_calls"] += len(called(action))
             live.spent.malformed = 0
-            live.took("own_s")
-            self._wait_for(
-                index,
-                self._worlds.step(live.episode, action),
-                lambda index, observation: self._answered_to(index, action, observation),
-            )
+            self._step(index, action, action)
+
+    def _step(self, index: int, does: Action, action: Action) -> None:
+        """Carry out what an action of the policy's comes to: itself, or what was heard for it."""
+        live = self._live[index]
+        live.took("own_s")
+        self._wait_for(
+            index,
+            self._worlds.step(live.episode, does),
+            lambda index, observation: self._answered_to(index, does, action, observation),
+        )
+
+    # --- the second role
+
+    def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
+        """Have the engine say what an episode asks for before it answers the policy's action."""
+        live = self._live[index]
+        prompt = self._chat.prompt_ids(ask.messages)
+        room = self._engine.max_model_len - len(prompt)
+        if room < 1:
+            self._end(index, Status.TRUNCATED_LENGTH)
+            return
+        asked = int(live.rollout.stats.get("asked", 0.0))
+        live.rollout.stats["asked"] = asked + 1.0
+        live.asked_for = action
+        live.took("own_s")
+        request_id = f"{index}.{live.attempt}.{live.spent.turns}.{asked}"
+        self._engine.add_request(
+            request_id,
+            prompt,
+            max_tokens=min(ask.max_tokens, room),
+            temperature=ask.temperature,
+            seed=self._draw(index, f"asked {asked}") if ask.temperature else None,
+            stop=(),
+            stop_token_ids=self._chat.stop_token_ids,
+            top_logprobs=0,
+            filters={},
+        )
+        self._decoding[request_id] = index
+
+    def _role_spoke(self, live: _Live, index: int, turn: Completion) -> None:
+        """Tell the episode, in whose conversation and in no rollout's this is."""
+        action, live.asked_for = live.asked_for, None
+        assert action is not None
+        stats = live.rollout.stats
+        stats["asked_tokens"] = stats.get("asked_tokens", 0.0) + len(turn.token_ids)
+        self._step(index, Heard(self._chat.decode(turn.token_ids)), action)
 
     # --- branches
 
@@ -450,12 +496,17 @@ class Play:
             else:
                 then(index, answer)
 
-    def _answered_to(self, index: int, action: Action, observation: Observation) -> None:
+    def _answered_to(
+        self, index: int, done: Action, action: Action, observation: Observation
+    ) -> None:
         live = self._live[index]
         rollout = live.rollout
         live.took("tools_s")
         if self._branches:
-            live.history.append(Step.of(action, observation))
+            live.history.append(Step.of(done, observation))
+        if observation.ask is not None:
+            self._ask_role(index, action, observation.ask)
+            return
         live.after_tool = True
         rollout.stats["tool_errors"] += observation.failed
         for name, count in observation.counts.items():

@@ -82,7 +82,7 @@ class Sampler(AnySampler):
         config: budgets, temperature, branching.
         max_live: rollouts played at once; the others wait for one to end. At most as many as there
             are sandbox sessions: a rollout keeps its session until it ends.
-        max_tool_threads: tool calls that may wait for the sandbox at once.
+        max_tool_threads: blocking worlds that may work at once; asynchronous ones have no limit.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Sampler(AnySampler):
         config: RolloutConfig,
         *,
         max_live: int = 256,
-        max_tool_threads: int = 32,
+        max_tool_threads: int = 64,
     ) -> None:
         super().__init__(config)
         self._engine, self._agent, self._env, self._chat = engine, agent, env, chat

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
 import tempfile
 import threading
 from pathlib import Path
@@ -12,14 +14,16 @@ import numpy as np
 import pytest
 
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RewardConfig, SandboxConfig, TrainConfig
+from agentgrpo.config import AgentConfig, RewardConfig, RolloutConfig, SandboxConfig, TrainConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards import score
+from agentgrpo.rollout import generate
+from agentgrpo.rollout.play import request_seed
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Status
-from tests.playing import EOT, given_and_sampled, play, play_all, scripted, shown, task
+from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import StubEnv, Turn
 
 AGENT = CodeAgent(AgentConfig())
@@ -82,6 +86,7 @@ def test_S0_3_a_close_tag_alone_never_runs_what_the_prompt_says(after: Any) -> N
 
 TOOLS = '''"""Tools."""
 print("loaded")
+LOADS = globals().get("LOADS", 0) + 1
 
 
 def weather(city: str, days: int = 1) -> str:
@@ -109,9 +114,10 @@ def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> No
     with open_sandbox(config.sandbox) as pool:
         env = make_env(config, pool)
         agent = make_agent(config, env)
-        turns = ["<code>weather('Oslo')</code>", "<code>weather('Rome', 2)</code>", DONE]
+        turns = ["<code>weather('Oslo')</code>", "<code>weather('Rome', 2), LOADS</code>", DONE]
         played = play(agent, env, *turns)
-    assert outputs(played) == ["'Oslo sunny 1'", "'Rome sunny 2'"], "loaded once, and silently"
+    said = ["'Oslo sunny 1'", "('Rome sunny 2', 1)"]
+    assert outputs(played) == said, "loaded once, and silently"
     prompt = given_and_sampled(played)[0][1]
     assert ("return f" in prompt) == (show == "source")
     assert ("The weather of a city." in prompt) == (show != "no")
@@ -142,6 +148,45 @@ def test_S0_5_sandboxes_of_different_rollouts_work_at_the_same_time(pool: Sandbo
 
 
 @pytest.mark.nsjail
+def test_S0_5_no_more_work_at_once_than_there_are_places(pool: SandboxPool) -> None:
+    """32 rollouts in 16 places: all 16 are taken at some time, and never more."""
+    most = Counted()
+
+    class Counting(PythonEnv):
+        def reset(self, task: Any) -> Any:
+            episode = super().reset(task)
+            step = episode.step
+            episode.step = lambda action: most.during(lambda: step(action))  # type: ignore[method-assign]
+            return episode
+
+    sleep = "<code>import time; time.sleep(0.2)</code>"
+    engine: Any = scripted(lambda n, prompt: Turn(DONE if "(no output)" in prompt else sleep))
+    (group,) = generate(
+        [task()], engine, AGENT, 32, env=Counting(pool, 5.0), tokenizer=TOKENIZER, max_live=16,
+        config=RolloutConfig(max_turn_tokens=100),
+    )  # fmt: skip
+    assert [r.stats["tool_errors"] for r in group.rollouts] == [0.0] * 32
+    assert most.highest == 16
+
+
+class Counted:
+    """How many are at work at once, and the highest of it."""
+
+    def __init__(self) -> None:
+        self.lock, self.now, self.highest = threading.Lock(), 0, 0
+
+    def during(self, work: Any) -> Any:
+        with self.lock:
+            self.now += 1
+            self.highest = max(self.highest, self.now)
+        try:
+            return work()
+        finally:
+            with self.lock:
+                self.now -= 1
+
+
+@pytest.mark.nsjail
 @pytest.mark.parametrize("stateless", [False, True])
 def test_S0_6_sessions_remember_and_stateless_steps_do_not(
     pool: SandboxPool, stateless: bool
@@ -160,14 +205,38 @@ def test_S0_7_what_one_rollout_breaks_its_neighbours_do_not_notice(env: PythonEn
         "import os\nos._exit(3)",
         "x = bytearray(10**10)",
         "while True: print('x' * 10**6)",
+        "import os\nwhile True: os.fork()",
     ]
     turns = {n: f"<code>{code}</code>" for n, code in enumerate(evil)}
-    engine = scripted(lambda n, _: Turn(turns.get(n, "<code>6 * 7</code>" if n == 5 else DONE)))
-    (group,) = play_all(AGENT, env, engine, [task()], 6)
-    assert outputs(group[5]) == ["42"]
-    for rollout in group[:5]:
+    turns[len(evil)] = "<code>6 * 7</code>"
+    passwd = Path("/etc/passwd").read_bytes()
+    engine = scripted(lambda n, _: Turn(turns.get(n, DONE)))
+    (group,) = play_all(AGENT, env, engine, [task()], len(turns))
+    assert outputs(group[-1]) == ["42"]
+    for rollout in group[:-1]:
         assert rollout.status is Status.COMPLETED
         assert rollout.stats["tool_errors"] == 1
+    assert Path("/etc/passwd").read_bytes() == passwd
+
+
+@pytest.mark.nsjail
+def test_S0_7_a_child_that_outlives_its_step_dies_with_its_session(env: PythonEnv) -> None:
+    mark = f"lingering-{random.Random().getrandbits(60):x}"
+    code = f"import subprocess\nsubprocess.Popen(['/bin/sh', '-c', 'sleep 99; : {mark}'])\n1"
+    assert not running(mark)
+    played = play(AGENT, env, f"<code>{code}</code>", "<code>2</code>", DONE)
+    assert outputs(played) == ["1", "2"]
+    assert not running(mark)
+
+
+def running(mark: str) -> list[str]:
+    """Processes of this machine with the mark in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
 @pytest.mark.nsjail
@@ -183,6 +252,7 @@ def test_S0_8_endless_code_is_stopped_and_the_session_goes_on(pool: SandboxPool)
 def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
     env = PythonEnv(pool, 5.0, max_chars=100)
     episode = env.reset(task())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         text = episode.step(AGENT.parse("<code>print('a' * 10**6 + 'z' * 10**6)</code>")).text
         flood = episode.step(AGENT.parse("<code>print('a' * 10**7)</code>"))
@@ -193,6 +263,8 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
     assert flood.failed
     assert "Error: output limit" in flood.text
     assert len(flood.text) < 400
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 64 * 1024, "a flood is not collected in this process"
 
 
 @pytest.mark.nsjail
@@ -255,7 +327,7 @@ def test_S0_13_a_long_output_ends_one_rollout_and_no_other() -> None:
     )
     (group,) = play_all(AGENT, StubEnv(), engine, [task()], 3)
     assert [r.status for r in group] == [Status.TRUNCATED_LENGTH] + [Status.COMPLETED] * 2
-    assert all(len(r.token_ids) <= 700 + 400 for r in group)
+    assert all(len(r.token_ids) <= 700 for r in group)
 
 
 @pytest.mark.nsjail
@@ -286,10 +358,6 @@ def test_S0_15_javascript_remembers_too(pool: SandboxPool) -> None:
 
 
 def test_generate_takes_texts_and_scores_nothing() -> None:
-    from agentgrpo.rollout import generate
-    from agentgrpo.rollout.play import request_seed
-    from tests.playing import TOKENIZER
-
     engine: Any = scripted(lambda n, _: Turn(DONE))
     groups = generate(["a", "b"], engine, AGENT, 3, env=StubEnv(), tokenizer=TOKENIZER, seed=9)
     assert [(g.task.messages[0]["content"], len(g.rollouts)) for g in groups] == [

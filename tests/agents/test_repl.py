@@ -6,18 +6,20 @@ import code
 import contextlib
 import io
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from agentgrpo.agents.repl import ReplAgent, python_banner
-from agentgrpo.config import AgentConfig
+from agentgrpo.config import AgentConfig, RolloutConfig
 from agentgrpo.envs.console import ConsoleEnv, is_submission
+from agentgrpo.rollout import generate
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import SpanReward, Status
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
-from tests.rollout.stubs import Turn
+from tests.rollout.stubs import StubEngine, Turn
+from tests.tiny import make_tokenizer
 
 AGENT = ReplAgent(AgentConfig(kind="repl", system_prompt="", banner=""))
 START = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n>>> "
@@ -72,6 +74,18 @@ def test_S1_1_the_transcript_is_cpythons(
     assert [text for sampled, text in given_and_sampled(typed) if sampled][:-1] == [
         f"{line}\n" for line in lines
     ]
+
+
+def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    endless, interrupted = "while True: pass", "while True: raise KeyboardInterrupt"
+    typed = play(AGENT, ConsoleEnv(pool, 0.5), f"{endless}\n", "\n", "1 + 1\n", EOT)
+    expected = oracle([interrupted, "", "1 + 1"]).replace(interrupted, endless)
+    assert shown(typed).removeprefix(START.removesuffix(">>> ")) == (
+        expected.removesuffix("\n") + ">>> " + EOT
+    )
 
 
 def test_S1_1_the_message_begins_with_pythons_banner() -> None:
@@ -136,6 +150,26 @@ def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(pool: Sandb
 def test_S1_5_what_follows_the_newline_in_a_token_is_kept_and_not_typed(pool: SandboxPool) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), "print(5)\n\n  junk", f"{SUBMIT}\n")
     assert given_and_sampled(typed)[1:3] == [(True, "print(5)\n\n  junk"), (False, "5\n>>> ")]
+
+
+def test_S1_5_a_newline_within_a_merged_token_ends_the_line_and_the_token_stays(
+    pool: SandboxPool,
+) -> None:
+    """As in Qwen's vocabulary, where `)` and a newline are one token."""
+    merged = make_tokenizer(merges=[(")", "Ċ"), ("5", ")Ċ")])
+    (token,) = merged.encode("5)\n", add_special_tokens=False)
+    lines = ["print(5)\n", f"{SUBMIT}\n"]
+    engine = StubEngine(merged, lambda number, _: Turn(lines[number]))
+    env = ConsoleEnv(pool, 5.0)
+    (group,) = generate(
+        [task()], cast(Any, engine), AGENT, 1, env=env, tokenizer=merged,
+        config=RolloutConfig(max_turns=9, max_turn_tokens=99),
+    )  # fmt: skip
+    (rollout,) = group.rollouts
+    assert rollout.segments[1].sampled
+    assert rollout.segments[1].token_ids[-1] == token
+    assert [merged.decode(s.token_ids) for s in rollout.segments[1:3]] == ["print(5)\n", "5\n>>> "]
+    assert rollout.answer == "1"
 
 
 def test_S1_10_lines_share_variables_and_rollouts_do_not(pool: SandboxPool) -> None:

@@ -17,7 +17,7 @@ from agentgrpo.config import AgentConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.tools import Tool, ToolEnv
 from agentgrpo.types import Status
-from tests.playing import EOT, TOKENIZER, play, shown, task
+from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
 from tests.rollout.stubs import Turn
 
 
@@ -112,6 +112,19 @@ TABLE = [
     ("[TOOL_CALLS] add", UNREAD),  # another family's mark
     ("<function=add>", UNREAD),
     ('{"name": "add", "arguments": {"a": 1}}', Finish('{"name": "add", "arguments": {"a": 1}}')),
+    ("<tool_call>{}</tool_call>", UNREAD),
+    ("<tool_call>null</tool_call>", UNREAD),
+    ("<tool_call>{'name': 'add', 'arguments': {}}</tool_call>", UNREAD),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', UNREAD),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1},}</tool_call>', UNREAD),
+    (
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+        CallTools((ToolCall("add", {}, "call_0"),)),
+    ),
+    (
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        CallTools((ToolCall("", {}, "call_0"),)),
+    ),
     ("</tool_call>", Finish("</tool_call>")),
     ("just an answer ", Finish("just an answer")),
     ("", Finish("")),
@@ -148,8 +161,17 @@ def test_S2_6_errors_go_back_to_the_policy_and_are_counted(hermes: ReadCalls) ->
 
 
 def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
-    played = play(agent(hermes), ENV, Turn(call("add", a=1), cut=True))
-    assert (played.status, played.stats["tool_calls"]) == (Status.TRUNCATED_LENGTH, 0)
+    """Nor is half of it said to anybody, nor an end put to it that nobody sampled."""
+    said = call("add", a=1)
+    for text, talks in ((said, False), (said[:20], True), ("Let me see", True)):
+        treatment: Any = {"truncated_length": "mask"} if talks else {}
+        turn = Turn(text, cut=True)
+        played = play(agent(hermes, talks=talks), ENV, turn, treatment=treatment)
+        assert (played.status, played.stats["tool_calls"]) == (Status.TRUNCATED_LENGTH, 0)
+        assert played.answer is None
+        assert given_and_sampled(played)[1:] == [(True, text)]
+        assert played.trained is not talks
+        assert played.scored
 
 
 @pytest.mark.parametrize("parallel", [False, True])

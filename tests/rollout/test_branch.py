@@ -27,20 +27,11 @@ from agentgrpo.rollout.branch import (
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.play import SamplerStats
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.types import Group, Rollout, Status
+from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
-from tests.tiny import make_tokenizer
 
-TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
-EOT = "<|im_end|>"
-
-
-def tasks(count: int) -> list[Task]:
-    return [
-        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
-        for i in range(count)
-    ]
 
 
 def play(

@@ -20,19 +20,10 @@ from agentgrpo.rollout.custom import (
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.trl import RolloutFuncSampler, Trainer, generate
 from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task, Treatment
+from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, Turn
-from tests.tiny import make_tokenizer
 
-TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
-EOT = "<|im_end|>"
-
-
-def tasks(count: int) -> list[Task]:
-    return [
-        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
-        for i in range(count)
-    ]
 
 
 class Engine(StubEngine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -15,10 +16,9 @@ from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, SpanReward, Status, Task
-from tests.rollout.stubs import StubEngine, Turn
-from tests.tiny import make_tokenizer
+from tests.playing import TOKENIZER
+from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
-TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
 T = TypeVar("T")
@@ -221,6 +221,20 @@ def test_S2_12_sixty_four_asynchronous_episodes_wait_together(deterministic: boo
     rollouts = [r for group in groups for r in group.rollouts]
     assert [r.rewards for r in rollouts] == [{"met": 1.0}] * 64
     assert world.closed == 64
+
+
+def test_S2_12_sixty_four_blocking_episodes_wait_together() -> None:
+    """None answers before all have been asked; the sampler has the threads for it."""
+    meeting = threading.Barrier(64)
+
+    def meet(code: str) -> None:
+        meeting.wait(60)
+
+    worlds = StubEnv(on_call=meet)
+    engine = StubEngine(TOKENIZER, lambda n, _: Turn("wait\n" if n < 64 else "!done"))
+    sampler = Sampler(cast(Any, engine), EchoAgent(), worlds, CHAT, RolloutConfig())
+    groups, _ = sampler.play([TASK] * 8, 8, seed=0)
+    assert [r.status for group in groups for r in group.rollouts] == [Status.COMPLETED] * 64
 
 
 def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:

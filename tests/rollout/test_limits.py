@@ -16,10 +16,9 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Status, Task, Treatment
+from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
-from tests.tiny import make_tokenizer
 
-TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
@@ -255,7 +254,7 @@ def test_a_rollout_that_is_late_ends_wherever_it_is(monkeypatch: pytest.MonkeyPa
     assert late(3, CALL, DONE, in_tool=2.9).status is Status.COMPLETED
 
 
-def test_every_end_has_a_treatment_and_the_config_may_change_it() -> None:
+def test_S2_4_every_end_has_a_treatment_and_the_config_may_change_it() -> None:
     assert TREATMENTS.keys() == set(Status)
     config = RolloutConfig(treatment={Status.TRUNCATED_LENGTH: Treatment.MASK})
     assert treatment_of(Status.TRUNCATED_LENGTH, config) is Treatment.MASK

@@ -20,21 +20,14 @@ from agentgrpo.rollout.play import COUNTS, SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
+from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import Completion, Request, StubEngine, StubEnv, Turn, answer_to, code_in
 from tests.tiny import make_tokenizer
 
-TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
+
 AGENT = CodeAgent(AgentConfig(system_prompt="S"))
-EOT = "<|im_end|>"
 PATIENCE_S = 60  # only ever waited for by a sampler that is wrong
-
-
-def tasks(count: int) -> list[Task]:
-    return [
-        Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
-        for i in range(count)
-    ]
 
 
 def encode(text: str) -> list[int]:

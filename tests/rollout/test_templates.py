@@ -40,7 +40,7 @@ def ids_of(judge: Judge, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_random_conversations_agree_with_the_templates_own_rendering(name: str) -> None:
+def test_S2_3_random_conversations_agree_with_the_templates_own_rendering(name: str) -> None:
     judge, seen = judge_of(name), Seen()
     for index in range(30):
         judge.judge(random.Random(f"test {index}"), seen)

@@ -1,0 +1,120 @@
+"""Simulated customers: whom an agent talks with in tau2-bench and tau-bench.
+
+`scripted` says what it knows piece by piece, `model` is played by the engine that plays the agent;
+one of the user's own is a class with the two methods of User.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from agentgrpo.agents.base import Message
+from agentgrpo.envs.base import Ask, Observation
+
+HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+"""What the benchmarks' customers write when they end the talk."""
+GREETING = "Hi! How can I help you today?"
+
+
+class User(Protocol):
+    """A simulated customer of one episode."""
+
+    def reply(self, said: str, *, satisfied: bool) -> str | Ask | None:
+        """What the customer says; None: they hang up; an Ask: the engine is to say it.
+
+        Args:
+            said: what the agent said.
+            satisfied: the task's goal is reached.
+        """
+
+    def heard(self, text: str) -> str | None:
+        """After an Ask, and only then: what the engine said; returns as reply(), without Ask."""
+
+
+class ScriptedUser:
+    """Says its pieces, one a turn, then agrees; hangs up when satisfied.
+
+    Deterministic: a function of the pieces and of how often the agent has spoken.
+    """
+
+    PATIENCE = 8
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self._pieces = list(pieces)
+        self._turn = 0
+
+    def reply(self, said: str, *, satisfied: bool) -> str | None:
+        """The next piece; when all are told, consent until satisfied or out of patience."""
+        self._turn += 1
+        if self._turn <= len(self._pieces):
+            return self._pieces[self._turn - 1]
+        if satisfied or self._turn > len(self._pieces) + self.PATIENCE:
+            return None
+        return "Yes, please go ahead."
+
+    def heard(self, text: str) -> str | None:
+        """Never called: a script asks nobody."""
+        raise TypeError("a scripted customer asked nothing")
+
+
+class ModelUser:
+    """A customer whom the engine plays: the same weights in another role, never trained on.
+
+    Args:
+        system: who the customer is, what they want and how they end the talk (HANGS_UP).
+        opening: what they said first.
+        temperature: of their words; 0 is greedy.
+        max_tokens: of one of their turns.
+    """
+
+    def __init__(self, system: str, opening: str, *, temperature: float, max_tokens: int) -> None:
+        self._messages: list[Message] = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": GREETING},
+            {"role": "assistant", "content": opening},
+        ]
+        self._temperature, self._max_tokens = temperature, max_tokens
+
+    def reply(self, said: str, *, satisfied: bool) -> Ask:
+        """The talk so far, as the customer sees it: the agent is their user."""
+        self._messages.append({"role": "user", "content": said})
+        return Ask(tuple(self._messages), self._max_tokens, self._temperature)
+
+    def heard(self, text: str) -> str | None:
+        """What the customer says, without its thoughts; None where they end the talk."""
+        said = text.rpartition("</think>")[2].strip()
+        self._messages.append({"role": "assistant", "content": said})
+        return None if any(mark in said for mark in HANGS_UP) else said
+
+
+class Talk:
+    """What a step of an episode does with its customer, and what was said to them.
+
+    Args:
+        user: the customer; None: nobody listens.
+    """
+
+    def __init__(self, user: User | None) -> None:
+        self.user = user
+        self.said: list[str] = []
+        self.over = False
+        """The customer has ended the talk."""
+
+    def say(self, text: str, *, satisfied: bool) -> Observation:
+        """Say something to the customer."""
+        if self.user is None:
+            return Observation("Error: nobody listens; make a tool call", failed=True)
+        self.said.append(text)
+        return self._told(self.user.reply(text, satisfied=satisfied))
+
+    def heard(self, text: str) -> Observation:
+        """Go on with what the engine said in the customer's place."""
+        assert self.user is not None
+        return self._told(self.user.heard(text))
+
+    def _told(self, reply: str | Ask | None) -> Observation:
+        if isinstance(reply, Ask):
+            return Observation("", ask=reply)
+        self.over = reply is None
+        return Observation("", done=True) if reply is None else Observation(reply)

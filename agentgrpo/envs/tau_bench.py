@@ -1,0 +1,278 @@
+"""The first tau-bench, retail and airline, from a checkout of its repository: tools, data, tasks.
+
+The customer is `scripted` (deterministic: tells who they are, then request after request), `model`
+(the engine in a second role), or one of the user's own, `module:Class`; with `ticket` nobody talks
+and the instruction is in the prompt. In the retail training split every instruction has one form,
+which the scripted customer says in the first person; others are said sentence by sentence.
+
+The reward is the benchmark's, 1.0 or 0.0, without its two hashes of the whole database: what the
+calls changed is compared with what the ground truth changes, computed once per task, and what had
+to be said is looked for in the messages. 0 unless the customer ended the talk or the agent called
+`done` or transfer_to_human_agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+from agentgrpo.agents.base import Action, CallTools, Heard, Say, Schema, ToolCall
+from agentgrpo.envs.base import Observation
+from agentgrpo.envs.copied import changed_records, copied_on_write
+from agentgrpo.envs.customers import ModelUser, ScriptedUser, Talk, User
+from agentgrpo.envs.tau2 import DONE, DONE_SCHEMA, INSTRUCTION, TALK
+from agentgrpo.rewards import load_callable
+from agentgrpo.types import Task
+
+SPLITS = {"retail": ("train", "test", "dev"), "airline": ("test",)}
+TRANSFER = "transfer_to_human_agents"
+FORM = re.compile(
+    r"Your name is (?P<name>.+?) and your (?P<key>zip code|email) is (?P<value>\S+?)\. "
+    r"(?:You are .+?\. )?(?P<requests>.*)",
+    re.DOTALL,
+)
+REQUEST = re.compile(r"(?<=[.;] )(?=(?:Return|Cancel|Exchange|For|Modify|Change) )")
+SENTENCE = re.compile(r"(?<=[.!?]) +")
+CUSTOMER = (
+    "You are a customer who talks with a customer service agent. Say one line at a time, and only "
+    "what is needed for the current step. Do not make up what the instruction does not say. When "
+    "the instruction's goal is reached, say ###STOP### and nothing else.\n\nInstruction: {}"
+)
+
+
+class TauBenchEnv:
+    """Episodes of one domain.
+
+    Args:
+        domain: retail or airline.
+        mode: "scripted", "model", "ticket", or `module:Class` of a User that is called with the
+            task's spec.
+        heldout: the split that data.heldout = "env" means; retail has test and dev.
+        customer_temperature: with mode "model"; 0 is greedy.
+        customer_tokens: with mode "model", of one of the customer's turns.
+
+    Raises:
+        ValueError: an argument is none of these, or the package is missing.
+    """
+
+    judges = True
+
+    def __init__(
+        self,
+        domain: str = "retail",
+        mode: str = "scripted",
+        *,
+        heldout: str = "test",
+        customer_temperature: float = 0.0,
+        customer_tokens: int = 256,
+    ) -> None:
+        if domain not in SPLITS:
+            raise ValueError(f"domain: expected {', '.join(SPLITS)}, got {domain!r}")
+        if mode not in ("scripted", "model", "ticket") and ":" not in mode:
+            raise ValueError(
+                f"mode: expected scripted, model, ticket or 'module:Class', got {mode!r}"
+            )
+        if heldout not in SPLITS[domain]:
+            raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
+        if customer_temperature < 0 or customer_tokens < 1:
+            raise ValueError(
+                "customer_temperature, customer_tokens: expected at least 0 and 1, got "
+                f"{customer_temperature} and {customer_tokens}"
+            )
+        self.domain, self.talks, self._mode = domain, mode != "ticket", mode
+        self._heldout = heldout
+        self._of_user = load_callable(mode, key="env.options.mode") if ":" in mode else None
+        self._words: dict[str, Any] = {
+            "temperature": customer_temperature,
+            "max_tokens": customer_tokens,
+        }
+        with _modules(domain) as module:
+            self.base: dict[str, Any] = module("data").load_data()
+            tools = module("tools").ALL_TOOLS
+            self.policy = str(module("wiki").WIKI)
+            self._upstream = {split: _tasks_in(module, split) for split in SPLITS[domain]}
+        self.invoke = {tool.get_info()["function"]["name"]: tool.invoke for tool in tools}
+        self.schemas: tuple[Schema, ...] = tuple(tool.get_info() for tool in tools)
+        if not self.talks:
+            self.schemas += (DONE_SCHEMA,)
+        self._gold: dict[str, Mapping[str, str]] = {}
+        self._lock = threading.Lock()
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """The domain's tools."""
+        return self.schemas
+
+    def tasks(self, split: str) -> list[Task]:
+        """The split of that name; "heldout" is what the option says.
+
+        Raises:
+            ValueError: the domain has no such split.
+        """
+        name = self._heldout if split == "heldout" else split
+        if name not in self._upstream:
+            raise ValueError(f"data: tau-bench's {self.domain} has no split {name!r}")
+        return [self._task(f"{name}/{i}", task) for i, task in enumerate(self._upstream[name])]
+
+    def _task(self, place: str, task: Any) -> Task:
+        first, *_ = pieces_of(task.instruction)
+        system, said = TALK, f"Hello. {first}"
+        if not self.talks:
+            system, said = INSTRUCTION, f"<ticket>\n{task.instruction}\n</ticket>"
+        messages = (
+            {"role": "system", "content": f"{system}\n<policy>\n{self.policy}\n</policy>"},
+            {"role": "user", "content": said},
+        )
+        spec = {"place": place, "instruction": task.instruction}
+        return Task(id=f"tau_bench/{self.domain}/{place}", messages=messages, spec=spec)
+
+    def reset(self, task: Task) -> TauBenchEpisode:
+        """A world of its own; nothing is loaded or hashed."""
+        split, _, index = str(task.spec.get("place", "")).partition("/")
+        if split not in self._upstream:
+            raise ValueError(f"task {task.id}: its spec names no task of {self.domain}")
+        return TauBenchEpisode(self, self._upstream[split][int(index)], task, self._user(task))
+
+    def _user(self, task: Task) -> User | None:
+        if self._of_user is not None:
+            return cast(User, self._of_user(task.spec))
+        if self._mode == "scripted":
+            return ScriptedUser(pieces_of(task.spec["instruction"])[1:])
+        if self._mode == "model":
+            system = CUSTOMER.format(task.spec["instruction"])
+            return ModelUser(system, str(task.messages[-1]["content"]), **self._words)
+        return None
+
+    def gold(self, place: str, task: Any) -> Mapping[str, str]:
+        """What the ground truth's calls change; computed once per task."""
+        with self._lock:
+            if place not in self._gold:
+                tables = copied_on_write(self.base)
+                for action in task.actions:
+                    if action.name != TRANSFER:
+                        self.call(tables, ToolCall(action.name, action.kwargs))
+                self._gold[place] = changed_records(tables, self.base)
+            return self._gold[place]
+
+    def call(self, tables: dict[str, Any], call: ToolCall) -> tuple[str, bool]:
+        """What a tool says, and whether it failed."""
+        if call.name not in self.invoke:
+            return f"Unknown action {call.name}", True
+        try:
+            said = str(self.invoke[call.name](data=tables, **call.arguments))
+        except Exception as error:  # the benchmark's own rule: whatever a tool raises is its answer
+            return f"Error: {error}", True
+        return said, said.startswith("Error")
+
+
+class TauBenchEpisode:
+    """One customer's case."""
+
+    def __init__(self, env: TauBenchEnv, upstream: Any, task: Task, user: User | None) -> None:
+        self._env, self._upstream, self._place = env, upstream, task.spec["place"]
+        self._tables = copied_on_write(env.base)
+        self.talk = Talk(user)
+        self._done = False
+
+    def step(self, action: Action) -> Observation:
+        """Call tools, or say something to the customer."""
+        if isinstance(action, Say):
+            return self.talk.say(action.text, satisfied=self._reward(action.text) == 1.0)
+        if isinstance(action, Heard):
+            return self.talk.heard(action.text)
+        if not isinstance(action, CallTools):
+            raise TypeError(f"tau-bench answers tool calls and messages, got {action}")
+        texts, errors = [], 0
+        for call in action.calls:
+            text, failed = ("", False) if self._ends(call) else self._env.call(self._tables, call)
+            texts.append(text)
+            errors += failed
+            if self._ends(call):
+                self._done = True
+                break
+        return Observation(
+            "\n".join(texts),
+            failed=errors > 0,
+            done=self._done,
+            outputs=tuple(texts),
+            counts={"domain_errors": float(errors)},
+        )
+
+    def _ends(self, call: ToolCall) -> bool:
+        return call.name == TRANSFER or (call.name == DONE and not self._env.talks)
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """`solved`: the benchmark's reward; 0.0 where nobody ended the case."""
+        return {"solved": self._reward() if self._done or self.talk.over else 0.0}
+
+    def _reward(self, *more: str) -> float:
+        """What the case is worth after what was said so far and `more`."""
+        changed = changed_records(self._tables, self._env.base)
+        if changed != self._env.gold(self._place, self._upstream):
+            return 0.0
+        said = [text.lower().replace(",", "") for text in [*self.talk.said, *more]]
+        outputs = [output.lower() for output in self._upstream.outputs]
+        return float(all(any(output in text for text in said) for output in outputs))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def pieces_of(instruction: str) -> list[str]:
+    """What a scripted customer says, in order.
+
+    >>> pieces_of("Your name is Al Bo and your email is a@b.c. You are shy. Cancel order #W1 "
+    ...           "because no longer needed. Return #W2 via paypal_3: Lamp; Mat; ")
+    ... # doctest: +NORMALIZE_WHITESPACE
+    ['Cancel order #W1 because no longer needed.', 'My name is Al Bo and my email is a@b.c.',
+     'Return #W2 via paypal_3: Lamp; Mat;']
+    >>> pieces_of("You are Mia. You want a refund.")
+    ['You are Mia.', 'You want a refund.']
+    """
+    found = FORM.fullmatch(instruction)
+    if found is None:
+        return [piece for piece in SENTENCE.split(instruction.strip()) if piece]
+    first, *rest = [piece.strip() for piece in REQUEST.split(found["requests"].strip())]
+    who = f"My name is {found['name']} and my {found['key']} is {found['value']}."
+    return [first, who, *rest]
+
+
+@contextlib.contextmanager
+def _modules(domain: str) -> Iterator[Any]:
+    """Imports modules of the domain without what the packages around them import: litellm, which
+    asks the network when it is imported. Nothing of it stays behind in sys.modules.
+    """
+    found = importlib.util.find_spec("tau_bench")
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(
+            "the package tau_bench is needed: a checkout of tau-bench's repository, installed with "
+            "pip install --no-deps or named in PYTHONPATH"
+        )
+    before = {name: m for name, m in sys.modules.items() if _is_ours(name)}
+    place = found.submodule_search_locations[0]
+    try:
+        for name in ("tau_bench", "tau_bench.envs", f"tau_bench.envs.{domain}"):
+            hollow = ModuleType(name)
+            hollow.__path__ = ["/".join([place, *name.split(".")[1:]])]
+            sys.modules[name] = hollow
+        yield lambda name: importlib.import_module(f"tau_bench.envs.{domain}.{name}")
+    finally:
+        for name in [name for name in sys.modules if _is_ours(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _is_ours(name: str) -> bool:
+    return name == "tau_bench" or name.startswith("tau_bench.")
+
+
+def _tasks_in(module: Any, split: str) -> list[Any]:
+    found = vars(module(f"tasks_{split}"))
+    (name,) = [name for name in found if name.startswith("TASKS")]
+    return list(found[name])

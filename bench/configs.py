@@ -1,0 +1,126 @@
+"""Do the shipped configs for a CPU train, and do their metrics move as they should?
+
+    python -m bench.configs [NAME ...] [--model DIR] [--no-rows] [section.key=value ...]
+
+Each config trains for a few steps in a process of its own, cut in size by CUTS so that two cores
+need minutes. A run counts if it ended well, lost no rollout to the machine, the sampler agreed with
+the learner at every step, and what MOVES names is higher in the last third of its steps than in the
+first. Rows: the values of each step, in order, in the note.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from bench.harness import append_row
+
+SMALL = ("rollout.tasks_per_step=6", "data.num_heldout=4", "learner.decay=constant")
+CUTS: Mapping[str, Sequence[str]] = {
+    "code_format": (*SMALL, "steps=9"),
+    "console": (*SMALL, "steps=6"),
+    "frozen_lake": (*SMALL, "steps=6"),
+    "inline": (*SMALL, "steps=6"),
+    "quickstart": (*SMALL, "steps=6"),
+    "reasoning_gym": (*SMALL, "steps=6"),
+}
+MOVES: Mapping[str, Sequence[str]] = dict.fromkeys(CUTS, ("reward",)) | {
+    "code_format": ("acted", "reward"),
+}
+"""What must rise, by config; `acted` is the share of rollouts that called a tool at all."""
+DLOGP_LIMIT = 1e-3
+
+
+def train(name: str, out_dir: Path, overrides: Sequence[str]) -> float:
+    """Train once, in a process of its own; its wall seconds."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "agentgrpo.train", name, *CUTS[name], *overrides]
+    subprocess.run([*command, f"out_dir={out_dir}"], check=True)
+    return time.perf_counter() - started
+
+
+def steps_of(out_dir: Path) -> dict[str, list[float]]:
+    """What each training step measured, by name, and its rollouts' own figures."""
+    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "rollout/reward" in row]
+    found = {
+        "reward": [row["rollout/reward"] for row in steps],
+        "solved": [row["rollout/solved"] for row in steps],
+        "live_groups": [float(row["rollout/live_groups"]) for row in steps],
+        "infra_errors": [row["rollout/infra_errors"] for row in steps],
+        "grad_norm": [row.get("learner/grad_norm", 0.0) for row in steps],
+        "max_dlogp": [
+            max(row["engine/max_dlogp"], row.get("learner/sampler_gap_max", 0.0)) for row in steps
+        ],
+    }
+    acted: dict[int, list[float]] = {}
+    with (out_dir / "rollouts.jsonl").open() as file:
+        for line in file:
+            rollout = json.loads(line)
+            if rollout["split"] == "train":
+                share = acted.setdefault(rollout["step"], [])
+                share.append(float(rollout["stats"]["tool_calls"] > 0))
+    found["acted"] = [fmean(acted[step]) for step in sorted(acted)]
+    return found
+
+
+def rise(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last third."""
+    third = max(1, len(values) // 3)
+    return fmean(values[:third]), fmean(values[-third:])
+
+
+def faults(name: str, found: Mapping[str, Sequence[float]]) -> list[str]:
+    """What of a run is not as it should be."""
+    wrong = []
+    if sum(found["infra_errors"]):
+        wrong.append(f"{sum(found['infra_errors']):.0f} rollouts broken by the machine")
+    if max(found["max_dlogp"]) > DLOGP_LIMIT:
+        wrong.append(f"sampler and learner differ by {max(found['max_dlogp']):.1e}")
+    if not max(found["grad_norm"]) > 0:
+        wrong.append("no step had a gradient")
+    for metric in MOVES[name]:
+        first, last = rise(found[metric])
+        if not last > first:
+            wrong.append(f"{metric} did not rise: {first:.3f} -> {last:.3f}")
+    return wrong
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the configs, print and append the rows. Returns 1 if one is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME|section.key=value")
+    parser.add_argument("--model", help="a model directory in place of the configs' package")
+    parser.add_argument("--no-rows", action="store_true", help="print only")
+    args = parser.parse_args(arguments)
+    names = [name for name in args.names if "=" not in name] or list(CUTS)
+    overrides = [name for name in args.names if "=" in name]
+    overrides += [f"model={args.model}"] if args.model else []
+    failed = False
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = train(name, Path(folder) / "run", overrides)
+            found = steps_of(Path(folder) / "run")
+        wrong = faults(name, found)
+        failed |= bool(wrong)
+        print(name, f"{seconds:.0f} s", json.dumps(found), *wrong, sep="\n  ")
+        if args.no_rows or wrong:
+            continue
+        shape = {"steps": len(found["reward"])}
+        for metric in ("acted", "reward", "solved", "max_dlogp"):
+            values = [round(value, 6) for value in found[metric]]
+            unit = "nats" if metric == "max_dlogp" else "mean" if metric == "reward" else "share"
+            note = f"by step: {values}; {' '.join(CUTS[name])}"
+            append_row("configs", f"{name}_{metric}", values, unit=unit, shape=shape, note=note)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
