@@ -61,6 +61,11 @@ class SearchEnv:
 
         self._toolset = Toolset([Tool(search)])
 
+    @property
+    def cache_hits(self) -> int:
+        """Searches that were answered without looking again."""
+        return self._find.cache_info().hits
+
     def _search(self, query: str) -> str:
         words = WORD.findall(query)[:MAX_WORDS]
         if not words:
