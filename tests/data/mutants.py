@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -324,7 +325,11 @@ def survives(mutant: Mutant, tree: Path) -> bool:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os._exit(run_tests(TESTS[mutant.file], tree))
+        try:
+            os._exit(run_tests(TESTS[mutant.file], tree))
+        finally:  # an error must not unwind into the parent's work
+            traceback.print_exc()
+            os._exit(9)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     path.write_text(original)
     if code not in (0, 1, 2):  # 2: it does not even import
@@ -340,12 +345,12 @@ def run_tests(names: list[str], tree: Path) -> int:
     sys.dont_write_bytecode = True
     paths = [str(tree / "tests" / name) for name in names]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), "--timeout", "60"]
-    return int(pytest.main([*options, *paths]))
+    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    return int(pytest.main([*options, *imported, *paths]))
 
 
 def main(words: list[str]) -> int:
-    import hypothesis  # noqa: F401 - what every fork would import again
-    import pytest  # noqa: F401
+    import pytest  # noqa: F401 - what every fork would import again
     import transformers  # noqa: F401
 
     chosen = [m for m in MUTANTS if not words or any(w in m.file + m.old for w in words)]
