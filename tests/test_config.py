@@ -9,7 +9,8 @@ import pydantic
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.read_config import load_config, load_config_of, shipped_configs
+from agentgrpo.recipe_config import RecipeConfig
 
 LEAST = "model = 'm'\nout_dir = 'o'\n"
 
@@ -109,7 +110,8 @@ def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_load_by_name(name: str) -> None:
-    assert load_config(name) == load_config(shipped_configs()[name])
+    by_path = load_config_of(RecipeConfig, shipped_configs()[name])
+    assert load_config_of(RecipeConfig, name) == by_path
 
 
 def test_there_is_a_quickstart() -> None:
