@@ -3,8 +3,8 @@
     python -m bench.recipe [section.key=value ...] [--seeds 0 1 2] [--folder DIR] [--no-rows]
 
 Each seed's work is in DIR/seed_N and goes on where it was stopped; the tree must stay as it is
-meanwhile. Rows of a seed: quality and efficiency after the whole recipe, with their values before
-it and after fine-tuning and the paired 95 % interval of the gain in the note; wall seconds.
+meanwhile. Rows of a seed: quality, efficiency and tool calls of prompting, of the fine-tuned policy
+and of the last stage's, this one with the paired 95 % interval of the gain; wall seconds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def append_rows(report: dict[str, Any], overrides: Sequence[str]) -> None:
     first, last = (measures.rows_of(reports[part]) for part in ("prompting", "trained"))
     gained = measures.differences(first, last)
     for name in ("quality", "efficiency", "tool_calls"):
-        seen = [f"{part} {r['measures'][name]['value']:.3f}" for part, r in reports.items()]
         gain = f"gain {gained[name].value:.3f} [{gained[name].low:.3f}, {gained[name].high:.3f}]"
-        append_row(
-            "recipe", name, [reports["trained"]["measures"][name]["value"]],
-            unit="calls" if name == "tool_calls" else "share", shape=shape,
-            note=", ".join([*overrides, *seen, gain]),
-        )  # fmt: skip
+        for part, measured in reports.items():
+            append_row(
+                "recipe", f"{name}, {part}", [measured["measures"][name]["value"]],
+                unit="calls" if name == "tool_calls" else "share", shape=shape,
+                note=", ".join([*overrides, *([gain] if part == "trained" else [])]),
+            )  # fmt: skip
     parts = ", ".join(f"{part} {seconds:.0f}" for part, seconds in report["seconds"].items())
     total = sum(report["seconds"].values())
     append_row("recipe", "wall_s", [total], unit="s", shape=shape, note=parts)
