@@ -8,11 +8,15 @@ CPU    := $(VENV)/.installed-cpu
 DEV    := $(VENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
 
-.PHONY: quickstart test view-test check lint types asan bench clean
+.PHONY: quickstart recipe-demo test view-test check lint types asan bench clean
 
 quickstart: $(CPU) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
 	@$(PY) -m agentgrpo.train quickstart $(ARGS)
+
+recipe-demo: $(CPU) $(EXT)
+	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
+	@$(PY) -m agentgrpo.recipe recipe $(ARGS)
 
 test: $(DEV) $(EXT) lint types
 	@echo "== tests"

@@ -230,8 +230,8 @@ def _set(rollouts: Sequence[Rollout], by_turn: Sequence[Sequence[float]], factor
 def _average_shared(rollouts: Sequence[Rollout]) -> None:
     """ARPO's hard credit (arXiv:2507.19849): segments that branches share get the branches' mean.
 
-    With `soft`, a shared token has one loss term per branch, each with its own advantage: on policy
-    the same gradient, and different only in what is clipped.
+    updates.py then trains on each of their tokens once. With `soft` a shared token has one loss
+    term per branch, each with its own advantage.
     """
     owners: dict[int, list[float]] = {}
     for rollout in rollouts:

@@ -13,6 +13,7 @@ COMMANDS = {
     "sft": ("agentgrpo.sft", "fine-tune on examples first"),
     "flywheel": ("agentgrpo.data.flywheel", "make and repair trajectories to fine-tune on"),
     "curriculum": ("agentgrpo.data.curriculum", "train in stages on the tasks that teach most"),
+    "recipe": ("agentgrpo.recipe", "flywheel, sft, curriculum and what they gained, in one go"),
     "evaluate": ("agentgrpo.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),

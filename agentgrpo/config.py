@@ -579,7 +579,8 @@ class LossConfig(Section):
     """Rewards of single turns or lines (Rollout.span_rewards) count for the whole rollout, or only
     for what was sampled before they were given (advantages.py has the estimator)."""
     branch_credit: Literal["soft", "hard"] = "soft"
-    """Tokens that branches share get each branch's advantage, or the mean of them (ARPO)."""
+    """What ARPO's branches share counts in each of them, with its advantage (soft), or once, with
+    the mean of their advantages (hard)."""
 
     @pydantic.field_validator("scale_rewards", mode="before")
     @classmethod

@@ -1,11 +1,14 @@
 """Models that are asked for text by name: over HTTP, in this process, or a script in their place.
 
-An endpoint may be asked by many threads at once; a call blocks its own thread only.
+An endpoint may be asked by many threads at once; a call blocks its own thread only. A fault is said
+in the log of this module and tried again; what is left of it is an InfrastructureError, never text.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
+import logging
 import os
 import random
 import time
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from agentgrpo.rollout.delta import ChatTemplate
 
 Message = Mapping[str, Any]
+LOG = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
@@ -74,12 +78,16 @@ class ScriptedEndpoint:
         return [_cut_at(reply, stop) for reply in replies]
 
 
+class BadAnswer(Exception):
+    """A server answered in another form than it should."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpEndpoint:
     """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): POST {url}/chat/completions.
 
-    Failures of the network, 408, 429 and 5xx are tried again, each time after about twice as long;
-    whatever else the server says is final.
+    Failures of the network, answers that are not of the asked form, 408, 429 and 5xx are tried
+    again, each time after about twice as long; other refusals of the server are final.
     """
 
     url: str
@@ -114,12 +122,14 @@ class HttpEndpoint:
         for attempt in range(self.retries + 1):
             try:
                 return self._replies(self._post(body), n)
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            except (OSError, http.client.HTTPException, BadAnswer) as error:
+                said = f"endpoint {self.url}: {_said(error)}"
                 final = isinstance(error, urllib.error.HTTPError) and not (
                     error.code in (408, 429) or error.code >= 500
                 )
+                LOG.warning("%s (try %d of %d)", said, attempt + 1, self.retries + 1)
                 if final or attempt == self.retries:
-                    raise InfrastructureError(f"endpoint {self.url}: {_said(error)}") from error
+                    raise InfrastructureError(said) from error
                 time.sleep(self.backoff_s * 2**attempt * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable")
 
@@ -138,17 +148,16 @@ class HttpEndpoint:
         with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
             return bytes(answer.read())
 
-    def _replies(self, answer: bytes, n: int) -> list[str]:
+    @staticmethod
+    def _replies(answer: bytes, n: int) -> list[str]:
         try:
-            replies = [
-                choice["message"]["content"] or "" for choice in json.loads(answer)["choices"]
-            ]
+            replies = [choice["message"]["content"] for choice in json.loads(answer)["choices"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise InfrastructureError(
-                f"endpoint {self.url}: expected choices with messages, got {answer[:200]!r}"
-            ) from error
+            raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
+        if not all(isinstance(reply, str) for reply in replies):
+            raise BadAnswer(f"expected text in each message, got {answer[:200]!r}")
         if len(replies) != n:
-            raise InfrastructureError(f"endpoint {self.url}: {len(replies)} of {n} replies came")
+            raise BadAnswer(f"{len(replies)} of {n} replies came")
         return replies
 
 

@@ -150,7 +150,7 @@ def write_report(folder: Path, report: dict[str, Any], earlier: Path | None) -> 
         try:
             before = json.loads(earlier.read_text())
             text += f"\nBefore: {before['model']}\n\n"
-            text += measures.markdown_of_comparison(before, report)
+            text += measures.markdown_of_comparison({"before": before, "after": report})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{earlier}: not a report of --report: {error!r}") from error
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo.endpoints import Endpoint
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.rewards import last_number
 from agentgrpo.types import Group, Rollout, Status, Task
 
@@ -119,23 +120,35 @@ An assistant with tools did this:
 Is any of its tool calls redundant or ineffective, so that it could be left out? Say yes or no."""
 
 
-def says_correct(reply: str) -> bool:
-    """A judge's verdict: "correct", and neither "incorrect", "not correct" nor "wrong"."""
+TRIES = 3
+"""How often a judge is asked that says neither the one nor the other."""
+
+
+def says_correct(reply: str) -> bool | None:
+    """A judge's verdict: "correct", and neither "incorrect", "not correct" nor "wrong".
+
+    None: it gave none.
+    """
     said = reply.lower()
-    return "correct" in said and not re.search(r"incorrect|wrong|not\s+correct", said)
+    if re.search(r"incorrect|wrong|not\s+correct", said):
+        return False
+    return True if "correct" in said else None
 
 
-def says_yes(reply: str) -> bool:
-    """Whether the first word that is yes or no is yes."""
+def says_yes(reply: str) -> bool | None:
+    """Whether the first word that is yes or no is yes; None: there is no such word."""
     found = re.search(r"\b(yes|no)\b", reply.lower())
-    return found is not None and found.group() == "yes"
+    return None if found is None else found.group() == "yes"
 
 
 def judged(judge: Endpoint) -> Quality:
     """Quality by a model: 1.0 where it finds the answer equivalent to an accepted one.
 
-    A mathematically equal answer is not put to it. It is asked once, greedily: asking until it
-    agrees would count its mistakes as the policy's merits.
+    A mathematically equal answer is not put to it. Its first verdict counts: asking until it agrees
+    would count its mistakes as the policy's merits. It is asked again only while it gives none.
+
+    Raises (when called):
+        InfrastructureError: it gives none, or does not answer.
     """
 
     def quality(rollout: Rollout) -> float:
@@ -147,8 +160,16 @@ def judged(judge: Endpoint) -> Quality:
         prompt = JUDGE.format(
             question=question_of(rollout.task), accepted=accepted, answer=rollout.answer
         )
-        (reply,) = judge.complete([{"role": "user", "content": prompt}], temperature=0.0)
-        return float(says_correct(reply))
+        for attempt in range(TRIES):
+            (reply,) = judge.complete(
+                [{"role": "user", "content": prompt}], temperature=0.6 if attempt else 0.0
+            )
+            if (verdict := says_correct(reply)) is not None:
+                return float(verdict)
+        raise InfrastructureError(
+            f"task {rollout.task.id}: the judge said neither Correct nor Incorrect, {TRIES} times; "
+            f"the last: {reply[:80]!r}"
+        )
 
     return quality
 
@@ -157,15 +178,24 @@ def conciseness(judge: Endpoint, text_of: Callable[[Rollout], str], *, votes: in
     """1.0 unless more than half of the judge's votes call a tool call of the rollout redundant.
 
     Args:
-        judge: asked `votes` times at temperature 0.6; a tie is concise.
+        judge: asked `votes` times at temperature 0.6; a tie is concise, no vote no voice.
         text_of: the rollout as the judge is shown it.
         votes: at least 1.
+
+    Raises (when called):
+        InfrastructureError: no vote was cast, or the judge does not answer.
     """
 
     def concise(rollout: Rollout) -> float:
         prompt = REDUNDANT.format(question=question_of(rollout.task), trajectory=text_of(rollout))
         replies = judge.complete([{"role": "user", "content": prompt}], n=votes, temperature=0.6)
-        return float(2 * sum(map(says_yes, replies)) <= len(replies))
+        cast = [vote for vote in map(says_yes, replies) if vote is not None]
+        if not cast:
+            raise InfrastructureError(
+                f"task {rollout.task.id}: none of {votes} votes says yes or no; the first: "
+                f"{replies[0][:80]!r}"
+            )
+        return float(2 * sum(cast) <= len(cast))
 
     return concise
 
@@ -488,30 +518,40 @@ def rows_of(written: Mapping[str, Any]) -> list[TaskRow]:
 
 def markdown(written: Mapping[str, Any]) -> str:
     """A report as two tables: every measure over all tasks, and the values by kind of task."""
-    lines = [_line(["measure", f"all tasks ({written['tasks']})"]), _line(["---"] * 2)]
-    lines += [_line([name, _shown(seen)]) for name, seen in written["measures"].items()]
     names = list(written["measures"])
-    lines += ["", _line(["kind of task", "tasks", *names]), _line(["---"] * (len(names) + 2))]
+    by_kind = []
     for kind, part in written["kinds"].items():
         values = [part["measures"][name]["value"] for name in names]
         shown = ["-" if value is None else f"{value:.3f}" for value in values]
-        lines.append(_line([kind, str(part["tasks"]), *shown]))
-    return "\n".join(lines) + "\n"
+        by_kind.append([kind, str(part["tasks"]), *shown])
+    whole = [[name, _shown(seen)] for name, seen in written["measures"].items()]
+    return "\n".join(
+        [
+            table_of(["measure", f"all tasks ({written['tasks']})"], whole),
+            table_of(["kind of task", "tasks", *names], by_kind),
+        ]
+    )
 
 
-def markdown_of_comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Two reports side by side with the paired difference of each measure.
+def markdown_of_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Reports side by side, by name, with the paired difference of the last to the first.
 
     Raises:
-        ValueError: they measured other tasks.
+        ValueError: these two measured other tasks.
     """
+    before, *_, after = reports.values()
     gained = _plain(differences(rows_of(before), rows_of(after)))
-    lines = [_line(["measure", "before", "after", "difference"]), _line(["---"] * 4)]
-    lines += [
-        _line([name, *(_shown(r["measures"][name]) for r in (before, after)), _shown(gained[name])])
+    head = ["measure", *reports, "difference"]
+    rows = [
+        [name, *(_shown(r["measures"][name]) for r in reports.values()), _shown(gained[name])]
         for name in gained
     ]
-    return "\n".join(lines) + "\n"
+    return table_of(head, rows)
+
+
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "".join("| " + " | ".join(row) + " |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def _kinds(rows: Sequence[TaskRow]) -> list[str]:
@@ -527,7 +567,3 @@ def _shown(estimate: Mapping[str, float | None]) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

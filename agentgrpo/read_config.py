@@ -18,6 +18,8 @@ import pydantic
 from agentgrpo.config import Section, TrainConfig
 
 Config = TypeVar("Config", bound=TrainConfig)
+RECIPE_SECTIONS = ("endpoints", "flywheel", "sft", "curriculum", "measures")
+"""What recipe_config.py has besides the sections of a run."""
 
 
 def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -85,6 +87,8 @@ def _value(text: str) -> Any:
 
 def _explain(error: dict[str, Any], kind: type[Section]) -> str:
     where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
+        return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(where, _all_keys(kind), n=1, cutoff=0.4)
         return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")

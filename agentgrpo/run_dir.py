@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from agentgrpo import parallel
+from agentgrpo.atomic import write_json
 from agentgrpo.config import TrainConfig
 
 
@@ -51,6 +52,25 @@ def require_same_run(config: TrainConfig) -> None:
                 f"out_dir {str(config.out_dir)!r} holds a run with {key} = {then.get(key)!r}, now "
                 f"it is {now.get(key)!r}: set it back to continue, or choose another out_dir"
             )
+
+
+def require_same_settings(
+    path: Path, now: Mapping[str, Any], may_change: Collection[str] = ()
+) -> None:
+    """Write the settings that a folder's work is done with; later, refuse others.
+
+    Raises:
+        ValueError: a key that may not change has changed; names it.
+    """
+    if path.exists():
+        then = json.loads(path.read_text())
+        for key in sorted((then.keys() | now.keys()) - set(may_change)):
+            if then.get(key) != now.get(key):
+                raise ValueError(
+                    f"{path} was written with {key} = {then.get(key)!r}, now it is "
+                    f"{now.get(key)!r}: set it back to continue, or choose another out_dir"
+                )
+    write_json(path, dict(now))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

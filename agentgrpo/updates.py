@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.losses import is_trained, token_weights
 from agentgrpo.packing import pack_tree
-from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,16 +63,32 @@ def plan_updates(
 
 def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
     """Which groups each update of a step trains on, those of them that are trained on."""
+    once = shared_once if config.loss.branch_credit == "hard" else list[Rollout]
     order = np.arange(len(groups))
     if config.loss.num_mini_batches > 1:
         np.random.default_rng((config.seed, step)).shuffle(order)
     return [
         [
-            Group(task=groups[i].task, rollouts=[r for r in groups[i].rollouts if is_trained(r)])
+            Group(task=groups[i].task, rollouts=once(filter(is_trained, groups[i].rollouts)))
             for i in sorted(part.tolist())
         ]
         for part in np.array_split(order, config.loss.num_mini_batches)
     ]
+
+
+def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts, a turn that branches share being the policy's in the first of them only.
+
+    With hard credit such a turn has one advantage, the branches' mean: so each of its tokens enters
+    the loss, and the normaliser, once. Where it is not sampled it is context, computed once anyway.
+    """
+    seen: set[int] = set()
+    out = []
+    for rollout in rollouts:
+        segments = [Segment(s.token_ids) if id(s) in seen else s for s in rollout.segments]
+        seen |= {id(segment) for segment in rollout.segments if segment.sampled}
+        out.append(replace(rollout, segments=segments))
+    return out
 
 
 def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:

@@ -9,7 +9,13 @@ import pydantic
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.read_config import (
+    RECIPE_SECTIONS,
+    load_config,
+    load_config_of,
+    shipped_configs,
+)
+from agentgrpo.recipe_config import RecipeConfig
 
 LEAST = "model = 'm'\nout_dir = 'o'\n"
 
@@ -109,7 +115,8 @@ def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_load_by_name(name: str) -> None:
-    assert load_config(name) == load_config(shipped_configs()[name])
+    by_path = load_config_of(RecipeConfig, shipped_configs()[name])
+    assert load_config_of(RecipeConfig, name) == by_path
 
 
 def test_there_is_a_quickstart() -> None:
@@ -208,3 +215,11 @@ def test_weights_that_are_shared_or_adapted_cannot_be_dropped(toml: Path) -> Non
     assert load_config(toml, copied).engine.sleep_level == 2
     with pytest.raises(ValueError, match=r"sleep_level 2 .* use 1 with learner\.lora\.rank 4"):
         load_config(toml, [*copied, "learner.lora.rank=4"])
+
+
+def test_a_recipes_sections_are_known_for_what_they_are() -> None:
+    assert (
+        set(RECIPE_SECTIONS) == RecipeConfig.model_fields.keys() - TrainConfig.model_fields.keys()
+    )
+    with pytest.raises(ValueError, match=r"\[flywheel\] is a section of a recipe"):
+        load_config("recipe")

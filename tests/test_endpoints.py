@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,15 +106,66 @@ def test_what_the_server_refuses_is_final(server: Any) -> None:
     assert len(server.seen) == 1
 
 
-def test_answers_of_another_shape_are_said(server: Any) -> None:
-    server.answers = [lambda body: (200, {"choices": [{}]}), echo, lambda body: (200, b"<html>")]
-    with pytest.raises(InfrastructureError, match="expected choices with messages"):
-        endpoint(server).complete(USER)
-    server.answers[0] = lambda body: (200, {"choices": []})
-    with pytest.raises(InfrastructureError, match="0 of 1 replies came"):
-        endpoint(server).complete(USER)
-    with pytest.raises(InfrastructureError, match="expected choices"):
-        endpoint(server).complete(USER)
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"<html>", "expected choices with messages, got b'<html>'"),
+        (b"", "expected choices with messages"),
+        ({"choices": [{}]}, "expected choices with messages"),
+        ({"error": "overloaded"}, "expected choices with messages"),
+        ({"choices": []}, "0 of 1 replies came"),
+        ({"choices": [{"message": {"content": None}}]}, "expected text in each message"),
+    ],
+)
+def test_answers_of_another_form_are_logged_tried_again_and_never_text(
+    server: Any, caplog: pytest.LogCaptureFixture, answer: Any, said: str
+) -> None:
+    server.answers = [lambda body: (200, answer), echo]
+    assert endpoint(server).complete(USER) == ["hi 0"]
+    (entry,) = caplog.records
+    assert said in entry.getMessage()
+    assert "(try 1 of 4)" in entry.getMessage()
+    server.answers = [lambda body: (200, answer)] * 3
+    with pytest.raises(InfrastructureError, match=re.escape(said)):
+        endpoint(server, retries=2).complete(USER)
+    assert not server.answers
+
+
+def test_a_server_that_is_too_slow_is_asked_again(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = threading.Event()
+
+    def slow(body: dict[str, Any]) -> tuple[int, Any]:
+        late.wait(10)
+        return echo(body)
+
+    server.answers = [slow, echo]
+    assert endpoint(server, timeout_s=0.2).complete(USER) == ["hi 0"]
+    assert "timed out" in caplog.text
+    server.answers = [slow]
+    with pytest.raises(InfrastructureError, match="timed out"):
+        endpoint(server, timeout_s=0.2, retries=0).complete(USER)
+    late.set()
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
+    """Fewer bytes than its header promises; then none at all."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    whole = json.dumps({"choices": [{"message": {"content": "ok"}}]}).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole)
+
+    def serve() -> None:
+        for answer in (head + whole[:5], b"", b"nonsense\r\n\r\n", head + whole):
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    with listener, ThreadPoolExecutor(1) as side:
+        serving = side.submit(serve)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        assert HttpEndpoint(url=url, model="m", backoff_s=0.001).complete(USER) == ["ok"]
+        serving.result()
 
 
 def test_nobody_listening_is_an_infrastructure_error() -> None:

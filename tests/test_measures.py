@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from agentgrpo import measures
 from agentgrpo.endpoints import ScriptedEndpoint
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import write_report
 from agentgrpo.measures import (
     TaskRow,
@@ -99,10 +100,13 @@ def test_S3_10_judge(rollout: MakeRollout) -> None:
         ("Incorrect", 0.0),
         ("That is not  correct", 0.0),
         ("Correct? No, wrong.", 0.0),
-        ("I cannot say", 0.0),
     ]:
-        replies = [said]
+        replies = ["I cannot say", said]  # asked again only where there was no verdict
         assert quality(played) == expected
+        assert not replies
+    replies = [""] * 3
+    with pytest.raises(InfrastructureError, match=r"task .*neither Correct nor Incorrect, 3 times"):
+        quality(played)
     assert all(text in asked[0] for text in ("Who?", "USA", "America", "United States"))
     played.answer = "the USA"
     assert quality(played) == 1.0  # equal: the judge is not asked (its replies are used up)
@@ -117,6 +121,14 @@ def test_S3_16_conciseness_is_a_vote_and_ties_are_concise(
     votes = iter(["Yes, the second one."] * yes + ["No."] * (10 - yes))
     judge = ScriptedEndpoint(lambda messages: next(votes))
     assert conciseness(judge, lambda r: "what it did")(rollout()) == expected
+
+
+def test_S3_16_what_is_no_vote_is_not_counted(rollout: MakeRollout) -> None:
+    votes = iter(["Hm.", "yes", "", "yes", "no"])
+    judge = ScriptedEndpoint(lambda messages: next(votes, ""))
+    assert conciseness(judge, lambda r: "", votes=5)(rollout()) == 0.0  # 2 of 3
+    with pytest.raises(InfrastructureError, match="none of 2 votes"):
+        conciseness(judge, lambda r: "", votes=2)(rollout())
 
 
 def test_S3_16_calls_succeed_by_status_and_length_is_the_policys(rollout: MakeRollout) -> None:
@@ -271,7 +283,7 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     assert "| kind of task | tasks | quality | solved |" in text
     assert "| l | 2 | 0.500 | 0.500 |" in text
     assert "| solved | 0.500 [0.150, 0.850] | 0.750 [0.301, 0.954] | 0.250 [" in text
-    assert markdown_of_comparison(earlier, later) in text
+    assert markdown_of_comparison({"before": earlier, "after": later}) in text
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ValueError, match=r"x\.json: not a report of --report"):
         write_report(tmp_path / "b", later, tmp_path / "x.json")

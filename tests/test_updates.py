@@ -612,3 +612,52 @@ def test_an_unreadable_state_says_which_file(
     torch.save({"something": 1}, path)
     with pytest.raises(ValueError, match=r"agentgrpo_state\.pt cannot be read as the state"):
         make_learner().load_state(path)
+
+
+def branched() -> list[Group]:
+    """Two rollouts that share a turn, a third that shares nothing; and a group without branches."""
+
+    def sampled(*ids: int) -> Segment:
+        return Segment(np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
+
+    def played(*segments: Segment, reward: float) -> Rollout:
+        prompt = Segment(np.array([5, 6, 7], np.int32))
+        return Rollout(
+            task=TASK, segments=[prompt, *segments], status=Status.COMPLETED,
+            rewards={"answer": reward},
+        )  # fmt: skip
+
+    common, told = sampled(10, 11, 12), Segment(np.array([20, 21], np.int32))
+    branches = [
+        played(common, told, sampled(30, 31), reward=1.0),
+        played(common, told, sampled(40), reward=0.0),
+        played(sampled(50, 51), reward=0.5),
+    ]
+    others = [played(sampled(60), reward=1.0), played(sampled(70, 71), reward=0.0)]
+    return [Group(task=TASK, rollouts=branches), Group(task=TASK, rollouts=others)]
+
+
+@pytest.mark.parametrize("credit", ["soft", "hard"])
+def test_S3_7_each_token_that_branches_share_enters_the_loss_once(credit: str) -> None:
+    """With the mean of its branches' advantages; weights then count the unique sampled tokens."""
+    loss: Any = {"branch_credit": credit, "scale_rewards": "none"}
+    config = TrainConfig(model="m", out_dir=Path("x"), loss=LossConfig(**loss))
+    groups = branched()
+    assign_advantages(groups, config.loss)
+    (update,) = plan_updates(groups, config, step=0)
+    (batch,) = update.batches
+    terms = list(zip(batch.target_N.tolist(), batch.advantage_N.tolist(), strict=True))
+    shared = [advantage for token, advantage in terms if token in (10, 11, 12)]
+    unique = 3 + 2 + 1 + 2 + 1 + 2
+    assert sorted(batch.input_ids_T.tolist()).count(11) == 1  # laid out once in either case
+    if credit == "soft":
+        assert sorted(shared) == [-0.5] * 3 + [0.5] * 3
+        assert batch.weight_N.tolist() == pytest.approx([1 / (unique + 3)] * len(terms))
+        return
+    assert shared == [0.0] * 3  # mean of 0.5 and -0.5
+    assert {token: a for token, a in terms if token in (30, 31, 40)} == {30: 0.5, 31: 0.5, 40: -0.5}
+    counted = batch.weight_N * unique
+    assert counted.tolist() == pytest.approx([1.0] * len(terms))
+    # the third rollout's terms have no advantage: it is left out of the batch, not of the count
+    assert len(terms) == unique - 2
+    assert [r.segments[1].sampled for r in groups[0].rollouts] == [True] * 3  # records stay whole

@@ -53,6 +53,7 @@ class TagAgent:
         result: name of the tag of what comes of them.
         answer: name of the tag of the answer.
         system_prompt: None: PROMPT with the tags' names.
+        shots: worked examples, each a list of messages, shown before the task.
         boxed: an answer without \boxed{...} is none.
 
     Raises:
@@ -68,6 +69,7 @@ class TagAgent:
         result: str = "result",
         answer: str = "answer",
         system_prompt: str | None = None,
+        shots: Sequence[Sequence[Message]] = (),
         boxed: bool = True,
     ) -> None:
         names = [name for name in (think, search, python, result, answer) if name]
@@ -82,13 +84,15 @@ class TagAgent:
             system_prompt = PROMPT.format(
                 think=think, search=search, python=python, result=result, answer=answer
             )
-        self._system = system_prompt
+        self._head: list[Message] = []
+        if system_prompt:
+            self._head.append({"role": "system", "content": system_prompt})
+        self._head += [message for shot in shots for message in shot]
         self.stop = tuple(f"</{name}>" for name in (*self._tools, answer))
 
     def messages(self, task: Task) -> list[Message]:
-        """The system prompt and the task's messages."""
-        head: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return [*head, *task.messages]
+        """The system prompt, worked examples and the task's messages."""
+        return [*self._head, *task.messages]
 
     def prefill(self, task: Task) -> str:
         """None: the policy begins its turn itself."""

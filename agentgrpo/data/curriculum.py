@@ -38,6 +38,7 @@ from agentgrpo.measures import kind_of, quality_by
 from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.records import read_rollout, rollout_record
+from agentgrpo.run_dir import flat, require_same_settings
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.scoring import score_all
 from agentgrpo.sft import cli_errors
@@ -45,6 +46,10 @@ from agentgrpo.types import Group, Task
 
 if TYPE_CHECKING:
     from agentgrpo.build import Player
+
+
+MAY_CHANGE = {"curriculum.stages", "curriculum.steps"}
+"""Settings of the curriculum that may be raised to go on; those of its runs, each run checks."""
 
 
 class PartFailed(ValueError):
@@ -267,7 +272,9 @@ def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
     Raises:
         PartFailed: a part did not end well.
     """
-    _require_same_recipe(recipe)
+    recipe.out_dir.mkdir(parents=True, exist_ok=True)
+    settings = flat({"curriculum": recipe.curriculum.model_dump(mode="json")})
+    require_same_settings(recipe.out_dir / "curriculum.json", settings, MAY_CHANGE)
     for stage, part in parts_left(recipe):
         command = [sys.executable, "-m", "agentgrpo.data.curriculum", *arguments]
         status = subprocess.run([*command, "--part", f"{stage}.{part}"], check=False).returncode
@@ -294,26 +301,6 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     with contextlib.closing(start_engine(config, played)) as player:
         select(recipe, stage, player, played.training_tasks(config))
     return 0
-
-
-MAY_CHANGE = {"stages", "steps"}
-"""Settings of the curriculum that may be raised to go on with it."""
-
-
-def _require_same_recipe(recipe: RecipeConfig) -> None:
-    """Refuse to go on with other settings of the curriculum; of the runs, each refuses itself."""
-    path = recipe.out_dir / "curriculum.json"
-    now = recipe.curriculum.model_dump(mode="json")
-    if path.exists():
-        then = json.loads(path.read_text())
-        for key in sorted(now.keys() - MAY_CHANGE):
-            if then.get(key) != now[key]:
-                raise ValueError(
-                    f"{path} was written with curriculum.{key} = {then.get(key)!r}, now it is "
-                    f"{now[key]!r}: set it back to continue, or choose another out_dir"
-                )
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
 
 
 def main(arguments: list[str]) -> int:

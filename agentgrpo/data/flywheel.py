@@ -45,6 +45,7 @@ from agentgrpo.progress import Progress
 from agentgrpo.read_config import load_config_of
 from agentgrpo.recipe_config import FlywheelConfig, RecipeConfig
 from agentgrpo.rewards_efficiency import well_formed
+from agentgrpo.run_dir import require_same_settings
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sft import cli_errors
 from agentgrpo.types import Task
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from agentgrpo.build import Stage
     from agentgrpo.engine import Engine
     from agentgrpo.rollout.delta import ChatTemplate
+
+
+MAY_CHANGE = {"tasks", "concurrency", "keep"}
+"""Settings of the flywheel that may be otherwise when it goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +200,6 @@ class Buffer:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.done = [json.loads(line)["id"] for line in whole_lines(path)]
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -225,9 +229,11 @@ def turn(
         ValueError: the folder holds another flywheel's work, or tasks share an id.
     """
     folder, config = recipe.out_dir / "flywheel", recipe.flywheel
+    folder.mkdir(parents=True, exist_ok=True)
     if len({task.id for task in tasks}) != len(tasks):
         raise ValueError("flywheel: tasks must have different ids")
-    _require_same(folder, recipe)
+    settings = {"model": recipe.model, "seed": recipe.seed, **config.model_dump(mode="json")}
+    require_same_settings(folder / "flywheel.json", settings, MAY_CHANGE)
     buffer = Buffer(folder / "buffer.jsonl")
     left = [task for task in tasks if task.id not in set(buffer.done)]
     progress.say(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
@@ -300,25 +306,6 @@ def write_results(
     write_lines(folder / "sft.jsonl", chosen)
     write_json(folder / "summary.json", summary)
     return summary
-
-
-MAY_CHANGE = {"tasks", "concurrency", "keep"}
-"""Settings of the flywheel that may be otherwise when it goes on."""
-
-
-def _require_same(folder: Path, recipe: RecipeConfig) -> None:
-    path = folder / "flywheel.json"
-    now = {"model": recipe.model, "seed": recipe.seed, **recipe.flywheel.model_dump(mode="json")}
-    if path.exists():
-        then = json.loads(path.read_text())
-        for key in sorted(now.keys() - MAY_CHANGE):
-            if then.get(key) != now[key]:
-                raise ValueError(
-                    f"{folder} holds the work of a flywheel with {key} = {then.get(key)!r}, now it "
-                    f"is {now[key]!r}: set it back to continue, or choose another out_dir"
-                )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
 
 
 # -- engines and endpoints -------------------------------------------------------------------------

@@ -20,13 +20,14 @@ from agentgrpo.types import Task
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 32
+Corpus = str | Path | Sequence[tuple[str, str, str]]
 
 
 class SearchEnv:
     """Episodes whose only tool is a search.
 
     Args:
-        corpus: the file of texts.
+        corpus: the file of texts, or the texts themselves as (id, title, text).
         top_k: results of a search.
         max_chars: of a result's text, its title not counted.
         cache: searches whose results are remembered.
@@ -37,7 +38,7 @@ class SearchEnv:
     """
 
     def __init__(
-        self, corpus: str | Path, *, top_k: int = 3, max_chars: int = 500, cache: int = 4096
+        self, corpus: Corpus, *, top_k: int = 3, max_chars: int = 500, cache: int = 4096
     ) -> None:
         for name, value in (("top_k", top_k), ("max_chars", max_chars), ("cache", cache)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -46,7 +47,8 @@ class SearchEnv:
         self._lock = threading.Lock()
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE texts USING fts5(id UNINDEXED, title, text)")
-        self._index.executemany("INSERT INTO texts VALUES (?, ?, ?)", read_corpus(Path(corpus)))
+        texts = read_corpus(Path(corpus)) if isinstance(corpus, str | Path) else corpus
+        self._index.executemany("INSERT INTO texts VALUES (?, ?, ?)", texts)
         self._find = lru_cache(cache)(self._search)
 
         def search(query: str) -> str:
@@ -58,6 +60,11 @@ class SearchEnv:
             return self._find(query)
 
         self._toolset = Toolset([Tool(search)])
+
+    @property
+    def cache_hits(self) -> int:
+        """Searches that were answered without looking again."""
+        return self._find.cache_info().hits
 
     def _search(self, query: str) -> str:
         words = WORD.findall(query)[:MAX_WORDS]

@@ -6,12 +6,11 @@ What a call beyond a limit is told says so; nothing is made up in the policy's n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from agentgrpo.agents.base import Action, CallTools, RunCode
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.envs.search import SearchEnv, SearchEpisode
+from agentgrpo.envs.search import Corpus, SearchEnv, SearchEpisode
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 
@@ -38,7 +37,7 @@ class TaggedEnv:
         pool: SandboxPool,
         timeout_s: float,
         *,
-        corpus: str | Path | None = None,
+        corpus: Corpus | None = None,
         max_python: int = 6,
         max_search: int = 6,
         max_calls: int = 6,

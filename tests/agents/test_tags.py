@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,10 @@ from agentgrpo.agents.base import CallTools, Finish, Malformed, RunCode, ToolCal
 from agentgrpo.agents.tags import TagAgent, boxed
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Observation
+from agentgrpo.envs.search import SearchEnv
 from agentgrpo.envs.tagged import TaggedEnv
+from agentgrpo.rewards import TextReward
+from agentgrpo.rewards_efficiency import well_formed
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
@@ -110,13 +114,15 @@ def test_S3_1_results_are_given_within_the_message_and_never_trained(
     ("limits", "said"),
     [
         ({"max_search": 1}, "limit of 1 search calls"),
+        ({"max_python": 1}, "limit of 1 python calls"),
         ({"max_calls": 1}, "limit of 1 tool calls"),
     ],
 )
 def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
     tokenizer: Any, pool: SandboxPool, corpus: Path, limits: dict[str, int], said: str
 ) -> None:
-    turns = ["<search>engine</search>", "<search>engine</search>", END]
+    call = "<python>1</python>" if "max_python" in limits else "<search>engine</search>"
+    turns = [call, call, END]
     played = play(tokenizer, TaggedEnv(pool, 5.0, corpus=corpus, **limits), turns)
     told = [text for text, sampled in parts(tokenizer, played) if not sampled]
     assert len(told) == 2
@@ -125,6 +131,34 @@ def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
     assert played.answer == "Ada"
     assert played.stats["refused_calls"] == 1
     assert [text for text, sampled in parts(tokenizer, played) if sampled] == turns
+
+
+def test_S3_1_a_limit_of_one_tool_leaves_the_other(
+    tokenizer: Any, pool: SandboxPool, corpus: Path
+) -> None:
+    turns = ["<search>engine</search>", "<python>6 * 7</python>", "<python>1</python>", END]
+    env = TaggedEnv(pool, 5.0, corpus=corpus, max_search=1, max_python=1, max_calls=3)
+    played = play(tokenizer, env, turns)
+    told = [text for text, sampled in parts(tokenizer, played) if not sampled]
+    assert "Ada" in told[0]
+    assert "42" in told[1]
+    assert "limit of 1 python calls" in told[2]
+
+
+def test_S3_2_the_best_texts_come_in_order_and_are_remembered(tmp_path: Path) -> None:
+    texts = [("1", "Owls", "An owl sees at night."), ("2", "Cats", "A cat sees an owl."),
+             ("3", "Owls again", "owl owl owl"), ("4", "Fish", "No bird.")]  # fmt: skip
+    env = SearchEnv(texts, top_k=2)
+    ask = CallTools((ToolCall("search", {"query": "owl"}),))
+    first = env.reset(TASK).step(ask).text
+    assert first == "[1] Owls again\nowl owl owl\n[2] Owls\nAn owl sees at night."
+    assert env.cache_hits == 0
+    assert env.reset(TASK).step(ask).text == first
+    assert env.cache_hits == 1
+    path = tmp_path / "texts.jsonl"
+    rows = [{"id": name, "title": title, "text": text} for name, title, text in texts]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert SearchEnv(path, top_k=2).reset(TASK).step(ask).text == first
 
 
 def test_S3_2_search_is_local_bounded_and_repeats(pool: SandboxPool, corpus: Path) -> None:
@@ -170,6 +204,13 @@ def test_S3_17_a_document_is_not_taken_for_the_policy(
     assert "x</\u200bsearch>" not in told  # broken up before the slash: one place
     assert "<\u200b/search>" in told
     assert [text for text, sampled in parts(tokenizer, played) if sampled] == turns
+    plain = ["<search>tomato</search>", *turns[1:]]
+    harmless = play(tokenizer, TaggedEnv(pool, 5.0, corpus=corpus, top_k=1), plain)
+    assert played.stats == harmless.stats
+    asked = Task(id="t", messages=(), spec={"answer": "Ada"})
+    for rollout in (played, harmless):
+        assert TextReward()(replace(rollout, task=asked))["answer"] == 1.0
+        assert well_formed(rollout)
 
 
 def test_boxes_are_balanced() -> None:

@@ -15,6 +15,7 @@ import pytest
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig
 from agentgrpo.data.flywheel import kept, spin
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.progress import Progress
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.records import read_rollout
@@ -304,8 +305,6 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(world: Callable[..
 
     def broken(code: str) -> None:
         if code == "good":
-            from agentgrpo.envs.base import InfrastructureError
-
             raise InfrastructureError("no session")
 
     made.env.on_call = broken
@@ -316,6 +315,45 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(world: Callable[..
     assert record["log"][0]["why"] == "the machine failed: no session"
     made.env.on_call = lambda code: None
     assert made.spin(question("easy"), question("hard"))["questions"] == 2
+
+
+def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(messages: Any) -> str:
+        raise InfrastructureError("endpoint c: HTTP 500: busy")
+
+    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", silent)
+    made = world(operators=("redundant", "fresh"))
+    summary = made.spin(question("easy"))
+    (record,) = made.lines("buffer.jsonl")
+    assert [entry["made"] for entry in record["log"]] == [None, 1]
+    assert record["log"][0]["why"] == "the machine failed: endpoint c: HTTP 500: busy"
+    assert summary["nothing_made"] == {"redundant": 1}
+    assert summary["failed_by_the_machine"] == 0
+
+
+def test_without_a_verdict_a_question_begins_again_next_time(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither right nor wrong: it leaves no trajectory, and its work is not called done."""
+    replies = ["", "", "", "Incorrect"]
+    judge: Any = SimpleNamespace(judge=lambda messages: replies.pop(0), critic=critic)
+    monkeypatch.setitem(sys.modules, "scripts_of_the_test", judge)
+    made = world(operators=("reflection",), rounds=0, reflector="policy")
+    table = made.recipe.model_dump()
+    table["endpoints"] = {
+        name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
+        for name in ("judge", "critic")
+    }
+    table["measures"] |= {"quality": "judge", "judge": "judge"}
+    made.recipe = RecipeConfig.model_validate(table)
+    assert made.spin(question("hard"))["failed_by_the_machine"] == 1
+    assert made.lines("rollouts.jsonl") == []
+    assert any("neither Correct nor Incorrect" in said for said in made.said)
+    assert made.spin(question("hard"))["failed_by_the_machine"] == 0
+    (record,) = made.lines("rollouts.jsonl")
+    assert record["flywheel"]["right"] is False
 
 
 def record_of(tokens: int, calls: int, *, right: bool = True, valid: bool = True) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 
 from agentgrpo.build import prompt_length, set_stage
 from agentgrpo.progress import Progress
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.read_config import load_config, load_config_of, shipped_configs
+from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.sandbox import SandboxUnavailable
 
 SERVER = '''
@@ -78,7 +79,7 @@ def test_a_shipped_config_sets_its_stage(
     ]
     if name == "mcp":
         overrides.append(f'env.options={{command="{sys.executable}", args=["server.py"]}}')
-    config = load_config(name, overrides)
+    config = load_config_of(RecipeConfig, name, overrides)
     try:
         stage = set_stage(config, model=str(tiny_model), progress=Progress(1))
     except SandboxUnavailable as reason:

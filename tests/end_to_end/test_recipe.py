@@ -1,4 +1,4 @@
-"""A whole recipe with real vLLM, real nsjail and a tiny model: flywheel, fine-tuning, one stage."""
+"""A whole recipe with real vLLM, real nsjail and a tiny model: flywheel, fine-tuning, stages."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ group_size = 4
 max_turns = 2
 max_turn_tokens = 24
 deterministic = true
+branching = { initial = 2, probability = 1.0 }
+[loss]
+branch_credit = "hard"
 [engine]
 max_model_len = 256
 kv_cache_gib = 0.0625
@@ -74,12 +77,12 @@ epochs = 1
 batch_size = 4
 [curriculum]
 start = "sft"
-stages = 1
+stages = 3
 candidates = 16
 chunk = 8
 group_size = 4
 select = 4
-steps = [2]
+steps = [2, 1]
 """
 
 
@@ -115,38 +118,82 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_S3_15_a_recipe_runs_from_flywheel_to_report(folder: Path) -> None:
-    command(folder, "data.flywheel")
-    summary = json.loads((folder / "run/flywheel/summary.json").read_text())
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """The whole recipe, by one command."""
+    said = command(folder, "recipe")
+    assert (folder / "run/report.md").read_text() in said
+    return folder / "run"
+
+
+def test_the_flywheels_trajectories_are_what_is_fine_tuned_on(run: Path) -> None:
+    summary = json.loads((run / "flywheel/summary.json").read_text())
     assert summary["questions"] == 12
     assert summary["failed_by_the_machine"] == 0
     assert summary["kept"] > 0
-    everything = lines(folder / "run/flywheel/rollouts.jsonl")
+    everything = lines(run / "flywheel/rollouts.jsonl")
     assert {one["flywheel"]["operator"] for one in everything} >= {"fresh", "reflection"}
-
-    command(folder, "sft")
-    tuned = sorted((folder / "run/sft/checkpoints").glob("step_*"))[-1]
-    metrics = lines(folder / "run/sft/metrics.jsonl")
+    metrics = lines(run / "sft/metrics.jsonl")
     assert metrics
     assert all(row["sft/nll"] > 0 for row in metrics)
 
-    said = command(folder, "data.curriculum")
-    stage = json.loads((folder / "run/stage_0/stage.json").read_text())
-    assert stage["from"] == str(tuned)
-    assert said.splitlines()[-1] == f"done: {stage['to']}"
-    assert stage["candidates"] == 16
-    assert 0 < stage["selected"] <= stage["mixed"]
-    selected = lines(folder / "run/stage_0/tasks.jsonl")
-    trained = lines(folder / "run/stage_0/rl/rollouts.jsonl")
-    questions = {row["question"][0]["content"] for row in selected}
-    played = {r["task"]["messages"][0]["content"] for r in trained if r["split"] == "train"}
-    assert played <= questions
-    assert any("efficiency" in record["rewards"] for record in trained)
 
-    before = ("--report", str(folder / "before"))
-    command(folder, "evaluate", *before)
-    after = ("--report", str(folder / "after"), "--compare", str(folder / "before/report.json"))
-    shown = json.loads(command(folder, "evaluate", f"model={stage['to']}", *after))
-    assert shown["model"] == stage["to"]
-    assert shown["measures"]["quality"]["value"] == shown["solved"]
-    assert "| measure | before | after | difference |" in (folder / "after/report.md").read_text()
+def test_S3_15_three_stages_each_from_the_last_ones_checkpoint(run: Path) -> None:
+    start = str(sorted((run / "sft/checkpoints").glob("step_*"))[-1])
+    for number, steps in enumerate((2, 1, 1)):
+        folder = run / f"stage_{number}"
+        stage = json.loads((folder / "stage.json").read_text())
+        assert (stage["from"], stage["candidates"], stage["steps"]) == (start, 16, steps)
+        assert 0 < stage["selected"] <= stage["mixed"]
+        start = stage["to"]
+        selected = lines(folder / "tasks.jsonl")
+        trained = lines(folder / "rl/rollouts.jsonl")
+        questions = {row["question"][0]["content"] for row in selected}
+        played = {r["task"]["messages"][0]["content"] for r in trained if r["split"] == "train"}
+        assert played <= questions
+        assert any("efficiency" in record["rewards"] for record in trained)
+
+
+def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
+    """And have its tokens up to there, log-probabilities included: right behind a tool's answer."""
+    by_place = {
+        (record["step"], record["group"], record["index"]): record
+        for record in lines(run / "stage_0/rl/rollouts.jsonl")
+        if record["split"] == "train"
+    }
+    branches = [place for place, record in by_place.items() if record["parent"] is not None]
+    assert branches
+    for step, group, index in branches:
+        branch = by_place[step, group, index]
+        parent = by_place[step, group, branch["parent"]]
+        common: list[dict[str, Any]] = []
+        length = 0
+        while length < branch["forked_at"]:
+            common.append(branch["segments"][len(common)])
+            length += len(common[-1]["token_ids"])
+        assert length == branch["forked_at"]
+        assert parent["segments"][: len(common)] == common
+        assert common[-2]["logprobs"] is not None  # the call, sampled
+        assert common[-1]["logprobs"] is None  # its result
+        assert branch["task"] == parent["task"]
+
+
+def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, folder: Path) -> None:
+    report = json.loads((run / "report.json").read_text())
+    last = json.loads((run / "stage_2/stage.json").read_text())["to"]
+    models = {part: measured["model"] for part, measured in report["reports"].items()}
+    assert models["prompting"] == str(folder / "agent")
+    assert models["trained"] == last
+    assert all(measured["tasks"] == 4 for measured in report["reports"].values())
+    stages = report["stages"]
+    assert [stage["rollouts"] for stage in stages] == [16, 8, 8]
+    assert stages[0]["branched"] > 0
+    text = (run / "report.md").read_text()
+    assert "| measure | prompting | tuned | trained | difference |" in text
+    assert "critic: a script in a model's place (recipe_scripts:critic)" in text
+
+
+def test_a_finished_recipe_is_not_done_again(run: Path, folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")}
+    assert "==" not in command(folder, "recipe")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")} == before

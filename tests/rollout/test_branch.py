@@ -107,7 +107,7 @@ def test_impossible_tokens_add_nothing_and_none_asked_for_gives_none() -> None:
     assert len(token_entropies([], [], [], [])) == 0
 
 
-def test_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length() -> None:
+def test_S3_5_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length() -> None:
     config = BranchConfig(entropy_tokens=3)
     short = np.array([1.0, 2.0, 3.0], np.float32)
     long = np.array([1.0, 2.0, 3.0] + [9.0] * 50, np.float32)
@@ -128,7 +128,7 @@ def test_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length() -> 
         (1.0, 2, 0.175),
     ],
 )
-def test_the_probability_of_branching(delta: float, consecutive: int, expected: float) -> None:
+def test_S3_8_the_probability_of_branching(delta: float, consecutive: int, expected: float) -> None:
     config = BranchConfig(probability=0.5, entropy_weight=0.2, consecutive_penalty=0.5)
     assert branch_probability(delta, config, consecutive) == pytest.approx(expected)
 
@@ -316,7 +316,7 @@ def test_S3_4_branches_are_as_frequent_as_the_entropies_say(
     assert abs(stats.branches - count * probability) < 3 * sigma
 
 
-def test_the_base_entropy_is_each_rollouts_own_and_forgotten_after_the_call() -> None:
+def test_S3_5_the_base_entropy_is_each_rollouts_own_and_forgotten_after_the_call() -> None:
     """Played twice with other first turns: a base kept from the first call would branch."""
     high = math.log(len(TOKENIZER))
     config = {"initial": 1, "probability": 0.0, "entropy_weight": 1.0}
@@ -350,7 +350,7 @@ def test_sources_get_equal_shares() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_plays_have_exactly_their_size_and_true_lineage(seed: int) -> None:
+def test_S3_4_random_plays_have_exactly_their_size_and_true_lineage(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 9)
 

@@ -1,0 +1,182 @@
+"""An invented almanac, and questions whose answers stand in it and nowhere else.
+
+Villages, ships, bridges and schools that do not exist, with their people and numbers: what a model
+knows of the world does not help, it has to search. All is a pure function of the tables here.
+Training and held-out questions are about other entries and put in other words.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from agentgrpo.data.word_problems import Split
+from agentgrpo.types import Task
+
+SIZE = 160
+"""Entries; the last quarter is held out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What an entry may be asked for: the wordings for training, and others for measuring."""
+
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of entry: its text, in which {name} and its facts stand, and the questions."""
+
+    text: str
+    facts: dict[str, Fact]
+
+
+KINDS = {
+    "village": Kind(
+        text="{name} is a village of {number} houses. Its mayor is {person}. It is known for its "
+        "{thing}.",
+        facts={
+            "person": Fact(
+                train=("Who is the mayor of {name}?", "Name the mayor of the village {name}."),
+                heldout=("Which person is mayor in {name}?",),
+            ),
+            "thing": Fact(
+                train=("What is {name} known for?", "For what is the village {name} known?"),
+                heldout=("What is the village of {name} known for?",),
+            ),
+            "number": Fact(
+                train=("How many houses has {name}?", "How many houses are in {name}?"),
+                heldout=("How many houses does the village {name} have?",),
+            ),
+        },
+    ),
+    "ship": Kind(
+        text="The {name} is a ship of {number} tons. Its captain is {person}. It carries {thing}.",
+        facts={
+            "person": Fact(
+                train=("Who is captain of the {name}?", "Name the captain of the ship {name}."),
+                heldout=("Which person is the captain of the {name}?",),
+            ),
+            "thing": Fact(
+                train=("What does the {name} carry?", "What is carried by the ship {name}?"),
+                heldout=("What does the ship called {name} carry?",),
+            ),
+            "number": Fact(
+                train=("How many tons has the {name}?", "The ship {name} has how many tons?"),
+                heldout=("How many tons does the ship {name} have?",),
+            ),
+        },
+    ),
+    "bridge": Kind(
+        text="The {name} bridge is {number} metres long. It was built by {person}. It is made of "
+        "{thing}.",
+        facts={
+            "person": Fact(
+                train=("Who built the {name} bridge?", "By whom was the {name} bridge built?"),
+                heldout=("Which person built the {name} bridge?",),
+            ),
+            "thing": Fact(
+                train=("What is the {name} bridge made of?", "Of what is the {name} bridge made?"),
+                heldout=("What was used to make the {name} bridge?",),
+            ),
+            "number": Fact(
+                train=(
+                    "How many metres long is the {name} bridge?",
+                    "How long is the {name} bridge in metres?",
+                ),
+                heldout=("What length in metres has the {name} bridge?",),
+            ),
+        },
+    ),
+    "school": Kind(
+        text="The {name} school has {number} pupils. Its head is {person}. It teaches {thing}.",
+        facts={
+            "person": Fact(
+                train=("Who is head of the {name} school?", "Name the head of the {name} school."),
+                heldout=("Which person is the head of the {name} school?",),
+            ),
+            "thing": Fact(
+                train=("What does the {name} school teach?", "What is taught at {name} school?"),
+                heldout=("What can one learn at the {name} school?",),
+            ),
+            "number": Fact(
+                train=("How many pupils has the {name} school?", "How many pupils are at {name}?"),
+                heldout=("How many pupils does the school {name} have?",),
+            ),
+        },
+    ),
+}
+THINGS = {
+    "village": ("honey", "cheese", "baskets", "bells", "roses", "knives", "cider", "lace"),
+    "ship": ("coal", "salt", "timber", "grain", "wool", "copper", "tea", "bricks"),
+    "bridge": ("stone", "steel", "oak", "iron", "brick", "granite", "rope", "concrete"),
+    "school": ("music", "law", "painting", "farming", "dance", "sailing", "cooking", "weaving"),
+}
+FIRST_NAMES = ("Ada", "Boris", "Clara", "Dario", "Elsa", "Felix", "Greta", "Hugo", "Irma", "Jonas")
+LAST_NAMES = ("Brink", "Castel", "Dorn", "Falk", "Grimm", "Holt", "Kessel", "Lund", "Moor", "Stern")
+HEADS = ("Al", "Bel", "Cor", "Dun", "Er", "Fal", "Gar", "Hol", "Kel", "Mar", "Nor", "Tor", "Vel")
+MIDDLES = ("a", "e", "i", "o")
+TAILS = ("bury", "dale", "ford", "lin", "mora", "ness", "stad", "ton", "wick")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of the almanac."""
+
+    name: str
+    kind: str
+    values: dict[str, str]
+    """Of its facts: person, thing, number."""
+
+    @property
+    def text(self) -> str:
+        return KINDS[self.kind].text.format(name=self.name, **self.values)
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All of them; the kinds in turn."""
+    rng = random.Random("almanac")
+    names = rng.sample(["".join(parts) for parts in product(HEADS, MIDDLES, TAILS)], SIZE)
+    made = []
+    for index, name in enumerate(names):
+        kind = list(KINDS)[index % len(KINDS)]
+        values = {
+            "person": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
+            "thing": rng.choice(THINGS[kind]),
+            "number": str(rng.randint(20, 990)),
+        }
+        made.append(Entry(name=name, kind=kind, values=values))
+    return tuple(made)
+
+
+def corpus() -> list[tuple[str, str, str]]:
+    """(id, title, text) of every entry, as envs/search.py indexes them."""
+    return [(str(i), entry.name, entry.text) for i, entry in enumerate(entries())]
+
+
+def lookups(split: Split) -> list[Task]:
+    """A question for every fact of the split's entries, put in one of its wordings, shuffled.
+
+    `spec` holds the `answer`, the entry's `name` and the `kind`, "lookup".
+    """
+    bound = SIZE - SIZE // 4
+    chosen = entries()[:bound] if split == "train" else entries()[bound:]
+    rng = random.Random(f"almanac/{split}")
+    tasks = []
+    for entry in chosen:
+        for name, fact in KINDS[entry.kind].facts.items():
+            question = rng.choice(getattr(fact, split)).format(name=entry.name)
+            tasks.append(
+                Task(
+                    id=f"lookup/{split}/{entry.name}/{name}",
+                    messages=({"role": "user", "content": question},),
+                    spec={"answer": entry.values[name], "name": entry.name, "kind": "lookup"},
+                )
+            )
+    rng.shuffle(tasks)
+    return tasks
