@@ -10,7 +10,7 @@ BASE   := $(VENV)/.installed-$(SET)
 DEV    := $(VENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
 
-.PHONY: quickstart test view-test check lint types asan bench clean
+.PHONY: quickstart test view-test check lint types asan bench docs clean
 
 quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
@@ -39,6 +39,11 @@ types: $(DEV)
 asan: $(DEV)
 	@echo "== C extension under AddressSanitizer and UBSan"
 	sh tests/csrc/run_sanitized.sh $(PY)
+
+docs: $(BASE)
+	@echo "== writing docs/api and docs/config.md from the docstrings"
+	$(PY) docs/reference.py
+	$(PY) -m agentgrpo.settings > docs/config.md
 
 bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)

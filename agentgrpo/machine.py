@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -34,8 +36,21 @@ def installed() -> dict[str, str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the kernel shows an NVIDIA GPU."""
+    """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi is there to use it."""
+    if Path("/dev/dxg").exists():
+        return shutil.which("nvidia-smi") is not None
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def gpu_memory_bytes() -> int | None:
+    """Memory of the smallest NVIDIA GPU, as nvidia-smi tells it; None where it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) for line in said.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
 
 
 def cpu_count() -> int:

@@ -19,6 +19,8 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.interrupt import stop_after_step
+from agentgrpo.memory import explained
+from agentgrpo.preflight import to_learn, to_sample
 from agentgrpo.read_config import load_config, shipped_configs
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
@@ -39,7 +41,7 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
     evaluate_if_due(config, parts, learner.step_count)
     for step in range(learner.step_count, config.steps):
         progress.begin_step()
-        with generating(parts) as engine_metrics:
+        with generating(config, parts) as engine_metrics:
             groups, sampled = collect(config, parts, step)
         parts.tasks.feedback(groups)
         with progress.phase("packing"):
@@ -47,7 +49,7 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
             updates = plan_updates(groups, config, step=step, share_prefixes=shared)
         with progress.phase("recording"):
             log.rollouts(step, groups)
-        with progress.phase("learning"):
+        with progress.phase("learning"), explained("learning", lambda: to_learn(config, learner)):
             learned = learner.step(updates)
         time = progress.lap()
         log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
@@ -64,9 +66,10 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
 
 
 @contextlib.contextmanager
-def generating(parts: Parts) -> Iterator[Metrics]:
+def generating(config: TrainConfig, parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    with parts.progress.phase("waking the engine"):
+    wakes = explained("waking the engine", lambda: to_sample(config))
+    with parts.progress.phase("waking the engine"), wakes:
         metrics = parts.engine.wake()
     try:
         with parts.progress.phase("syncing the weights"):
@@ -74,7 +77,8 @@ def generating(parts: Parts) -> Iterator[Metrics]:
             metrics |= check_agreement(
                 parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
             )
-        yield metrics
+        with explained("generating", lambda: to_sample(config)):
+            yield metrics
     finally:
         parts.engine.sleep()
 
@@ -110,7 +114,7 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     """
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
-    with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
+    with generating(config, parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         groups, metrics = evaluate(
             parts.sampler, parts.heldout, parts.reward, seed=config.seed,
             temperature=config.evaluation.temperature, filters=config.evaluation.filters,

@@ -63,7 +63,9 @@ def test_missing_packages(missing: str, name: str) -> None:
 def test_a_run_is_refused_with_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed", lambda: CUDA)
     monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
-    with pytest.raises(ValueError, match=r"^vllm: .* no NVIDIA GPU; remedy: pip uninstall vllm torch"):
+    with pytest.raises(
+        ValueError, match=r"^vllm: .* no NVIDIA GPU; remedy: pip uninstall vllm torch"
+    ):
         machine.require_packages()
 
 

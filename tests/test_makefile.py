@@ -74,7 +74,7 @@ def pins(name: str) -> dict[str, str]:
     found = {}
     for line in (ROOT / name).read_text().splitlines():
         if not line.startswith("#"):
-            package, version = re.fullmatch(r"([\w.-]+)==([\w.+]+)", line).groups()  # type: ignore[union-attr]
+            package, version = re.fullmatch(r"([\w.-]+)={2,3}([\w.+]+)", line).groups()  # type: ignore[union-attr]
             found[re.sub(r"[-_.]+", "-", package).lower()] = version
     return found
 
