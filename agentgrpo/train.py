@@ -5,7 +5,6 @@ This file is the whole story of a step; each line of the loop is a module of its
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections import Counter
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING
 from agentgrpo import parallel
 from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
+from agentgrpo.arguments import config_parser
 from agentgrpo.config import TrainConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.interrupt import stop_after_step
 from agentgrpo.memory import explained
 from agentgrpo.preflight import to_learn, to_sample
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.read_config import load_config
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.scoring import RewardError, score_all
@@ -129,11 +129,7 @@ CONTINUE = "The same command continues from the last checkpoint."
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="agentgrpo train", description="Train a policy; docs/config.md has every setting."
-    )
-    parser.add_argument("config", help=f"a TOML file, or one of: {', '.join(shipped_configs())}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = config_parser("train", "Train a policy. The same command continues what was stopped.")
     parser.add_argument(
         "--dry-run",
         action="store_true",
