@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli, doctor, init, machine
-from agentgrpo.read_config import shipped_configs
-from agentgrpo.read_config import load_config
+from agentgrpo.read_config import load_config, shipped_configs
 from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
 from tests import tiny
