@@ -24,7 +24,7 @@ from agentgrpo.machine import require_packages
 from agentgrpo.memory import explained
 from agentgrpo.metrics import RunLog
 from agentgrpo.models import chat_of, check_model, resolve_model
-from agentgrpo.plan import plan
+from agentgrpo.plan import memory_warnings, plan
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
@@ -133,6 +133,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.pool.close)
+        for warning in memory_warnings(config, stage.model):
+            stage.progress.say(f"WARNING: {warning}")
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage)

@@ -150,9 +150,13 @@ def shapes_in(folder: Path) -> Shapes:
 def shapes_of(config: Any) -> Shapes:
     """Of each tensor of a dense decoder (Qwen3, Llama, Mistral), from its transformers config.
 
-    Empty for a mixture of experts, whose tensors are not these.
+    Empty for other kinds: a mixture of experts, or one whose config names its sizes otherwise.
     """
-    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(config, name, None) for name in experts) or not all(
+        hasattr(config, name)
+        for name in ("hidden_size", "intermediate_size", "num_key_value_heads")
+    ):
         return {}
     hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads

@@ -104,25 +104,34 @@ def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, 
         f"{Path(model).name}: {held.parameters:,} parameters, {held.trained:,} {changed} trained",
     )
     yield "memory", held.listed()
-    yield from _short_of_memory(held, free=free if device == "cpu" else None, card=card)
+    yield from (("WARNING", text) for text in _short_of_memory(held, free=free, card=card))
     yield from _disk(config, held)
 
 
-def _short_of_memory(
-    held: Footprint, *, free: float | None, card: int | None
-) -> Iterator[tuple[str, str]]:
-    """A warning, if a run does not fit into the host's free memory or the card."""
+def memory_warnings(config: TrainConfig, model: str) -> list[str]:
+    """What a run should say about memory before it loads a model: nothing, where it seems to fit.
+
+    On a CPU it would not be told otherwise: Linux ends a process that uses too much without a word.
+    """
+    cuda = machine.has_nvidia_gpu()
+    shapes = shapes_in(Path(model)) or shapes_named(model)
+    if not shapes:
+        return []
+    free = machine.memory_bytes()[1] / GIB
+    card = machine.gpu_memory_bytes() if cuda else None
+    return list(_short_of_memory(footprint(config, shapes, cuda=cuda), free=free, card=card))
+
+
+def _short_of_memory(held: Footprint, *, free: float, card: int | None) -> Iterator[str]:
     advice = (
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
         "learner.max_tokens or engine.kv_cache_gib, or a smaller model"
     )
-    if free is not None and held.peak / GIB > free:
-        yield "WARNING", f"that is more than the {free:.1f} GiB that are free: {advice}"
+    need = f"{held.peak / GIB:.1f} GiB are needed"
+    if not held.cuda and held.peak / GIB > free:
+        yield f"{need} at least, more than the {free:.1f} GiB that are free: {advice}"
     if card is not None and held.peak > ALLOCATORS * card:
-        yield (
-            "WARNING",
-            f"that is more than {ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB: {advice}",
-        )
+        yield f"{need}, more than {ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB: {advice}"
 
 
 def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:

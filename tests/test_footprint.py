@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from agentgrpo.config import LearnerConfig, LoraConfig, TrainConfig
 from agentgrpo.footprint import GIB, count, footprint, shapes_in, shapes_of, trained_count
@@ -41,6 +41,7 @@ def test_another_family_and_one_that_is_not_of_this_kind() -> None:
                          num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     assert shapes_of(config) == {n: tuple(p.shape) for n, p in on_meta(config).named_parameters()}
     assert shapes_of(Qwen3MoeConfig()) == {}
+    assert shapes_of(GPT2Config()) == {}
 
 
 def test_a_model_directory_tells_its_shapes(tmp_path: Path) -> None:
