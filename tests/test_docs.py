@@ -17,7 +17,7 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
-from agentgrpo.read_config import _all_keys, load_config
+from agentgrpo.read_config import _all_keys, load_config, shipped_configs
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout
 
@@ -63,8 +63,8 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
     overrides = [a for a in arguments if re.match(r"[a-z_.]+=", a)]
     for override in overrides:
         assert override.partition("=")[0] in _all_keys(TrainConfig)
-    if word in ("train", "evaluate") and arguments[1] == "quickstart":
-        load_config("quickstart", overrides)
+    if word in ("train", "evaluate") and arguments[1] in shipped_configs():
+        load_config(arguments[1], overrides)
 
 
 def test_settings_named_in_backticks_exist() -> None:
