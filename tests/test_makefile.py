@@ -69,6 +69,14 @@ def test_one_set_is_not_installed_over_the_other(tmp_path: Path, there: str, smi
     assert "pip" not in said.stdout
 
 
+def test_what_make_says_is_explained() -> None:
+    makefile, page = ((ROOT / n).read_text() for n in ("Makefile", "docs/troubleshooting.md"))
+    for message in ("torch cannot use the GPU", "this torch does not import"):
+        assert message in makefile
+        assert f"`{message}`" in page
+    assert "`holds the CPU set`, `holds the GPU set`" in page
+
+
 def pins(name: str) -> dict[str, str]:
     """Package: version of a requirements file, whose every line must be pinned."""
     found = {}
