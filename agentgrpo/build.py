@@ -21,9 +21,11 @@ from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
 from agentgrpo.losses import objective_of
 from agentgrpo.machine import require_packages
+from agentgrpo.memory import explained
 from agentgrpo.metrics import RunLog
 from agentgrpo.models import chat_of, check_model, resolve_model
-from agentgrpo.plan import plan
+from agentgrpo.plan import memory_warnings, plan
+from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
 from agentgrpo.rewards import expected_answer
@@ -132,6 +134,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.pool.close)
+        for warning in memory_warnings(config, stage.model):
+            stage.progress.say(f"WARNING: {warning}")
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
@@ -282,7 +286,8 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
 
-        engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
+        with explained("starting vLLM", lambda: to_sample(config)):
+            engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
             f"a package is missing or broken: {error}; see requirements-cpu.txt"
@@ -349,24 +354,25 @@ def _with_learner(
 ) -> Parts:
     from agentgrpo.agreement import probe_prompts
     from agentgrpo.learner import Learner
-    from agentgrpo.preflight import preflight
 
     engine, progress = player.engine, player.progress
     agreement_threshold = config.engine.agreement_on(engine.device)
-    learner = Learner(
-        player.model,
-        engine,
-        config.learner,
-        config.loss,
-        total_steps=config.steps,
-        temperature=config.rollout.temperature,
-        weights=config.engine.weights,
-        dlogp_limit=agreement_threshold,
-        reference=resolve_model(config.model) if config.loss.beta else None,
-        adapter=resumed if config.learner.lora.rank else None,
-    )
+    with explained("making the learner", lambda: LESS_TO_TRAIN):
+        learner = Learner(
+            player.model,
+            engine,
+            config.learner,
+            config.loss,
+            total_steps=config.steps,
+            temperature=config.rollout.temperature,
+            weights=config.engine.weights,
+            dlogp_limit=agreement_threshold,
+            reference=resolve_model(config.model) if config.loss.beta else None,
+            adapter=resumed if config.learner.lora.rank else None,
+        )
+        if resumed is not None:
+            learner.load_state(resumed / checkpoint.STATE)
     if resumed is not None:
-        learner.load_state(resumed / checkpoint.STATE)
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):

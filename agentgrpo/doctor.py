@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 from collections.abc import Iterator
 
 from agentgrpo import machine
+from agentgrpo.arguments import parser_of
 from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
 
@@ -53,7 +53,7 @@ def lines_of(checks: list[Check]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit status."""
-    argparse.ArgumentParser(prog="agentgrpo doctor", description=__doc__).parse_args(arguments)
+    parser_of("doctor", __doc__).parse_args(arguments)
     gpu = machine.has_nvidia_gpu()
     checks = [*device_checks(), *machine.package_checks(machine.installed(), gpu=gpu)]
     print("\n".join(lines_of(checks)))  # noqa: T201

@@ -1,6 +1,6 @@
 """Held-out tasks, played greedily: the number that says whether the policy learned.
 
-`python -m agentgrpo.evaluate CONFIG [section.key=value ...]` plays them with config.model and
+`agentgrpo evaluate CONFIG [section.key=value ...]` plays them with config.model and
 prints the metrics as JSON; `model=RUN/checkpoints/step_000010` evaluates a checkpoint. What is
 measured besides, with intervals and by kind of task, is in its "measures" (measures.py, [measures]
 of the config). `--report DIR` writes all of it, per task, as report.json and report.md;
@@ -9,7 +9,6 @@ of the config). `--report DIR` writes all of it, per task, as report.json and re
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo import measures, parallel
+from agentgrpo.arguments import config_parser
 from agentgrpo.endpoints import Endpoint, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.read_config import load_config_of
@@ -160,9 +160,7 @@ def write_report(folder: Path, report: dict[str, Any], earlier: Path | None) -> 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, play, print. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.evaluate", description=__doc__)
-    parser.add_argument("config", help="a TOML file or the name of a shipped config")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = config_parser("evaluate", __doc__)
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md")
     parser.add_argument("--compare", type=Path, metavar="REPORT.json", help="an earlier report")
     args = parser.parse_intermixed_args(arguments)

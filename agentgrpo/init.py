@@ -6,7 +6,6 @@ datasets' save_to_disk wrote. Some of its rows are held out, to see whether the 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.arguments import parser_of
 from agentgrpo.config import TrainConfig
 from agentgrpo.read_config import load_config
 from agentgrpo.settings import as_toml, settings
@@ -80,7 +80,7 @@ def value_of(config: TrainConfig, name: str) -> Any:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, write the config. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="agentgrpo init", description=__doc__)
+    parser = parser_of("init", __doc__)
     parser.add_argument("model", help="a model directory, hub name or package:NAME")
     parser.add_argument("data", type=Path, help=".jsonl, .parquet or a saved dataset")
     parser.add_argument(

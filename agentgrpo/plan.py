@@ -6,22 +6,25 @@ printed; nothing is trained and nothing is written.
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentgrpo import checkpoint, machine
 from agentgrpo.config import TrainConfig
+from agentgrpo.footprint import (
+    ALLOCATORS,
+    GIB,
+    Footprint,
+    Shapes,
+    footprint,
+    shapes_in,
+    shapes_of,
+)
 
 if TYPE_CHECKING:
     from agentgrpo.build import Stage
-
-GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def plan(config: TrainConfig, stage: Stage, prompt_tokens: Sequence[int]) -> str:
@@ -84,42 +87,67 @@ def _steps(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, str]]:
-    dtype = config.engine.dtype_on(device)
     total, free = (size / GIB for size in machine.memory_bytes())
     host = f"{machine.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
-    yield "device", f"{'an NVIDIA GPU; host: ' if device == 'cuda' else 'CPU, '}{host}; {dtype}"
-    shapes = parameters(Path(model))
+    card = machine.gpu_memory_bytes() if device == "cuda" else None
+    named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
+    dtype = config.engine.dtype_on(device)
+    yield "device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}"
+    shapes = shapes_in(Path(model)) or shapes_named(model)
     if not shapes:
-        yield "model", f"{model}: not in a local directory, so its size is not known here"
+        yield "model", f"{model}: its size is not known before it is loaded"
         return
-    counted, trained = sum(shapes.values()), trained_count(shapes, config.learner.trained_layers)
-    yield "model", f"{Path(model).name}: {counted:,} parameters, {trained:,} of them trained"
-    width = BYTES[dtype]
-    parts = {
-        "weights": counted * width,
-        "gradients": trained * width,
-        "optimizer": trained * (8 if width == 4 else 16),
-        "KV cache": int(config.engine.kv_cache_gib * GIB),
-    }
-    if config.engine.weights == "copy":
-        parts["the learner's copy"] = counted * width
-    need = sum(parts.values()) / GIB
-    listed = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    yield "memory", f"{listed} = {need:.1f} GiB, and activations"
-    if device == "cpu" and need > free:
-        yield (
-            "WARNING",
-            (
-                f"that is more than the {free:.1f} GiB that are free: fewer "
-                "learner.trained_layers, a smaller engine.kv_cache_gib, or a smaller model"
-            ),
-        )
-    disk = config.keep_checkpoints * (counted * width + parts["optimizer"]) / GIB
+    held = footprint(config, shapes, cuda=device == "cuda")
+    changed = "of an adapter" if config.learner.lora.rank else "of them"
+    yield (
+        "model",
+        f"{Path(model).name}: {held.parameters:,} parameters, {held.trained:,} {changed} trained",
+    )
+    yield "memory", held.listed()
+    yield from (("WARNING", text) for text in _short_of_memory(held, free=free, card=card))
+    yield from _disk(config, held)
+
+
+def memory_warnings(config: TrainConfig, model: str) -> list[str]:
+    """What a run should say about memory before it loads a model: nothing, where it seems to fit.
+
+    On a CPU it would not be told otherwise: Linux ends a process that uses too much without a word.
+    """
+    cuda = machine.has_nvidia_gpu()
+    shapes = shapes_in(Path(model)) or shapes_named(model)
+    if not shapes:
+        return []
+    free = machine.memory_bytes()[1] / GIB
+    card = machine.gpu_memory_bytes() if cuda else None
+    return list(_short_of_memory(footprint(config, shapes, cuda=cuda), free=free, card=card))
+
+
+def _short_of_memory(held: Footprint, *, free: float, card: int | None) -> Iterator[str]:
+    advice = (
+        "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
+        "learner.max_tokens or engine.kv_cache_gib, or a smaller model"
+    )
+    need = f"{held.peak / GIB:.1f} GiB are needed"
+    if not held.cuda and held.peak / GIB > free:
+        yield f"{need} at least, more than the {free:.1f} GiB that are free: {advice}"
+    if card is not None and held.peak > ALLOCATORS * card:
+        yield f"{need}, more than {ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB: {advice}"
+
+
+def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:
+    disk = config.keep_checkpoints * held.checkpoint / GIB
     there = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
     left = shutil.disk_usage(there).free / GIB
     yield "disk", f"{disk:.1f} GiB for {config.keep_checkpoints} checkpoints, {left:.0f} GiB free"
     if disk > left:
         yield "WARNING", "the checkpoints do not fit: a lower keep_checkpoints, or another out_dir"
+
+
+def shapes_named(model: str) -> Shapes:
+    """Of a model that is known by its config alone: a hub name whose weights are not here yet."""
+    from transformers import AutoConfig
+
+    return shapes_of(AutoConfig.from_pretrained(model).get_text_config())
 
 
 def _folder(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -130,28 +158,3 @@ def _folder(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "out_dir", f"{config.out_dir}: starts anew, no checkpoint was saved there yet"
     else:
         yield "out_dir", f"{config.out_dir}: new"
-
-
-def parameters(model: Path) -> dict[str, int]:
-    """How many numbers each tensor of a model directory holds, from its safetensors headers."""
-    shapes = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                size = 1
-                for extent in tensor["shape"]:
-                    size *= extent
-                shapes[name] = size
-    return shapes
-
-
-def trained_count(shapes: dict[str, int], trained_layers: int | None) -> int:
-    """How many of them the learner would change."""
-    if trained_layers is None:
-        return sum(shapes.values())
-    layer = {name: int(m[1]) for name in shapes if (m := re.search(r"\blayers\.(\d+)\.", name))}
-    first = 1 + max(layer.values(), default=-1) - trained_layers
-    return sum(shapes[name] for name, number in layer.items() if number >= first)

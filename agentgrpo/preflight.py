@@ -10,11 +10,16 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from agentgrpo.config import TrainConfig
 from agentgrpo.memory import memory, out_of_memory, release
 from agentgrpo.types import Metrics
 
 GRAIN = 128
 """Tokens between two sizes that are told apart."""
+LESS_TO_TRAIN = (
+    "fewer learner.trained_layers, learner.gradient_checkpointing = true or learner.lora.rank "
+    "need less"
+)
 
 
 class DoesNotFit(ValueError):
@@ -56,7 +61,7 @@ def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metric
     if not _fits(learner, max_tokens):
         raise DoesNotFit(
             f"learner.max_tokens {max_tokens} does not fit in memory: "
-            f"{_largest_that_fits(learner, max_tokens)}"
+            f"{largest_that_fits(learner, max_tokens)}"
         )
     release()
     try:
@@ -85,7 +90,8 @@ def _fits(learner: Rehearsal, num_tokens: int) -> bool:
     return False
 
 
-def _largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
+def largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
+    """How many packed tokens below max_tokens one pass can have, found by trying, in words."""
     fits, fails = 0, -(-max_tokens // GRAIN)
     while fails - fits > 1:
         middle = (fits + fails) // 2
@@ -93,3 +99,21 @@ def _largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
     if fits == 0:
         return f"not even {GRAIN} tokens do; train fewer layers, or a smaller model"
     return f"{fits * GRAIN} tokens do"
+
+
+def to_learn(config: TrainConfig, learner: Rehearsal) -> str:
+    """What to set lower when memory ran out while learning, with the number that fits now."""
+    limit = config.learner.max_tokens
+    return (
+        f"learner.max_tokens is {limit}, and {largest_that_fits(learner, limit)}; {LESS_TO_TRAIN}"
+    )
+
+
+def to_sample(config: TrainConfig) -> str:
+    """What to set lower when memory ran out for vLLM."""
+    engine = config.engine
+    return (
+        f"a lower engine.kv_cache_gib (it is {engine.kv_cache_gib:g}) or engine.max_num_seqs "
+        f"({engine.max_num_seqs}), or a smaller model; `agentgrpo train CONFIG --dry-run` adds up "
+        "what is needed"
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -87,8 +89,9 @@ class Progress:
         self._solved[step] = metrics["solved"]
         self.say(
             f"held-out after {step} steps: solved {metrics['solved']:.3f} of "
-            f"{metrics['rollouts']:.0f} tasks, greedy  (answered {metrics['answered']:.0%}, "
-            f"tool errors {metrics['tool_errors']:.2f} a rollout)  {_infra(metrics)}"
+            f"{metrics['rollouts']:.0f} tasks, greedy  {_infra(metrics)}"
+            f"(answered {metrics['answered']:.0%}, "
+            f"tool errors {metrics['tool_errors']:.2f} a rollout)"
         )
 
     def finished(self, out_dir: Path) -> None:
@@ -104,7 +107,7 @@ class Progress:
             "checkpoints/": "Hugging Face model directories, loadable by transformers",
         }.items():
             self.say(f"  {name:16s} {what}")
-        self.say(f"look at it: agentgrpo view {out_dir}")
+        self.say(f"look at it: {command()} view {out_dir}")
 
     def time_left(self, next_step: int) -> str:
         """Estimate from the mean of the steps so far; "?" before the first has ended."""
@@ -150,6 +153,15 @@ class Progress:
             row = names[start : start + 5]
             table.add_row(*(f"[dim]{name}[/dim] {shown[name]}" for name in row))
         return Group(self._spinner, table)
+
+
+def command() -> str:
+    """How this installation's `agentgrpo` is called from here."""
+    mine = Path(sys.executable).parent / "agentgrpo"
+    found = shutil.which("agentgrpo")
+    if not mine.exists() or (found and Path(found).samefile(mine)):
+        return "agentgrpo"
+    return os.path.relpath(mine) if mine.is_relative_to(Path.cwd()) else str(mine)
 
 
 def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Fine-tuning on kept rollouts or conversations: `python -m agentgrpo.sft CONFIG [key=value ...]`.
+"""Fine-tuning on kept rollouts or conversations: `agentgrpo sft CONFIG [key=value ...]`.
 
 The data is a .jsonl file ([sft] data). A row is one of
 
@@ -17,7 +17,6 @@ negative log-likelihood per trained token, over all of a step. vLLM is not start
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -31,6 +30,7 @@ import numpy as np
 
 from agentgrpo import checkpoint
 from agentgrpo.agents.base import Agent
+from agentgrpo.arguments import config_parser
 from agentgrpo.config import TrainConfig
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
@@ -364,10 +364,7 @@ class _Run:
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
     with cli_errors("The same command continues from the last checkpoint.") as outcome:
-        parser = argparse.ArgumentParser(prog="python -m agentgrpo.sft", description=__doc__)
-        parser.add_argument("config", help="a TOML file or the name of a shipped config")
-        parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-        args = parser.parse_args(arguments)
+        args = config_parser("sft", __doc__).parse_intermixed_args(arguments)
         prepare_environment()
         finetune(load_config_of(RecipeConfig, args.config, args.overrides))
     return outcome.status

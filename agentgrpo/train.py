@@ -5,7 +5,6 @@ This file is the whole story of a step; each line of the loop is a module of its
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections import Counter
@@ -15,11 +14,14 @@ from typing import TYPE_CHECKING
 from agentgrpo import parallel
 from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.agreement import Disagreement, check_agreement
+from agentgrpo.arguments import config_parser
 from agentgrpo.config import TrainConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.interrupt import stop_after_step
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.memory import explained
+from agentgrpo.preflight import to_learn, to_sample
+from agentgrpo.read_config import load_config
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.scoring import RewardError, score_all
@@ -39,14 +41,17 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
     evaluate_if_due(config, parts, learner.step_count)
     for step in range(learner.step_count, config.steps):
         progress.begin_step()
-        with generating(parts) as engine_metrics:
+        with generating(config, parts) as engine_metrics:
             groups, sampled = collect(config, parts, step)
         parts.tasks.feedback(groups)
         with progress.phase("packing"):
             shared = learner.shares_prefixes
             updates = plan_updates(groups, config, step=step, share_prefixes=shared)
         try:
-            with progress.phase("learning"):
+            with (
+                progress.phase("learning"),
+                explained("learning", lambda: to_learn(config, learner)),
+            ):
                 learned = learner.step(updates)
         finally:  # refused or not, with what the learner made of them
             with progress.phase("recording"):
@@ -66,9 +71,10 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
 
 
 @contextlib.contextmanager
-def generating(parts: Parts) -> Iterator[Metrics]:
+def generating(config: TrainConfig, parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    with parts.progress.phase("waking the engine"):
+    wakes = explained("waking the engine", lambda: to_sample(config))
+    with parts.progress.phase("waking the engine"), wakes:
         metrics = parts.engine.wake()
     try:
         with parts.progress.phase("syncing the weights"):
@@ -76,7 +82,8 @@ def generating(parts: Parts) -> Iterator[Metrics]:
             metrics |= check_agreement(
                 parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
             )
-        yield metrics
+        with explained("generating", lambda: to_sample(config)):
+            yield metrics
     finally:
         parts.engine.sleep()
 
@@ -112,7 +119,7 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     """
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
-    with generating(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
+    with generating(config, parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         groups, metrics = evaluate(
             parts.sampler, parts.heldout, parts.reward, seed=config.seed,
             temperature=config.evaluation.temperature, filters=config.evaluation.filters,
@@ -127,11 +134,7 @@ CONTINUE = "The same command continues from the last checkpoint."
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="agentgrpo train", description="Train a policy; docs/config.md has every setting."
-    )
-    parser.add_argument("config", help=f"a TOML file, or one of: {', '.join(shipped_configs())}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = config_parser("train", "Train a policy. The same command continues what was stopped.")
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -20,7 +20,6 @@ definition (types.PackedBatch), weights are computed from the record's lengths.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.arguments import parser_of
 from agentgrpo.config import TrainConfig
 from agentgrpo.losses import PER_ROLLOUT, PER_TOKEN
 from agentgrpo.records import read_rollouts
@@ -342,11 +342,7 @@ def _count(report: Report, rollout: Rollout) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Verify the run that the arguments name; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="agentgrpo verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("verify", __doc__)
     parser.add_argument("run", type=Path, help="a run's folder: the config's out_dir")
     folder = parser.parse_args(arguments).run
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli, doctor, init, machine
-from agentgrpo.read_config import load_config
+from agentgrpo.read_config import load_config, shipped_configs
 from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
 from tests import tiny
@@ -35,6 +35,17 @@ def test_every_command_has_a_main_and_a_help(word: str, capsys: pytest.CaptureFi
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: ")
+
+
+def test_train_names_every_shipped_config_with_what_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    said = capsys.readouterr().out
+    for name in shipped_configs():
+        line = next(line for line in said.splitlines() if line.split()[:1] == [name])
+        assert 30 < len(line) < 130, f"{name}: its first line says in one line what it is"
 
 
 def test_a_command_whose_module_is_not_there_is_not_offered(

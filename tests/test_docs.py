@@ -19,7 +19,7 @@ import pytest
 from agentgrpo import cli
 from agentgrpo.config import RewardConfig, TrainConfig
 from agentgrpo.data.sources import training_tasks
-from agentgrpo.read_config import _all_keys, load_config
+from agentgrpo.read_config import _all_keys, load_config, shipped_configs
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards import score
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
@@ -108,7 +108,7 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
     if program == "python":
         assert "your-task.md" in page or arguments[0] == "-m"
         return
-    if program in ("pip", "apt-get"):
+    if program in ("pip", "apt-get", "source"):
         return
     assert program == "agentgrpo", command
     word = arguments[0]
@@ -116,8 +116,8 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
     overrides = [a for a in arguments if re.match(r"[a-z_.]+=", a)]
     for override in overrides:
         assert override.partition("=")[0] in _all_keys(TrainConfig)
-    if word in ("train", "evaluate") and arguments[1] == "quickstart":
-        load_config("quickstart", overrides)
+    if word in ("train", "evaluate") and arguments[1] in shipped_configs():
+        load_config(arguments[1], overrides)
 
 
 def test_settings_named_in_backticks_exist() -> None:

@@ -27,7 +27,7 @@ def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
     (check,) = wrong(CUDA, gpu=False)
     assert check.essential
     assert "is the CUDA build, and this machine shows no NVIDIA GPU" in check.found
-    assert check.remedy.startswith("pip uninstall vllm; pip install")
+    assert check.remedy.startswith("pip uninstall vllm torch; pip install")
 
 
 def test_the_cpu_build_on_a_machine_with_a_gpu_is_pointed_out() -> None:
@@ -63,7 +63,9 @@ def test_missing_packages(missing: str, name: str) -> None:
 def test_a_run_is_refused_with_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed", lambda: CUDA)
     monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
-    with pytest.raises(ValueError, match=r"^vllm: .* no NVIDIA GPU; remedy: pip uninstall vllm"):
+    with pytest.raises(
+        ValueError, match=r"^vllm: .* no NVIDIA GPU; remedy: pip uninstall vllm torch"
+    ):
         machine.require_packages()
 
 

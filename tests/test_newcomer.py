@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import machine
+from agentgrpo.plan import memory_warnings
+from agentgrpo.read_config import load_config
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.train import main
 from tests import tiny
@@ -81,6 +83,18 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path:
     ):
         assert re.search(line, out), (line, out)
     assert "WARNING" not in out
+
+
+def test_a_run_that_would_be_killed_for_its_memory_is_warned(
+    dry_run: DryRun, tiny_model: Path, tmp_path: Path
+) -> None:
+    _, out, _ = dry_run("engine.kv_cache_gib=100000")
+    said = r"100000\.0 GiB are needed at least, more than the \d+\.\d GiB that are free: fewer"
+    assert re.search(rf"WARNING +{said} learner\.trained_layers", out)
+    config = load_config(tmp_path / "c.toml", ["engine.kv_cache_gib=100000"])
+    (warning,) = memory_warnings(config, str(tiny_model))
+    assert re.match(said, warning)
+    assert memory_warnings(load_config(tmp_path / "c.toml"), str(tiny_model)) == []
 
 
 def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:

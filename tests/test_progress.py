@@ -40,6 +40,26 @@ def test_the_end_names_every_file_a_run_leaves() -> None:
         assert name in said
 
 
+@pytest.mark.parametrize("where", ["in PATH", "below", "elsewhere"])
+def test_the_last_line_is_a_command_that_works_here(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "agentgrpo").write_text("#!/bin/sh\n")
+    (tools / "agentgrpo").chmod(0o755)
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr("sys.executable", str(tools / "python"))
+    monkeypatch.setenv("PATH", str(tools) if where == "in PATH" else "/nosuch")
+    monkeypatch.chdir(tmp_path / "other" if where == "elsewhere" else tmp_path)
+    means = {
+        "in PATH": "agentgrpo",
+        "below": ".venv/bin/agentgrpo",
+        "elsewhere": f"{tools}/agentgrpo",
+    }
+    assert f"look at it: {means[where]} view run" in lines_of()
+
+
 STEP = (
     {
         "reward": 0.5, "solved": 0.25, "live_groups": 3, "groups": 4, "tool_calls": 1.5,

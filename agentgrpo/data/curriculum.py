@@ -1,4 +1,4 @@
-"""Stages of rollout, selection and training: `python -m agentgrpo.data.curriculum CONFIG [...]`.
+"""Stages of rollout, selection and training: `agentgrpo curriculum CONFIG [...]`.
 
 Stage k starts from the last checkpoint of stage k-1 (the first from config.model, or from what
 fine-tuning made). Its policy plays `candidates` training tasks; those that teach most are selected
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo import checkpoint
+from agentgrpo.arguments import config_parser
 from agentgrpo.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.difficulty import DifficultyTasks
@@ -305,10 +306,7 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, go through the stages. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.data.curriculum")
-    parser.description = __doc__
-    parser.add_argument("config", help="a TOML file or the name of a shipped config")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = config_parser("curriculum", __doc__)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(arguments)
     prepare_environment()

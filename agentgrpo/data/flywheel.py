@@ -1,4 +1,4 @@
-"""The self-evolving data flywheel: `python -m agentgrpo.data.flywheel CONFIG [key=value ...]`.
+"""The self-evolving data flywheel: `agentgrpo flywheel CONFIG [key=value ...]`.
 
 For each question a buffer of trajectories grows from one attempt of the policy. `rounds` times the
 best one not yet used is taken (right before wrong, then with the fewest tool calls) and every
@@ -21,7 +21,6 @@ left out and begins again next time. Sampling depends on what else is in flight:
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentgrpo.arguments import config_parser
 from agentgrpo.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.data.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.data.trajectories import Limits, Player, Trajectory
@@ -392,10 +392,7 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, run the flywheel. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.data.flywheel", description=__doc__)
-    parser.add_argument("config", help="a TOML file or the name of a shipped config")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(arguments)
+    args = config_parser("flywheel", __doc__).parse_intermixed_args(arguments)
     prepare_environment()
     with cli_errors("The same command continues where it stopped.") as outcome:
         run(load_config_of(RecipeConfig, args.config, args.overrides))

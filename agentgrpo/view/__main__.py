@@ -6,17 +6,17 @@ needs no server and no network, and holds everything it shows.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from agentgrpo.arguments import parser_of
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, write the page. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="agentgrpo view", description=__doc__)
+    parser = parser_of("view", __doc__)
     parser.add_argument("run", type=Path, help="a run's folder: the config's out_dir")
     parser.add_argument("other", type=Path, nargs="?", help="a second run to compare it with")
     parser.add_argument("-o", "--output", type=Path, help="default: view.html in the first folder")

@@ -49,7 +49,7 @@ def load_environment():
 def write_users_files(folder: Path) -> None:
     """What the configs expect a user to bring."""
     rows = [{"question": f"q{i}", "answer": "a", "tests": "assert f() == 1"} for i in range(80)]
-    for name in ("tasks.jsonl", "questions.jsonl"):
+    for name in ("tasks.jsonl", "questions.jsonl", "math.jsonl"):
         (folder / name).write_text("\n".join(map(json.dumps, rows)))
     (folder / "texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
     (folder / "server.py").write_text(SERVER)

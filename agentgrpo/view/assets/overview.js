@@ -24,7 +24,10 @@ function lines(runs, metrics) {
 }
 
 function timeLines(runs) {
-  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !name.endsWith("/step_s") && !name.endsWith("/total_s"));
+  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !name.endsWith("/step_s") && !name.endsWith("/total_s"))
+    .filter((name) => runs[0].series(name).length > 1); // not what happens once, at the start
+  const spent = (name) => runs[0].series(name).reduce((sum, point) => sum + point.y, 0);
+  parts.sort((a, b) => spent(b) - spent(a)); // the dearest are shown
   const metrics = parts.length ? parts.map((name) => [name, words(name.slice(5, -2))])
     : [["rollout/decode_s", "decoding"], ["rollout/idle_s", "waiting for tools"], ["learner/seconds", "learning"]];
   return lines(runs, runs.length > 1 ? metrics.slice(0, 2) : metrics.slice(0, 4));
@@ -76,16 +79,26 @@ function statusBar(row) {
   return h("span", { class: "bars", role: "img", title: said, "aria-label": said }, shares.map(([name, share]) => h("i", { style: `width:${100 * share}%;background:${colour(name)}` })));
 }
 
+// Numbers of one column with the same decimals, so that they can be compared at a glance.
+function alike(column) {
+  const values = column.filter((value) => typeof value === "number");
+  const most = Math.max(...values.map(Math.abs));
+  if (values.every(Number.isInteger) || most < 1e-3) return number;
+  const decimals = most >= 10 ? 1 : most >= 1 ? 2 : most >= 0.1 ? 3 : 4;
+  return (value) => (typeof value === "number" ? value.toFixed(decimals) : number(value));
+}
+
 function drawSteps(runs, main, openStep) {
   const tables = runs.map((run) => {
     const rows = run.metrics.filter((row) => "rollout/reward" in row);
     let sorted = ["step", 1];
     const body = h("tbody");
-    const columns = COLUMNS.filter(([, name]) => rows.some((row) => name in row));
+    const columns = COLUMNS.filter(([, name]) => rows.some((row) => name in row))
+      .map(([label, name]) => [label, name, alike(rows.map((row) => row[name]))]);
     const draw = () => body.replaceChildren(...[...rows].sort((a, b) => sorted[1] * ((a[sorted[0]] ?? -1e300) - (b[sorted[0]] ?? -1e300))).map((row) => {
       const open = () => openStep(run, row.step);
       return h("tr", { tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open(), title: "show its rollouts" },
-        h("td", {}, row.step + 1), h("td", { class: "left" }, statusBar(row)), columns.map(([, name]) => h("td", {}, number(row[name]))));
+        h("td", {}, row.step + 1), h("td", { class: "left" }, statusBar(row)), columns.map(([, name, shown]) => h("td", {}, shown(row[name]))));
     }));
     const sortBy = (name) => { sorted = [name, sorted[0] === name ? -sorted[1] : 1]; draw(); };
     const heading = (label, name) => h("th", {}, h("button", { type: "button", onclick: () => sortBy(name) }, label));

@@ -1,0 +1,104 @@
+"""The configs for real models: strictly read, staged, planned, and their memory is what they say.
+
+None of them was trained: there was no card. The models' weights are not needed for any of this,
+only their shapes and a chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import machine
+from agentgrpo.build import set_stage
+from agentgrpo.footprint import ALLOCATORS, GIB, footprint, shapes_of
+from agentgrpo.plan import plan
+from agentgrpo.progress import Progress
+from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.sandbox import SandboxUnavailable
+from tests import qwen3, tiny
+
+NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))
+ROW = re.compile(r"^#\s+(\d+) GiB\s+([\d.]+) GiB  (.+)$", re.M)
+CARDS = [
+    (name, int(card), float(need), "" if what == "as it stands" else what)
+    for name in NAMES
+    for card, need, what in ROW.findall(shipped_configs()[name].read_text())
+]
+
+
+def size_of(name: str) -> str:
+    return name.split("_")[1]
+
+
+def test_every_size_has_mathematics_and_tools() -> None:
+    assert (
+        sorted(f"qwen3_{size}_{kind}" for size in qwen3.SIZES for kind in ("math", "tools"))
+        == NAMES
+    )
+    for name in NAMES:
+        config = load_config(name)
+        assert config.model.lower() == f"qwen/qwen3-{size_of(name)}"
+        assert str(config.out_dir) == f"runs/{name}"
+        assert sum(of == name for of, *_ in CARDS) >= 3, "a plan for at least three cards"
+
+
+@pytest.mark.parametrize(("name", "card", "need", "overrides"), CARDS)
+def test_the_memory_it_names_is_what_it_takes(
+    name: str, card: int, need: float, overrides: str
+) -> None:
+    config = load_config(name, overrides.split())
+    held = footprint(config, shapes_of(qwen3.config(size_of(name))), cuda=True)
+    assert round(held.peak / GIB, 1) == need
+    assert need <= ALLOCATORS * card
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory for each size: its real config.json, the tests' tokenizer, no weights."""
+    folders = {}
+    for size in qwen3.SIZES:
+        folders[size] = tmp_path_factory.mktemp(size)
+        tiny.make_tokenizer().save_pretrained(folders[size])
+        qwen3.config(size).save_pretrained(folders[size])
+    return folders
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("name", NAMES)
+def test_its_stage_is_set_and_its_plan_made(
+    name: str, model_of: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with the smallest card that the config names for itself."""
+    monkeypatch.chdir(tmp_path)
+    rows = "\n".join(
+        json.dumps({"question": f"q{i}", "answer": "$\\frac{1}{2}$"}) for i in range(80)
+    )
+    Path("math.jsonl").write_text(rows)
+    Path("questions.jsonl").write_text(rows)
+    Path("texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
+    card, need = next((card, need) for of, card, need, what in CARDS if of == name and not what)
+    config = load_config(name)
+    try:
+        stage = set_stage(config, model=str(model_of[size_of(name)]), progress=Progress(1))
+    except SandboxUnavailable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(machine, "gpu_memory_bytes", lambda: card * GIB)
+    try:
+        prompts = [len(stage.chat.prompt_ids(stage.agent.messages(t), ())) for t in stage.heldout]
+        said = plan(config, stage, prompts)
+        monkeypatch.setattr(machine, "gpu_memory_bytes", lambda: card * GIB // 3)
+        small = plan(config, stage, prompts)
+    finally:
+        stage.pool.close()
+    assert f"{card} GiB NVIDIA GPU" in said
+    assert f"{qwen3.PARAMETERS[size_of(name)]:,} parameters" in said
+    assert f"= {need} GiB at most" in said
+    assert "are needed" not in said
+    assert re.search(
+        r"WARNING +[\d.]+ GiB are needed, more than 80% of the card's \d+ GiB: fewer", small
+    )

@@ -1,0 +1,159 @@
+"""Out of memory says while doing what, which setting to lower, and the number that fits."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.memory import OutOfMemory, explained
+from agentgrpo.preflight import to_learn, to_sample
+from agentgrpo.train import CONTINUE, run
+from tests.test_preflight import Machine
+from tests.test_train import FakeRun
+
+PAGE = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
+
+
+def hosts() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def arrays() -> None:
+    np.empty(2**60, np.uint8)
+
+
+def cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+
+def cplusplus() -> None:
+    raise MemoryError("std::bad_alloc")
+
+
+FAULTS: list[Callable[[], None]] = [hosts, arrays, cuda, cplusplus]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return TrainConfig(model="m", out_dir=tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_allocator_is_understood(fault: Callable[[], None]) -> None:
+    with (
+        pytest.raises(OutOfMemory, match=r"^out of memory while learning: lower x \(.+\)$"),
+        explained("learning", lambda: "lower x"),
+    ):
+        fault()
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    fault = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as caught, explained("learning", lambda: "lower x"):
+        raise fault
+    assert caught.value is fault
+
+
+def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> None:
+    """Else a search for the number that fits would run beside the memory of what did not."""
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    def work() -> None:
+        held = np.zeros(10)
+        alive.append(weakref.ref(held))
+        raise MemoryError
+
+    with (
+        pytest.raises(OutOfMemory, match="gone"),
+        explained("learning", lambda: "gone" if alive[0]() is None else "still there"),
+    ):
+        work()
+
+
+@pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
+def test_while_learning_the_number_that_fits_is_found(
+    config: TrainConfig, room: int, says: str
+) -> None:
+    said = to_learn(config, Machine(room=room))
+    assert said.startswith(f"learner.max_tokens is 2048, and {says}")
+    assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
+
+
+def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named(config: TrainConfig) -> None:
+    said = to_sample(config)
+    assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
+
+
+class Short(FakeRun):
+    """A run whose memory ends in one phase."""
+
+    def __init__(self, phase: str, fault: Callable[[], None]) -> None:
+        super().__init__()
+        self.phase_of, self.fault = phase, fault
+
+    def wake(self) -> Any:
+        self.fail_in("waking")
+        return super().wake()
+
+    def play(self, *args: Any, **kwargs: Any) -> Any:
+        self.fail_in("playing")
+        return super().play(*args, **kwargs)
+
+    def step(self, updates: Any) -> Any:
+        self.fail_in("learning")
+        return super().step(updates)
+
+    def rehearse(self, num_tokens: int) -> None:
+        if num_tokens > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def fail_in(self, phase: str) -> None:
+        if phase == self.phase_of:
+            self.fault()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ("waking", "while waking the engine: a lower engine.kv_cache_gib"),
+        ("playing", "while generating: a lower engine.kv_cache_gib"),
+        ("learning", "while learning: learner.max_tokens is 2048, and 896 tokens do"),
+    ],
+)
+def test_a_run_ends_with_one_line_and_can_be_continued(
+    config: TrainConfig,
+    phase: str,
+    says: str,
+    fault: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short = Short(phase, fault)
+    assert run(config, lambda _: short.parts()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: out of memory ")
+    assert says in said
+    assert said.endswith(f"{CONTINUE}\n")
+    assert said.count("\n") == 1
+    assert short.calls[-1] == "close"
+
+
+def test_the_page_has_every_kind() -> None:
+    for message in (
+        "out of memory while learning",
+        "out of memory while generating",
+        "out of memory while waking the engine",
+        "out of memory while starting vLLM",
+        "out of memory while making the learner",
+        "does not fit in memory",
+        "Killed",
+    ):
+        assert re.search(rf"`[^`]*{message}[^`]*`", PAGE), message

@@ -1,0 +1,71 @@
+"""The API reference is what the docstrings say now, and leaves nothing public out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from agentgrpo import sandbox
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_committed_is_what_the_docstrings_say(reference: ModuleType) -> None:
+    there = {path.name: path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")}
+    made = reference.pages()
+    assert there.keys() == made.keys()
+    stale = [name for name, text in made.items() if there[name] != text]
+    assert not stale, f"{stale} are not what the docstrings say: run `make docs`"
+
+
+def test_every_name_of_the_sandbox_is_described(reference: ModuleType) -> None:
+    text = reference.page(*reference.PAGES["sandbox"])
+    for name in set(sandbox.__all__) - {"Status"}:
+        assert f"### {name}\n" in text, name
+
+
+@pytest.mark.parametrize(
+    "module", ["agentgrpo.types", "agentgrpo.rewards", "agentgrpo.agents.base"]
+)
+def test_what_is_defined_is_described(reference: ModuleType, module: str) -> None:
+    """Compared with the imported module, which the generator never sees."""
+    real = importlib.import_module(module)
+    public = {
+        name
+        for name, value in vars(real).items()
+        if getattr(value, "__module__", None) == module
+        and not name.startswith("_")
+        and (isinstance(value, type) or callable(value))
+    }
+    assert public == {definition.name for _, definition in reference.Module.read(module).public()}
+
+
+def test_a_docstring_becomes_markdown(reference: ModuleType) -> None:
+    text = "What.\n\nArgs:\n    a, b: first\n        and on.\n    c: x.\n\n"
+    text += "Raises:\n    ValueError: y.\n\nEnd."
+    assert reference.prose(text).splitlines() == [
+        *("What.", "", "**Args**", "", "* `a, b`: first", "  and on.", "* `c`: x.", ""),
+        *("**Raises**", "", "* `ValueError`: y.", "", "End."),
+    ]
+
+
+def test_arguments_are_divided_at_their_own_commas(reference: ModuleType) -> None:
+    assert reference.split("a: dict[str, int]={}, *, b=(1, 2)") == [
+        *("a: dict[str, int]={}", "*", "b=(1, 2)"),
+    ]
