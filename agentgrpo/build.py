@@ -312,7 +312,8 @@ def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
         return _sampler_on(engine, config, stage)
     team = parallel.team_of(config.engine.tensor_parallel_size)
     leader = Leader(engine, team)
-    return TeamSampler(_sampler_on(leader, config, stage), leader, engine, team)
+    sampler = _sampler_on(leader, config, stage)
+    return TeamSampler(config.rollout, sampler, leader, engine, team)
 
 
 def _sampler_on(engine: Any, config: TrainConfig, stage: Stage) -> AnySampler:

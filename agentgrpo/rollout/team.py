@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.agreement import Disagreement
+from agentgrpo.config import RolloutConfig
 from agentgrpo.parallel import Team
 from agentgrpo.rollout.play import SamplerStats
+from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Group, Int32, Task
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Completion, Engine
-    from agentgrpo.rollout.custom import AnySampler
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -114,29 +114,28 @@ def follow(engine: Engine, team: Team) -> None:
             seen = digest(engine.step())
 
 
-class TeamSampler:
-    """Plays as the sampler does, whose engine is a team's.
+class TeamSampler(AnySampler):
+    """Plays as the sampler does, whose engine is a team's; all ranks of the team must play.
 
     Args:
+        config: of the run's rollouts.
         sampler: plays with `leader`; used on the leading rank only.
         leader: of `engine`.
         engine: this rank's part of it.
         team: of this rank.
     """
 
-    def __init__(self, sampler: AnySampler, leader: Leader, engine: Engine, team: Team) -> None:
+    def __init__(
+        self, config: RolloutConfig, sampler: AnySampler, leader: Leader, engine: Engine, team: Team
+    ) -> None:
+        super().__init__(config)
         self._sampler, self._leader, self._engine, self._team = sampler, leader, engine, team
 
-    def play(
-        self,
-        tasks: Sequence[Task],
-        group_size: int,
-        *,
-        seed: int,
-        temperature: float | None = None,
-        filters: Mapping[str, float] = MappingProxyType({}),
-    ) -> tuple[list[Group], SamplerStats]:
-        """Like Sampler.play. All ranks of the team must call it; the stats are the leader's."""
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
+        filters: Mapping[str, float],
+    ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
+        """The stats are the leader's."""
         shares = self._team.gather(list(tasks))
         played: list[Group] = []
         stats = SamplerStats()
@@ -145,9 +144,7 @@ class TeamSampler:
         else:
             every = [task for share in shares for task in share]
             try:
-                played, stats = self._sampler.play(
-                    every, group_size, seed=seed, temperature=temperature, filters=filters
-                )
+                played, stats = self._sampler._play(every, group_size, config, seed, filters)
             finally:
                 self._leader.finish()
         groups = self._team.tell(played)
