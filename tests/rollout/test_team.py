@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.agreement import Disagreement
+from agentgrpo.config import RolloutConfig
 from agentgrpo.rollout.play import SamplerStats
 from agentgrpo.rollout.team import Leader, TeamSampler, digest, follow
 from agentgrpo.types import Group, Task
@@ -184,8 +185,11 @@ class Sampler:
     def __init__(self, leader: Any) -> None:
         self._leader = leader
 
-    def play(self, tasks: Sequence[Task], group_size: int, **options: Any) -> Any:
-        self.given = [task.id for task in tasks], group_size, options
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
+        filters: Mapping[str, float],
+    ) -> Any:  # fmt: skip
+        self.given = [task.id for task in tasks], group_size, config.temperature, seed, filters
         for task in tasks:
             self._leader.add_request(task.id, prompt(1), max_tokens=1)
             if task.id == "broken":
@@ -207,7 +211,7 @@ def play_tasks(shares: Sequence[Sequence[str]]) -> tuple[list[Any], list[Any]]:
         samplers.append((place, sampler))
         tasks = [Task(id=name, messages=(), spec={}) for name in shares[place]]
         try:
-            groups, stats = TeamSampler(sampler, leader, engine, team).play(
+            groups, stats = TeamSampler(RolloutConfig(), sampler, leader, engine, team).play(
                 tasks, 4, seed=place, temperature=0.0, filters={"top_p": 0.5}
             )
         finally:
@@ -224,8 +228,7 @@ def test_one_plays_the_tasks_of_all_and_each_gets_its_own(shares: tuple[str, ...
     results, samplers = play_tasks([list(share) for share in shares])
     assert [names for names, _, _ in results] == [list(share) for share in shares]
     every = list("".join(shares))
-    options = {"seed": 0, "temperature": 0.0, "filters": {"top_p": 0.5}}
-    assert samplers[0].given == (every, 4, options)
+    assert samplers[0].given == (every, 4, 0.0, 0, {"top_p": 0.5})
     assert not any(hasattr(sampler, "given") for sampler in samplers[1:])
     assert [steps for _, steps, _ in results] == [len(every), 0, 0]
     assert results[0][2] == results[1][2] == results[2][2]
