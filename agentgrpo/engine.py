@@ -12,6 +12,7 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   have no offset to wind back). Here prompts are computed whole on CPU.
 * Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
   launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
+* On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
 * Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
   the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -109,7 +111,11 @@ class Engine:
         self._memory: Metrics = {}
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         try:
-            with _plain_cpu_weights(), _weights_stay_awake(config.weights != "copy"):
+            with (
+                _plain_cpu_weights(),
+                _weights_stay_awake(config.weights != "copy"),
+                _shared_memory_of_this_run(),
+            ):
                 self._llm = LLM(str(model), seed=seed, **self._settings(config))
         except Exception as error:  # whatever vLLM raises, and it raises many kinds
             raise EngineStartError(_explain_start(error, model, config)) from error
@@ -444,6 +450,29 @@ def _plain_cpu_weights() -> Any:
         yield
     finally:
         vllm_layers.dispatch_cpu_unquantized_gemm = _pack_cpu_weight
+
+
+@contextlib.contextmanager
+def _shared_memory_of_this_run() -> Any:
+    """Name what ranks on CPU share after this run. VLLM has one name for all runs of a machine, so
+    that two of them meet there, and what a killed one leaves behind stops the next.
+    """
+    if parallel.world_size() == 1 or torch.cuda.is_available():
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
+
+    (name, *_), arguments = parallel.gather(uuid.uuid4().hex), Launcher._distributed_args
+
+    def named(self: Any) -> tuple[str, int, int]:
+        method, rank, local_rank = arguments(self)
+        return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
+
+    Launcher._distributed_args = named  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Launcher._distributed_args = arguments  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
