@@ -96,13 +96,19 @@ class Engine:
 
     Raises:
         EngineStartError: vLLM refused.
-        ValueError: the ranks cannot be divided by config.tensor_parallel_size.
+        ValueError: config.tensor_parallel_size does not divide the ranks, or is above 2 on CPU.
         RuntimeError: add_request() or step() while asleep or hollow.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig, *, seed: int = 0) -> None:
         parallel.require_teams_of(config.tensor_parallel_size)
         self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cpu" and config.tensor_parallel_size > 2:
+            raise ValueError(
+                "engine.tensor_parallel_size must be at most 2 on CPU, got "
+                f"{config.tensor_parallel_size}: each of more ranks adds the others' parts up in "
+                "an order of its own there, and they would sample different tokens"
+            )
         self.dtype = config.dtype_on(self.device)
         self.max_model_len = config.max_model_len
         self.state = State.AWAKE
