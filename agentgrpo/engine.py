@@ -12,6 +12,7 @@ Written against vLLM 0.20 to 0.33. What it works around, each found by measuring
   have no offset to wind back). Here prompts are computed whole on CPU.
 * Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
   launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
+* On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
 * Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
   the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 * vLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -103,8 +105,8 @@ class Engine:
 
     Raises:
         EngineStartError: vLLM refused.
-        ValueError: the ranks cannot be divided by config.tensor_parallel_size; it has no adapters
-            of that rank.
+        ValueError: config.tensor_parallel_size does not divide the ranks, or is above 2 on CPU; it
+            has no adapters of that rank.
         RuntimeError: add_request() or step() while asleep or hollow.
     """
 
@@ -113,6 +115,12 @@ class Engine:
     ) -> None:
         parallel.require_teams_of(config.tensor_parallel_size)
         self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cpu" and config.tensor_parallel_size > 2:
+            raise ValueError(
+                "engine.tensor_parallel_size must be at most 2 on CPU, got "
+                f"{config.tensor_parallel_size}: each of more ranks adds the others' parts up in "
+                "an order of its own there, and they would sample different tokens"
+            )
         self.dtype = config.dtype_on(self.device)
         self.max_model_len = config.max_model_len
         self.state = State.AWAKE
@@ -124,7 +132,11 @@ class Engine:
         settings = self._settings(config) | _lora_settings(lora_rank)
         set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
         try:
-            with _plain_cpu_weights(), _weights_stay_awake(config.weights != "copy"):
+            with (
+                _plain_cpu_weights(),
+                _weights_stay_awake(config.weights != "copy"),
+                _shared_memory_of_this_run(),
+            ):
                 self._llm = LLM(str(model), seed=seed, **settings)
         except Exception as error:  # vLLM, the model's code and what both import: of any kind
             raise EngineStartError(_explain_start(error, model, config)) from error
@@ -519,6 +531,29 @@ def _plain_cpu_weights() -> Any:
         yield
     finally:
         vllm_layers.dispatch_cpu_unquantized_gemm = _pack_cpu_weight
+
+
+@contextlib.contextmanager
+def _shared_memory_of_this_run() -> Any:
+    """Name what ranks on CPU share after this run. VLLM has one name for all runs of a machine, so
+    that two of them meet there, and what a killed one leaves behind stops the next.
+    """
+    if parallel.world_size() == 1 or torch.cuda.is_available():
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
+
+    (name, *_), arguments = parallel.gather(uuid.uuid4().hex), Launcher._distributed_args
+
+    def named(self: Any) -> tuple[str, int, int]:
+        method, rank, local_rank = arguments(self)
+        return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
+
+    Launcher._distributed_args = named  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Launcher._distributed_args = arguments  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,10 @@ def locked(out_dir: Path) -> Iterator[IO[str]]:
         yield file
 
 
-MAY_CHANGE = {"out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints"}
+MAY_CHANGE = {
+    "out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints",
+    "engine.tensor_parallel_size",
+}  # fmt: skip
 """Settings that a resumed run may have otherwise than it was started with."""
 
 

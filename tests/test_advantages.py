@@ -346,7 +346,7 @@ def test_nothing_to_compare_is_no_error() -> None:
     assert not has_contrast([])
 
 
-NORMALIZE_THEN_SUM = {"multi_objective_aggregation": "normalize_then_sum"}
+NORMALIZE_THEN_SUM: dict[str, Any] = {"multi_objective_aggregation": "normalize_then_sum"}
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,8 @@ def test_all_of_the_mismatch_comes_by_turn_too() -> None:
     got = mismatch_metrics(GAP, SAMPLE, TURN, objective)
     whole = {name for name in got if "turn" not in name}
     for turn in (0, 1):
-        own = turn == TURN
-        alone = mismatch_metrics(GAP[own], SAMPLE[own], np.zeros(own.sum(), np.int32), objective)
+        own = np.equal(TURN, turn)
+        alone = mismatch_metrics(GAP[own], SAMPLE[own], np.zeros_like(TURN[own]), objective)
         for name in whole:
             by_turn = name.replace("mismatch_", f"mismatch_turn_{turn}_")
             assert got[by_turn] == pytest.approx(alone[name], rel=1e-12), by_turn
