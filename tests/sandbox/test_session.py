@@ -152,6 +152,13 @@ def test_limits_are_validated(change: dict[str, float], message: str) -> None:
         Limits(**change)  # type: ignore[arg-type]
 
 
+def test_a_session_starts_with_nothing_of_what_its_zygote_rehearsed(session: Session) -> None:
+    shown = session.step("import linecache, sys; sorted(vars()), list(linecache.cache)")
+    assert shown.stdout == shown.stderr == ""
+    names = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"]
+    assert shown.value == str(([*names, "linecache", "sys"], ["<cell 1>"]))
+
+
 def test_a_report_that_takes_long_is_waited_for(session: Session) -> None:
     init, interpreter = pids(session)
     os.kill(init, signal.SIGSTOP)
