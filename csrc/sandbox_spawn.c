@@ -281,8 +281,8 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
                           &spec.response, &spec.out, &spec.err, &spec.cgroups[0], &spec.cgroups[1],
                           &spec.cgroups[2], &spec.home_options, &spec.tmp_options,
                           &spec.shm_options, &spec.address_space, &spec.processes, &spec.file_size,
-                          &spec.bounds.cpu_s, &spec.bounds.open_files, &spec.niceness, &spec.mode, &spec.uid,
-                          &spec.own_proc, &spec.bounds.filter, &filter_bytes)) {
+                          &spec.bounds.cpu_s, &spec.bounds.open_files, &spec.niceness, &spec.mode,
+                          &spec.uid, &spec.own_proc, &spec.bounds.filter, &filter_bytes)) {
         return NULL;
     }
     if (filter_bytes == 0 || filter_bytes % 8 != 0 || filter_bytes / 8 > 4096) {

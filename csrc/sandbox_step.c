@@ -265,12 +265,28 @@ sandbox_step_ready(struct step *step, int channel)
     }
 }
 
+static int
+has_ended(int pidfd)
+{
+    struct pollfd one = {.fd = pidfd, .events = POLLIN};
+    return poll(&one, 1, 0) > 0;
+}
+
 /* The deadline passed: first ask the code to stop, then end the session. */
 void
 sandbox_step_expire(struct step *step)
 {
-    if (step->interrupted || step->response_closed) {
-        finish(step, step->response_closed ? PROTOCOL : KILLED_AT_DEADLINE);
+    if (step->response_closed && !step->awaits_report && has_ended(step->interpreter)) {
+        step->awaits_report = 1; /* how it ended only PID 1 knows, on a busy machine not at once */
+        step->deadline += REPORT_PATIENCE_S;
+        return;
+    }
+    if (step->response_closed) {
+        finish(step, step->awaits_report ? LOST : PROTOCOL);
+        return;
+    }
+    if (step->interrupted) {
+        finish(step, KILLED_AT_DEADLINE);
         return;
     }
     step->interrupted = 1;

@@ -23,7 +23,7 @@ enum ending {
 };
 
 enum { REQUEST, RESPONSE, OUT, ERR, STATUS, NUM_CHANNELS };
-enum { CHUNK = 65536, BACKGROUND_KEPT = 4096 };
+enum { CHUNK = 65536, BACKGROUND_KEPT = 4096, REPORT_PATIENCE_S = 30 };
 
 /* Output of one stream: its first and its last bytes, and how much there was. */
 struct capture {
@@ -49,7 +49,7 @@ struct step {
     size_t head_used;
     char *answer;
     size_t answer_bytes, answer_used, answer_max;
-    int response_closed;
+    int response_closed, awaits_report;
     enum ending ending;
     struct sandbox_report report;
 };

@@ -1,6 +1,5 @@
 """What a session was asked and what it showed, so that another can be brought to the same state."""
 
-import hashlib
 import re
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ class Recorded:
     status: Status | None
     """None if a listener's exception hid how it ended."""
     state_lost: bool
-    digest: str
+    digest: int
 
     @property
     def repeatable(self) -> bool:
@@ -31,24 +30,13 @@ class Recorded:
         return self.status in (Status.OK, Status.ERROR, Status.EXIT) and not self.state_lost
 
 
-def digest(result: StepResult) -> str:
-    """A hash of what a policy could have been shown: addresses, times and costs do not count."""
+def digest(result: StepResult) -> int:
+    """A hash, in this process, of what a policy could have been shown: addresses, times and costs
+    do not count.
+    """
     error = result.error
-    shown = (
-        result.status,
-        f"{result.state_lost} {result.more} {result.value is None} {error is None}",
-        result.stdout,
-        result.stderr,
-        result.value or "",
-        error.name if error is not None else "",
-        error.value if error is not None else "",
-    )
-    text = "\0".join(f"{len(part)} {part}" for part in shown)
-    if "0x" in text:
-        text = "\0".join(map(_without_addresses, shown))
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _without_addresses(text: str) -> str:
-    stripped = _ADDRESS.sub("0x", text)
-    return f"{len(stripped)} {stripped}"
+    name, value = (error.name, error.value) if error is not None else (None, None)
+    told = (result.stdout, result.stderr, result.value, name, value)
+    if any(text and "0x" in text for text in told):
+        told = tuple(text and _ADDRESS.sub("0x", text) for text in told)  # type: ignore[assignment]
+    return hash((result.status, result.state_lost, result.more, told))

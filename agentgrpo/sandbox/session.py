@@ -249,7 +249,7 @@ class Session:
         try:
             raw = _C.sandbox_run_step(*arguments)
         except BaseException:  # a listener's; what the step did is not known
-            self.history.append(Recorded(tuple(fields), timeout, None, False, ""))
+            self.history.append(Recorded(tuple(fields), timeout, None, False, 0))
             self._busy.release()
             raise
         return self.conclude(raw)

@@ -62,7 +62,7 @@ def test_a_session_that_is_over_cannot_be_repeated(pool: SandboxPool) -> None:
 
 
 def test_the_hash_sees_all_that_is_shown_and_no_addresses() -> None:
-    def of(**shown: object) -> str:
+    def of(**shown: object) -> int:
         return digest(StepResult(**{"status": Status.OK, "value": "1", **shown}))  # type: ignore[arg-type]
 
     assert of() == of(wall_s=3.0, cpu_s=1.0, processes_left=2, background="late")

@@ -1,5 +1,7 @@
 """What a step shows, and what stays from one step to the next."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, Status
+from agentgrpo.sandbox.hostile.lifecycle import pids
 
 pytestmark = pytest.mark.nsjail
 
@@ -147,6 +150,23 @@ def test_closed_session_answers_that_it_is_closed(pool: SandboxPool) -> None:
 def test_limits_are_validated(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Limits(**change)  # type: ignore[arg-type]
+
+
+def test_a_session_starts_with_nothing_of_what_its_zygote_rehearsed(session: Session) -> None:
+    shown = session.step("import linecache, sys; sorted(vars()), list(linecache.cache)")
+    assert shown.stdout == shown.stderr == ""
+    names = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"]
+    assert shown.value == str(([*names, "linecache", "sys"], ["<cell 1>"]))
+
+
+def test_a_report_that_takes_long_is_waited_for(session: Session) -> None:
+    init, interpreter = pids(session)
+    os.kill(init, signal.SIGSTOP)
+    os.kill(interpreter, signal.SIGKILL)
+    later = threading.Timer(3 * session.limits.grace_s, os.kill, (init, signal.SIGCONT))
+    later.start()
+    result = session.step("1")
+    assert (result.status, result.signal) == (Status.SIGNAL, signal.SIGKILL), result
 
 
 def test_limit_of_cpu_time_is_the_codes_and_not_its_inits(session: Session) -> None:

@@ -1,6 +1,7 @@
 """Memory where no control group may be made: all processes of a session count together."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from agentgrpo.sandbox import (
     spawner,
 )
 from agentgrpo.sandbox.channels import process_tree
-from agentgrpo.sandbox.watchdog import proportional_kib, used_kib
+from agentgrpo.sandbox.watchdog import UNIX_KIB, proportional_kib, socket_kib, used_kib
 
 pytestmark = pytest.mark.nsjail
 MIB = 1 << 20
@@ -65,6 +66,21 @@ def test_memory_of_many_processes_counts_together(groupless: SandboxPool) -> Non
 def test_memory_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
         assert session.step(spread(3, 20), 20).status is Status.OK
+
+
+def test_unix_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None:
+    with groupless.acquire() as session, socket.socket(socket.AF_UNIX):
+        assert socket_kib(os.getpid()) == 0, "the sockets of the machine are nobody's"
+        code = "import socket; keep = [socket.socketpair() for _ in range({})]"
+        assert session.step(code.format(20)).status is Status.OK
+        assert socket_kib(session.init_pid) == 40 * UNIX_KIB
+        code = (
+            "import os, time\nfor _ in range(4):\n if os.fork() == 0:\n"
+            "  more = [socket.socketpair() for _ in range(60)]\n  time.sleep(60)\ntime.sleep(60)"
+        )
+        assert 4 * 120 * UNIX_KIB > 128 << 10
+        result = session.step(code, 30)
+        assert result.status is Status.OOM, result
 
 
 def test_pages_that_forks_share_count_once(groupless: SandboxPool) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from agentgrpo.sandbox.channels import pid_of
 from agentgrpo.sandbox.errors import SandboxBusy
@@ -19,18 +20,27 @@ def pids(session: Session) -> tuple[int, int]:
     return pid_of(channels.init), pid_of(channels.interpreter)
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
-    """Whether the process ends within that time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] in "ZX":
-                    return True
-        except OSError:
-            return True
+def _within(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether it holds before that time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.005)
-    return False
+    return True
+
+
+def _ended(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends soon."""
+    return _within(lambda: _ended(pid))
 
 
 @on_pool
@@ -101,11 +111,16 @@ def too_many_sessions(pool: SandboxPool) -> None:
 @on_pool
 def nothing_is_left(pool: SandboxPool) -> None:
     """Sessions leave no descriptors behind."""
+
+    def held() -> int:
+        """Once the background has refilled the pool, and but for the two of each control group."""
+        assert _within(lambda: pool.metrics()["idle"] == pool.min_idle)
+        groups = pool._spawner.cgroups
+        return len(os.listdir("/proc/self/fd")) - (2 * len(groups._all) if groups else 0)
+
     pool.acquire().close()
-    time.sleep(0.2)  # for the background refill
-    before = len(os.listdir("/proc/self/fd"))
+    before = held()
     for _ in range(30):
         with pool.acquire() as session:
             session.step("1")
-    time.sleep(0.2)
-    assert abs(len(os.listdir("/proc/self/fd")) - before) <= 8 * pool.min_idle
+    assert _within(lambda: held() == before), f"{held()} descriptors, before {before}"

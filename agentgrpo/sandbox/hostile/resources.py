@@ -1,5 +1,7 @@
 """Attacks on time, output, memory, processes and disk."""
 
+import select
+
 from agentgrpo.sandbox.hostile.case import (
     LIMITS,
     Skip,
@@ -238,10 +240,9 @@ def late_output(s: Session) -> None:
         "import threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()"
     )
-    s.step("import time; time.sleep(0)")
-    import time
-
-    time.sleep(0.3)
+    channels = s.channels
+    assert channels is not None
+    select.select([channels.out], [], [], 10.0)
     result = expect(s.step("print('mine')"), OK)
     assert (result.stdout, result.background) == ("mine\n", "late\n"), result
 
@@ -270,14 +271,12 @@ def one_huge_object(s: Session) -> None:
 def children_bomb(s: Session) -> None:
     """Many small children together meet the memory limit, and the host is told."""
     code = (
-        "import os, time\n"
+        "import os\nfilled, write = os.pipe(); hold, end = os.pipe()\n"
         "for _ in range(12):\n"
         " if os.fork() == 0:\n"
-        "  x = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096])\n"
-        "  time.sleep(0.5); os._exit(0)\n"
-        "try:\n"
-        " while True: os.wait()\n"
-        "except ChildProcessError: pass"
+        "  os.close(end); x = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096])\n"
+        "  os.close(write); os.read(hold, 1); os._exit(0)\n"
+        "os.close(write); os.read(filled, 1); os.close(end)  # each is full or dead by now"
     )
     result = expect(s.step(code), OK, Status.OOM)
     if result.processes_left is None:
@@ -348,7 +347,10 @@ def zombies(s: Session) -> None:
         " if (p := os.fork()) == 0:\n"
         "  if os.fork() == 0: os._exit(0)\n"
         "  os._exit(0)\n os.waitpid(p, 0)\n"
-        "import time; time.sleep(0.05); len([p for p in os.listdir('/proc') if p.isdigit()])"
+        "import time; stop = time.monotonic() + 5; many = 99\n"
+        "while many > 4 and time.monotonic() < stop:\n"
+        " many = len([p for p in os.listdir('/proc') if p.isdigit()])\n"
+        "many"
     )
     assert int(value_of(s, code)) <= 4
 
