@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant("rollout/transcript.py", "self._cut(shared)", "pass"),
     Mutant("rollout/transcript.py", "last.logprobs[:kept]", "last.logprobs[-kept:]"),
     Mutant("rollout/transcript.py", "last.token_ids[:kept]", "last.token_ids[-kept:]"),
-    Mutant("rollout/transcript.py", "kept > 0", "kept >= 0"),
+    Mutant("rollout/transcript.py", "kept > 0 or (kept == 0 and last.sampled)", "kept > 0"),
     Mutant("rollout/transcript.py", "        self.turn_start = self._length\n        self._append(Segment(token_ids, logprobs))", "        self._append(Segment(token_ids, logprobs))"),
     Mutant("rollout/transcript.py", "            if segment.sampled:\n", "            if not segment.sampled:\n"),
     Mutant("rollout/transcript.py", "max(end, 2 * len(self._ids), 1024)", "max(2 * len(self._ids), 1024)"),
