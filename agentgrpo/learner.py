@@ -271,7 +271,7 @@ class Learner:
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective)
         for seen in run.seen():
-            live[seen.update].take(seen.sample_N, seen.logp_N, seen.entropy_N)
+            live[seen.update].take(seen.sample_N, seen.turn_N, seen.logp_N, seen.entropy_N)
         tokens = sum(len(batch.input_ids_T) for update in live for batch in update.batches)
         metrics["packed_tokens"] = float(tokens)
         metrics["seconds"] = time.perf_counter() - started

@@ -178,7 +178,7 @@ class Rollout:
     on them."""
     learner_logprobs: list[Float32 | None] | None = None
     """One per segment of all rows, of sampled segments alone: the learner's log-probabilities at
-    the rollouts' temperature, in nats, when it first saw them. None: it was not trained on."""
+    the rollouts' temperature, in nats, when it first saw them. None: what was not trained on."""
     entropies: list[Float32 | None] | None = None
     """In the same form: the entropy in nats of the distribution each token was drawn from, as the
     learner has it."""

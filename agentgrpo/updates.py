@@ -23,23 +23,25 @@ class Update:
     rollouts: Sequence[Rollout] = ()
     """These, where what the learner makes of them is to be recorded."""
 
-    def take(self, sample_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
-        """Write what the learner made of a batch's terms to the rollouts they belong to."""
-        for sample in np.unique(sample_N).tolist() if self.rollouts else ():
-            own = sample_N == sample
-            rollout = self.rollouts[sample]
-            rollout.learner_logprobs = _by_segment(rollout, logp_N[own])
-            rollout.entropies = _by_segment(rollout, entropy_N[own])
+    def take(self, sample_N: Int32, turn_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
+        """Write what the learner made of a batch's terms to the rollouts they belong to.
 
-
-def _by_segment(rollout: Rollout, values: Float32) -> list[Float32 | None]:
-    """The values of a rollout's terms, which come in its order, for each segment of all rows."""
-    sizes = [len(s.token_ids) if s.sampled else 0 for s in rollout.all_segments]
-    parts = np.split(values, np.cumsum(sizes)[:-1])
-    return [
-        part if segment.sampled else None
-        for segment, part in zip(rollout.all_segments, parts, strict=True)
-    ]
+        Their order is the tree's, in which a rollout's later row may come first or be elsewhere.
+        """
+        if not self.rollouts:
+            return
+        order = np.lexsort((turn_N, sample_N))
+        labels = np.stack([sample_N[order], turn_N[order]])
+        cuts = np.flatnonzero((labels[:, 1:] != labels[:, :-1]).any(0)) + 1
+        for own in np.split(order, cuts) if len(order) else ():
+            rollout, turn = self.rollouts[sample_N[own[0]]], turn_N[own[0]]
+            segments = rollout.all_segments
+            if rollout.learner_logprobs is None or rollout.entropies is None:
+                rollout.learner_logprobs = [None] * len(segments)
+                rollout.entropies = [None] * len(segments)
+            segment = [i for i, s in enumerate(segments) if s.sampled][turn]
+            rollout.learner_logprobs[segment] = logp_N[own]
+            rollout.entropies[segment] = entropy_N[own]
 
 
 def plan_updates(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -136,7 +137,10 @@ def _view_faults(rollout: Rollout) -> Iterator[str]:
     for name, view in views.items():
         if view is None:
             continue
-        if [None if values is None else len(values) for values in view] != sizes:
+        found = [None if values is None else len(values) for values in view]
+        if len(found) != len(sizes) or any(
+            number not in (None, size) for number, size in zip(found, sizes, strict=True)
+        ):
             yield f"{name}: not one number for each sampled token"
             continue
         flat = np.concatenate(
@@ -197,15 +201,16 @@ def step_faults(
         for batch in update.batches:
             faults += [f"update {number}: {f}" for f in _batch_faults(batch, rollouts, weights)]
             terms += len(batch.row_N)
-        packed = {sample for batch in update.batches for sample in batch.sample_N.tolist()}
-        wrong = packed ^ _wanted(rollouts, config)
+        packed = Counter(sample for batch in update.batches for sample in batch.sample_N.tolist())
+        wanted = _wanted(rollouts, config)
+        wrong = [i for i in sorted(packed | wanted) if packed[i] != wanted[i]]
         if wrong:
-            faults.append(f"update {number}: packed or left out wrongly: rollouts {sorted(wrong)}")
-        learned = {i for i, r in enumerate(rollouts) if r.learner_logprobs is not None}
-        if learned and learned != packed:
+            faults.append(f"update {number}: packed or left out wrongly: rollouts {wrong}")
+        learned = Counter({i: n for i, r in enumerate(rollouts) if (n := _num_learned(r))})
+        wrong = [i for i in sorted(packed | learned) if packed[i] != learned[i]]
+        if learned and wrong:
             faults.append(
-                f"update {number}: packed, or seen by the learner, but not both: rollouts "
-                f"{sorted(learned ^ packed)}"
+                f"update {number}: packed, or seen by the learner, but not both: rollouts {wrong}"
             )
         gap = max((_gap(rollout) for rollout in rollouts), default=0.0)
         if number == 0 and not gap <= limit:  # later ones are of another policy
@@ -227,17 +232,31 @@ def _gap(rollout: Rollout) -> float:
     )
 
 
-def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> set[int]:
-    """The rollouts that move the loss."""
+def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:
+    """How many loss terms each rollout has: the sampled tokens of those rows that move the loss."""
     all_move = config.loss.beta != 0 or config.loss.entropy_coef != 0
-    return {i for i, r in enumerate(rollouts) if all_move or any(_advantages(r))}
+    return Counter(
+        {
+            index: count
+            for index, rollout in enumerate(rollouts)
+            if (count := sum(len(a) for a in _advantages(rollout) if all_move or a.any()))
+        }
+    )
 
 
-def _advantages(rollout: Rollout) -> list[float]:
-    """Of the sampled segments of a rollout."""
-    segments = [segment for row in rollout.rows for segment in row]
-    each = rollout.segment_advantages or [rollout.advantage] * len(segments)
-    return [a for segment, a in zip(segments, each, strict=True) if segment.sampled]
+def _advantages(rollout: Rollout) -> list[Float32]:
+    """Of the sampled tokens of each row."""
+    segments = rollout.all_segments
+    every = iter(rollout.segment_advantages or [rollout.advantage] * len(segments))
+    return [
+        np.concatenate(
+            [
+                np.full(len(segment.token_ids) if segment.sampled else 0, next(every), np.float32)
+                for segment in row
+            ]
+        )
+        for row in rollout.rows
+    ]
 
 
 def _flat(row: Sequence[Segment]) -> tuple[Int32, NDArray[np.bool_], Float32]:
@@ -269,22 +288,19 @@ def _batch_faults(
             yield f"sample {sample} of {len(rollouts)}"
             continue
         mine = np.flatnonzero(batch.sample_N == sample)
-        rows = [_flat(row) for row in rollouts[sample].rows]
-        counts = [int(mask.sum()) for _, mask, _ in rows]
-        if sum(counts) != len(mine):
-            yield f"sample {sample}: {len(mine)} terms for {sum(counts)} sampled tokens"
-            continue
-        for terms, row in zip(np.split(mine, np.cumsum(counts)[:-1]), rows, strict=True):
-            if len(terms):
-                yield from (
-                    f"sample {sample}: {fault}" for fault in _row_faults(batch, terms, *row)
-                )
-        advantages = np.repeat(
-            np.array(_advantages(rollouts[sample]), np.float32),
-            [len(s.token_ids) for row in rollouts[sample].rows for s in row if s.sampled],
-        )
-        if not np.array_equal(batch.advantage_N[mine], advantages):
-            yield f"sample {sample}: its terms have other advantages"
+        turn = 0
+        for row, advantages in zip(
+            rollouts[sample].rows, _advantages(rollouts[sample]), strict=True
+        ):
+            first, turn = turn, turn + sum(segment.sampled for segment in row)
+            terms = mine[(batch.turn_N[mine] >= first) & (batch.turn_N[mine] < turn)]
+            if len(terms) not in (0, len(advantages)):  # a row lies in one batch
+                yield f"sample {sample}: {len(terms)} terms for {len(advantages)} sampled tokens"
+            elif len(terms):
+                faults = _row_faults(batch, terms, *_flat(row))
+                yield from (f"sample {sample}: {fault}" for fault in faults)
+                if not np.array_equal(batch.advantage_N[terms], advantages):
+                    yield f"sample {sample}: its terms have other advantages"
         if not np.allclose(batch.weight_N[mine], weights[sample], rtol=WEIGHT_TOLERANCE, atol=0):
             yield f"sample {sample}: its terms do not weigh {weights[sample]:.6g} each"
 

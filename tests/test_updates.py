@@ -304,6 +304,50 @@ def test_only_tokens_of_high_entropy_are_trained_on(
     assert metrics["loss"] == pytest.approx(-(advantage * kept).sum().item() / len(kept), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_iterations": 2}, {"num_mini_batches": 2, "num_iterations": 2}],
+    ids=["once", "twice", "mini-batches"],
+)
+def test_rollouts_are_told_what_the_learner_made_of_them_before_the_step(
+    make_learner: Callable[..., Learner],
+    tiny_model: Path,
+    groups: list[Group],
+    options: dict[str, Any],
+) -> None:
+    rollout, dead = groups[0].rollouts[0], groups[1].rollouts[2]
+    rollout.closed_rows = [rollout.segments[:2]]  # two rows, of one turn each
+    rollout.segments = [Segment(rollout.token_ids[3:13]), *rollout.segments[3:]]
+    dead.advantage = 0.0
+    loss = LossConfig(**options)
+    make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
+    assert dead.learner_logprobs is None
+    assert dead.entropies is None
+    model = oracle_model(tiny_model)
+    for played in (r for g in groups for r in g.rollouts if r is not dead):
+        assert played.learner_logprobs is not None
+        assert played.entropies is not None
+        seen = iter(zip(played.learner_logprobs, played.entropies, strict=True))
+        for row in played.rows:
+            ids = torch.from_numpy(np.concatenate([s.token_ids for s in row]).astype(np.int64))
+            with torch.no_grad():
+                every = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+            start = 0
+            for segment in row:
+                end = start + len(segment.token_ids)
+                logp, entropy = next(seen)
+                if not segment.sampled:
+                    assert logp is None
+                    assert entropy is None
+                else:
+                    own = every[start - 1 : end - 1]
+                    want = own.gather(1, ids[start:end, None])[:, 0]
+                    np.testing.assert_allclose(logp, want, atol=1e-5)  # type: ignore[arg-type]
+                    np.testing.assert_allclose(entropy, -(own.exp() * own).sum(-1), atol=1e-5)  # type: ignore[arg-type]
+                start = end
+        assert next(seen, None) is None
+
+
 def test_what_the_sampler_saw_is_checked_before_the_first_update(
     make_learner: Callable[..., Learner], groups: list[Group]
 ) -> None:

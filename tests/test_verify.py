@@ -52,7 +52,7 @@ def learn(groups: list[Group], config: TrainConfig, step: int) -> None:
     for update in plan_updates(groups, config, step=step):
         for batch in update.batches:
             logp_N = batch.old_logp_N - np.float32(1e-6)
-            update.take(batch.sample_N, logp_N, -logp_N)
+            update.take(batch.sample_N, batch.turn_N, logp_N, -logp_N)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +353,13 @@ def test_a_recorded_fork_is_proven_and_another_is_not(tmp_path: Path) -> None:
     config = load_config("quickstart")
     groups = [Group(task=TASK, rollouts=[rollout])]
     assert verify.step_faults(groups, config, 0, 1e-3) == ([], 5)
+    rollout.closed_rows[0][0].token_ids[2] = 99  # now the later row comes first in the tree
+    assert verify.step_faults(groups, config, 0, 1e-3) == ([], 5)
+    narrow = config.learner.model_copy(update={"max_tokens": 7})  # and now in another tree
+    assert verify.step_faults(groups, config.model_copy(update={"learner": narrow}), 0, 1e-3) == (
+        [],
+        5,
+    )
     rollout.closed_rows.clear()  # the fork is not recorded
     assert list(verify.rollout_faults(rollout)) == ["turn 1: row 1 of 1"]
 

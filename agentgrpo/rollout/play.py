@@ -155,7 +155,7 @@ class _Pending:
     index: int
     attempt: int = 0
     fork: _Fork | None = None
-    since: float = field(default_factory=time.perf_counter)
+    since: float = field(default_factory=lambda: time.perf_counter())
     """When it was queued."""
 
 

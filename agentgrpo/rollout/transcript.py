@@ -153,7 +153,7 @@ class Transcript:
             last = self.segments.pop()
             self._length -= len(last.token_ids)
             kept = length - self._length
-            if kept > 0:
+            if kept > 0 or (kept == 0 and last.sampled):  # an empty turn is still one
                 logprobs = None if last.logprobs is None else last.logprobs[:kept]
                 self._append(Segment(last.token_ids[:kept], logprobs))
 

@@ -585,3 +585,26 @@ def test_branches_and_rendered_histories_exclude_each_other() -> None:
         ValueError, match=r"'render' and rollout\.branching\.initial 2 exclude each"
     ):
         RolloutConfig(history="render", branching={"initial": 2})  # type: ignore[arg-type]
+
+
+def test_a_rollouts_time_is_accounted_for_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that ticks when it is read; the engine's steps read it twice each."""
+    ticks = [0]
+
+    def tick() -> float:
+        ticks[0] += 1
+        return float(ticks[0])
+
+    monkeypatch.setattr(time, "perf_counter", tick)
+    say = f"<code>print(1)</code>{EOT}"
+    engine = scripted(Turn(say, steps=3), Turn(say, steps=20), Turn(f"Answer: 2{EOT}", steps=5))
+    timings = one(engine).timings
+    assert set(timings) == {"queue_s", "generate_s", "own_s", "tools_s", "finish_s"}
+    assert timings["generate_s"] >= 2 * (3 + 20 + 5)
+    assert timings["queue_s"] >= 1
+    assert timings["tools_s"] >= 2
+    assert timings["finish_s"] >= 1
+    assert 2 * 28 < sum(timings.values()) <= ticks[0]
+    whole = dict(timings)
+    del whole["generate_s"]
+    assert sum(whole.values()) < 30, "nothing is counted twice"
