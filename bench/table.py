@@ -71,6 +71,22 @@ LINES = (
         "block mask of 8192 tokens", "packing", "blocks", "blocks_torch", "create_block_mask"
     ),
     Line(
+        "64 rollouts, heavy-tailed tools of 1 s on average: time that the engine idles",
+        "rollout", "idle: barrier none", "idle: barrier each turn", "a barrier per turn",
+    ),
+    Line(
+        "the same: wall time", "rollout", "barrier: none", "barrier: each turn",
+        "a barrier per turn",
+    ),
+    Line(
+        "256 rollouts live: Python outside of the engine", "rollout", "python outside of the engine"
+    ),
+    Line("513 MiB of weights to the sampler, shared", "rollout", "publish: shared"),
+    Line(
+        "the same, copied in place", "rollout", "publish: copy", "publish: one plain copy",
+        "one plain copy",
+    ),
+    Line(
         "sandbox: new session to its first result", "sandbox", "cold: session",
         "cold: nsjail per call", "nsjail per call",
     ),

@@ -180,7 +180,7 @@ def test_vllms_own_llm_can_be_asked_for_the_policy(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
     from vllm import SamplingParams
-    from vllm.inputs import tokens_input
+    from vllm.inputs import TokensPrompt
 
     learner = make_learner()
     move(learner, 5)
@@ -188,7 +188,10 @@ def test_vllms_own_llm_can_be_asked_for_the_policy(
     ids, _ = sampled(served)
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, detokenize=False)
     (said,) = served.llm.generate(
-        tokens_input(IDS.tolist()), params, lora_request=served.adapter, use_tqdm=False
+        TokensPrompt(prompt_token_ids=IDS.tolist()),
+        params,
+        lora_request=served.adapter,
+        use_tqdm=False,
     )
     assert list(said.outputs[0].token_ids) == ids[-6:].tolist()
 

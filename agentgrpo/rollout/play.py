@@ -454,8 +454,7 @@ class Play:
             return
         if live.first_entropy is None:
             live.first_entropy = entropy
-        if live.after_tool or live.spent.turns == 0:
-            self._begin_alone(task, plan.measured(member, entropy, after_tool=live.after_tool))
+        self._begin_alone(task, plan.measured(member, entropy, after_tool=live.after_tool))
         if not live.after_tool or not plan.may_branch(member):
             return
         delta = entropy - live.first_entropy

@@ -217,6 +217,8 @@ def checked(groups: list[Group], group_size: int) -> list[Rollout]:
         assert len(group.rollouts) == group_size
         for rollout in group.rollouts:
             assert rollout.task is group.task
+            own = sum(s.sampled for s in rollout.segments)
+            assert len(rollout.turns) == rollout.stats["turns"] == own
             if rollout.parent is None:
                 assert rollout.forked_at is None
                 continue
@@ -420,14 +422,16 @@ def test_a_branch_whose_world_answers_otherwise_is_given_up_and_its_place_filled
     env.assert_all_closed_once()
 
 
-def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent() -> None:
-    """Rollout 0 calls, is told, branches, and then its machine breaks."""
+@pytest.mark.parametrize("max_live", [1, 256])
+def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent(max_live: int) -> None:
+    """Rollout 0 calls, is told, branches, and then its machine breaks; a branch may yet wait."""
     turns = ["<code>0</code>", "<code>broken machine</code>"]
     engine = StubEngine(TOKENIZER, lambda n, _: Turn(turns[n] if n < 2 else f"Answer: {n}{EOT}"))
     env = StubEnv()
     groups, stats = play(
-        engine, env, group_size=2, branching={**ALWAYS, "initial": 1}, max_retries=1
-    )
+        engine, env, group_size=2, branching={**ALWAYS, "initial": 1}, max_retries=1,
+        max_live=max_live,
+    )  # fmt: skip
     again, branch = groups[0].rollouts
     assert (stats.branches, stats.retries) == (1, 1)
     assert len(again.segments) == 2
@@ -475,6 +479,11 @@ def test_a_row_of_branchings_ends_where_one_is_left_out() -> None:
     behind_tools = [ends[2], ends[4], ends[6]]
     taken = [any(r.parent == 0 and r.forked_at == at for r in rollouts) for at in behind_tools]
     assert taken == [True, False, True]
+    branched_again = [r for r in rollouts if r.parent]
+    assert branched_again
+    for rollout in branched_again:  # a branch goes on with the row that led to it
+        assert rollout.parent is not None
+        assert rollout.forked_at != rollouts[rollout.parent].forked_at
 
 
 def test_a_branch_spends_its_own_calls() -> None:
@@ -484,3 +493,49 @@ def test_a_branch_spends_its_own_calls() -> None:
     assert stats.branches == 3
     assert [r.stats["tool_calls"] for r in checked(groups, 4)] == [2.0] * 4
     assert [r.stats["refused_calls"] for r in groups[0].rollouts] == [0.0] * 4
+
+
+def test_a_branch_keeps_the_base_of_the_rollout_that_it_left() -> None:
+    """Sure at first, unsure after every answer: the branch too is measured against the first."""
+    engine = conversation(2, entropy=(0.0, math.log(len(TOKENIZER))))
+    config = {"initial": 1, "probability": 0.0, "entropy_weight": 1.0}
+    groups, stats = play(engine, group_size=4, branching=config)
+    assert stats.branches == 3
+    assert 1 in {r.parent for r in checked(groups, 4)}
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_group_that_is_under_way_goes_before_those_that_are_not(calls: int) -> None:
+    """With room for one rollout at a time; those begun alone, and branches, in index order."""
+    engine = conversation(calls)
+    size = 2 + (calls == 0)
+    play(engine, num_tasks=2, group_size=size, max_live=1, branching={**ALWAYS, "initial": 1})
+    begun = [int(r.request_id.split(".")[0]) for r in engine.requests]
+    assert begun == sorted(begun)
+    assert set(begun) == set(range(2 * size))
+
+
+def test_a_branch_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("agentgrpo.rollout.limits.time.monotonic", lambda: now)
+
+    def on_call(code: str) -> None:
+        nonlocal now
+        now += 2.5
+
+    env = StubEnv(on_call=on_call)
+    groups, stats = play(
+        conversation(1), env, group_size=2, branching={**ALWAYS, "initial": 1}, max_seconds=3.0
+    )
+    assert stats.branches == 1
+    assert [r.status for r in checked(groups, 2)] == [Status.COMPLETED] * 2
+
+
+def test_what_a_branch_earns_is_its_own() -> None:
+    env = StubEnv(answer=lambda code: Observation("ok", rewards={"step": 1.0}))
+    groups, stats = play(conversation(2), env, group_size=2, branching={**ALWAYS, "initial": 1})
+    assert stats.branches == 1
+    for rollout in checked(groups, 2):
+        turns = [(s.start, s.end) for s in rollout.span_rewards]
+        ends = np.cumsum([len(s.token_ids) for s in rollout.segments]).tolist()
+        assert turns == [(ends[0], ends[1]), (ends[2], ends[3])], "one per call, on its turn"

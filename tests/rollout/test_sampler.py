@@ -220,6 +220,7 @@ def test_a_temperature_of_the_call_wins() -> None:
     sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), CHAT, RolloutConfig(temperature=0.7))
     sampler.play(tasks(1), 1, seed=0, temperature=0.0)
     assert engine.requests[0].options["temperature"] == 0.0
+    assert engine.requests[0].options["seed"] is None, "greedy draws nothing"
 
 
 def test_a_turn_that_was_cut_is_never_executed() -> None:
