@@ -160,8 +160,9 @@ class EnvConfig(Section):
     """What answers the policy (envs/, docs/agents.md)."""
 
     kind: str = "auto"
-    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2, or
-    your own `module:Class`. auto: console for the repl agent, python for others."""
+    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2,
+    tau_bench, verifiers, or your own `module:Class`. auto: console for the repl agent, python for
+    others."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's class; an unknown one is refused by name."""
 

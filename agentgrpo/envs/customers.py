@@ -6,11 +6,12 @@ one of the user's own is a class with the two methods of User.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from agentgrpo.agents.base import Message
 from agentgrpo.envs.base import Ask, Observation
+from agentgrpo.rewards import load_callable
 
 HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What the benchmarks' customers write when they end the talk."""
@@ -86,6 +87,56 @@ class ModelUser:
         said = text.rpartition("</think>")[2].strip()
         self._messages.append({"role": "assistant", "content": said})
         return None if any(mark in said for mark in HANGS_UP) else said
+
+
+class Customers:
+    """Makes the customers of an environment's episodes, as its options say.
+
+    Args:
+        mode: `silent`, one of `played`, or `module:Class` of a User called with the task's spec.
+        silent: the mode in which nobody talks.
+        played: which of "scripted" and "model" the environment has.
+        temperature: of a "model"; 0 is greedy.
+        max_tokens: of one turn of a "model".
+
+    Raises:
+        ValueError: an argument is none of these; names the option.
+    """
+
+    def __init__(
+        self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int
+    ) -> None:
+        modes = (silent, *played)
+        if mode not in modes and ":" not in mode:
+            raise ValueError(f"mode: expected {', '.join(modes)} or 'module:Class', got {mode!r}")
+        if temperature < 0:
+            raise ValueError(f"customer_temperature: expected 0 or more, got {temperature}")
+        if max_tokens < 1:
+            raise ValueError(f"customer_tokens: expected at least 1, got {max_tokens}")
+        self.talk = mode != silent
+        self._mode, self._temperature, self._max_tokens = mode, temperature, max_tokens
+        self._own = load_callable(mode, key="env.options.mode") if ":" in mode else None
+
+    def of(
+        self, spec: Mapping[str, Any], pieces: Sequence[str], system: str, opening: str
+    ) -> User | None:
+        """The customer of one episode; None where nobody talks.
+
+        Args:
+            spec: the task's.
+            pieces: what a scripted one says after the opening.
+            system: what a model is told to be.
+            opening: the customer's first words, which the task shows already.
+        """
+        if self._own is not None:
+            return cast(User, self._own(spec))
+        if self._mode == "scripted":
+            return ScriptedUser(pieces)
+        if self._mode == "model":
+            return ModelUser(
+                system, opening, temperature=self._temperature, max_tokens=self._max_tokens
+            )
+        return None
 
 
 class Talk:

@@ -20,13 +20,12 @@ import importlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from agentgrpo.agents.base import Action, CallTools, Heard, Say, Schema, ToolCall
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import ModelUser, ScriptedUser, Talk, User
-from agentgrpo.rewards import load_callable
+from agentgrpo.envs.customers import Customers, Talk, User
 from agentgrpo.types import Task
 
 DOMAINS = ("telecom", "retail", "airline")
@@ -85,26 +84,12 @@ class Tau2Env:
         if domain not in DOMAINS:
             raise ValueError(f"domain: expected {', '.join(DOMAINS)}, got {domain!r}")
         alone = "solo" if domain == "telecom" else "ticket"
+        # a telecom customer acts with tools of their own, which a model here has not
+        played = ("scripted",) if domain == "telecom" else ("scripted", "model")
         mode = mode or alone
-        modes = (alone, "scripted") if domain == "telecom" else (alone, "scripted", "model")
-        if mode not in modes and ":" not in mode:
-            raise ValueError(
-                f"mode: expected {', '.join(modes)} or 'module:Class' for {domain}, got {mode!r}"
-            )
-        if customer_temperature < 0:
-            raise ValueError(
-                f"customer_temperature: expected 0 or more, got {customer_temperature}"
-            )
-        if customer_tokens < 1:
-            raise ValueError(f"customer_tokens: expected at least 1, got {customer_tokens}")
+        self._customers = Customers(mode, alone, played, customer_temperature, customer_tokens)
+        self.talks = self._customers.talk
         logging.getLogger("tau2").setLevel(logging.ERROR)
-        self.talks = mode != alone
-        self._mode = mode
-        self._of_user = load_callable(mode, key="env.options.mode") if ":" in mode else None
-        self._words: dict[str, Any] = {
-            "temperature": customer_temperature,
-            "max_tokens": customer_tokens,
-        }
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
         first = self._upstream.get_environment(**({"solo_mode": True} if self.solo else {}))
@@ -115,6 +100,7 @@ class Tau2Env:
         self.schemas: tuple[Schema, ...] = tuple(tool.openai_schema for tool in tools)
         if not self.talks:
             self.schemas += (DONE_SCHEMA,)
+        self._guidelines = _guidelines()
         self._tasks: dict[str, Any] = {}
         self._gold: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -153,18 +139,13 @@ class Tau2Env:
         found = self._tasks.get(task.spec.get("tau2_id", ""))
         if found is None:
             raise ValueError(f"task {task.id}: its spec names no tau2 task of this domain")
-        return Tau2Episode(self, found, self.world(found), self._user(task, found))
-
-    def _user(self, task: Task, found: Any) -> User | None:
-        if self._of_user is not None:
-            return cast(User, self._of_user(task.spec))
-        if self._mode == "scripted":
-            return ScriptedUser(pieces_of(task.spec["scenario"]))
-        if self._mode == "model":
-            system = f"{_guidelines()}\n\n<scenario>\n{found.user_scenario}\n</scenario>"
-            said = str(task.messages[-1]["content"])
-            return ModelUser(system, said, **self._words)
-        return None
+        user = self._customers.of(
+            task.spec,
+            pieces=pieces_of(task.spec["scenario"]),
+            system=f"{self._guidelines}\n\n<scenario>\n{found.user_scenario}\n</scenario>",
+            opening=str(task.messages[-1]["content"]),
+        )
+        return Tau2Episode(self, found, self.world(found), user)
 
     def world(self, task: Any) -> Any:
         """The package's environment in a task's initial state, its database copied on write."""

@@ -21,14 +21,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from agentgrpo.agents.base import Action, CallTools, Heard, Say, Schema, ToolCall
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import ModelUser, ScriptedUser, Talk, User
+from agentgrpo.envs.customers import Customers, Talk, User
 from agentgrpo.envs.tau2 import DONE, DONE_SCHEMA, INSTRUCTION, TALK
-from agentgrpo.rewards import load_callable
 from agentgrpo.types import Task
 
 SPLITS = {"retail": ("train", "test", "dev"), "airline": ("test",)}
@@ -75,24 +74,11 @@ class TauBenchEnv:
     ) -> None:
         if domain not in SPLITS:
             raise ValueError(f"domain: expected {', '.join(SPLITS)}, got {domain!r}")
-        if mode not in ("scripted", "model", "ticket") and ":" not in mode:
-            raise ValueError(
-                f"mode: expected scripted, model, ticket or 'module:Class', got {mode!r}"
-            )
         if heldout not in SPLITS[domain]:
             raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
-        if customer_temperature < 0 or customer_tokens < 1:
-            raise ValueError(
-                "customer_temperature, customer_tokens: expected at least 0 and 1, got "
-                f"{customer_temperature} and {customer_tokens}"
-            )
-        self.domain, self.talks, self._mode = domain, mode != "ticket", mode
-        self._heldout = heldout
-        self._of_user = load_callable(mode, key="env.options.mode") if ":" in mode else None
-        self._words: dict[str, Any] = {
-            "temperature": customer_temperature,
-            "max_tokens": customer_tokens,
-        }
+        played = ("scripted", "model")
+        self._customers = Customers(mode, "ticket", played, customer_temperature, customer_tokens)
+        self.domain, self.talks, self._heldout = domain, self._customers.talk, heldout
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()
             tools = module("tools").ALL_TOOLS
@@ -137,17 +123,13 @@ class TauBenchEnv:
         split, _, index = str(task.spec.get("place", "")).partition("/")
         if split not in self._upstream:
             raise ValueError(f"task {task.id}: its spec names no task of {self.domain}")
-        return TauBenchEpisode(self, self._upstream[split][int(index)], task, self._user(task))
-
-    def _user(self, task: Task) -> User | None:
-        if self._of_user is not None:
-            return cast(User, self._of_user(task.spec))
-        if self._mode == "scripted":
-            return ScriptedUser(pieces_of(task.spec["instruction"])[1:])
-        if self._mode == "model":
-            system = CUSTOMER.format(task.spec["instruction"])
-            return ModelUser(system, str(task.messages[-1]["content"]), **self._words)
-        return None
+        user = self._customers.of(
+            task.spec,
+            pieces=pieces_of(task.spec["instruction"])[1:],
+            system=CUSTOMER.format(task.spec["instruction"]),
+            opening=str(task.messages[-1]["content"]),
+        )
+        return TauBenchEpisode(self, self._upstream[split][int(index)], task, user)
 
     def gold(self, place: str, task: Any) -> Mapping[str, str]:
         """What the ground truth's calls change; computed once per task."""
