@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ from agentgrpo.measures import (
     pass_at_k,
     pass_hat_k,
     quality_by,
+    question_of,
+    references,
     report,
     rows_of,
     wilson,
@@ -205,6 +207,62 @@ def test_what_a_quality_needs_is_said(rollout: MakeRollout) -> None:
     assert quality_by("f1")(rollout(task=task(answer="a bee"), answer=None)) == 0.0
     assert quality_by("f1")(rollout(task=task(answer="the bee"), answer="bee")) == 1.0
     assert quality_by("answer")(rollout(rewards={"answer": 0.0, "solved": 1.0})) == 1.0
+
+
+def test_rewards_beyond_their_weight_are_no_better_than_right(rollout: MakeRollout) -> None:
+    quality = quality_by("answer", weight=2.0)
+    assert [quality(rollout(rewards={"answer": a})) for a in (-1.0, 1.0, 5.0)] == [0.0, 0.5, 1.0]
+
+
+def test_the_question_is_the_users_last_message() -> None:
+    said = [
+        ("system", "S"),
+        ("user", "First?"),
+        ("assistant", "A"),
+        ("user", "Last?"),
+        ("tool", "T"),
+    ]
+    messages = tuple({"role": role, "content": content} for role, content in said)
+    assert question_of(Task(id="t", messages=messages, spec={})) == "Last?"
+    assert question_of(Task(id="t", messages=(), spec={})) == ""
+
+
+@pytest.mark.parametrize("answer", [None, [], ["a", None]])
+def test_a_task_without_an_accepted_answer_is_named(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"task 't': spec\['answer'\] must hold an answer"):
+        references(task(answer=answer))
+
+
+def test_a_judge_is_asked_greedily_first_and_not_for_equal_numbers(rollout: MakeRollout) -> None:
+    asked: list[float] = []
+
+    class Judge:
+        def complete(self, messages: Any, *, temperature: float, **options: Any) -> list[str]:
+            asked.append(temperature)
+            return ["Hm." if len(asked) < 3 else "Correct"]
+
+    quality = judged(Judge())  # type: ignore[arg-type]
+    assert quality(rollout(task=task(answer="1000"), answer="1,000")) == 1.0
+    assert asked == []
+    assert quality(rollout(task=task(answer="UK"), answer="Britain")) == 1.0
+    assert asked[0] == 0.0 < asked[1] == asked[2]
+
+
+def test_measures_are_the_documented_ones_and_their_intervals_of_95_percent() -> None:
+    rng = random.Random(5)
+    values = [rng.random() for _ in range(400)]
+    seen = estimates(rows(values))
+    assert seen.keys() == measures.MEASURES.keys()
+    quality = seen["quality"]
+    assert quality.low is not None
+    assert quality.high is not None
+    half = 1.96 * stdev(values) / math.sqrt(400)
+    assert quality.high - quality.low == pytest.approx(2 * half, rel=0.08)  # of 90 %: 0.84 as wide
+
+
+def test_a_share_is_never_below_none() -> None:
+    assert min(wilson(0, trials)[0] for trials in range(1, 300)) == 0.0
+    assert max(wilson(trials, trials)[1] for trials in range(1, 300)) <= 1.0
 
 
 def rows(values: Sequence[float], calls: float = 1.0) -> list[TaskRow]:

@@ -111,8 +111,6 @@ def select(points_N2: Points, count: int) -> Int32:
     by_front = np.argsort(front_N, kind="stable")
     if count >= len(by_front):
         return np.arange(len(by_front), dtype=np.int32)
-    if count <= 0:
-        return np.zeros(0, np.int32)
     cut = front_N[by_front[count]]
     whole = np.flatnonzero(front_N < cut)
     last = np.flatnonzero(front_N == cut)
@@ -169,10 +167,8 @@ def _first_above(ascending: list[float], value: float) -> int:
 
 
 def _shares(sizes: Sequence[int], count: int) -> list[int]:
-    """`count` divided in proportion to the sizes, by largest remainder, none above its size."""
+    """`count` divided in proportion to the sizes, by largest remainder."""
     total = sum(sizes)
-    if count >= total:
-        return list(sizes)
     shares = [count * size // total for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda i: -(count * sizes[i] % total))
     for index in by_remainder[: count - sum(shares)]:

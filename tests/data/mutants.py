@@ -66,7 +66,6 @@ MUTANTS = [
     Mutant("data/pareto.py", "np.argsort(-crowding(", "np.argsort(crowding("),
     Mutant("data/pareto.py", "return np.sort(chosen)", "return (chosen)"),
     Mutant("data/pareto.py", "if count >= len(by_front):", "if count > len(by_front):"),
-    Mutant("data/pareto.py", "if count <= 0:", "if count < 0:"),
     Mutant("data/pareto.py", "or not np.isfinite(points_N2).all()", ""),
     Mutant("data/pareto.py", "second = -float(distinct[index, 1])", "second = float(distinct[index, 1])"),
     Mutant("data/pareto.py", "np.nextafter(value, np.inf)", "value"),
@@ -77,7 +76,6 @@ MUTANTS = [
     Mutant("data/pareto.py", "ordered[2:] - ordered[:-2]", "ordered[1:-1] - ordered[:-2]"),
     Mutant("data/pareto.py", "total_F[order[1:-1]] +=", "total_F[order[1:-1]] ="),
     Mutant("data/pareto.py", "key=lambda i: -(count * sizes[i] % total)", "key=lambda i: count * sizes[i] % total"),
-    Mutant("data/pareto.py", "if count >= total:", "if False:"),
     # difficulty
     Mutant("data/difficulty.py", "rate >= EASY_AT", "rate > EASY_AT"),
     Mutant("data/difficulty.py", "rate <= HARD_AT", "rate < HARD_AT"),

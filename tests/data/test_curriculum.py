@@ -35,7 +35,7 @@ def make_recipe(folder: Path, **settings: Any) -> RecipeConfig:
             "model": "start",
             "out_dir": folder,
             "seed": 3,
-            "data": {"levels": [1], "heldout_levels": [2]},
+            "data": {"levels": [1], "promote_at": 0.5, "heldout_levels": [2]},
             "curriculum": {
                 "stages": 2, "candidates": 10, "group_size": 4, "select": 4, "chunk": 3,
                 "steps": [5, 7],
@@ -268,6 +268,44 @@ def test_other_settings_are_refused_but_more_stages_are_not(
         run_curriculum(make_recipe(tmp_path, select=5), ["config.toml", "seed=3"])
     longer = make_recipe(tmp_path, stages=3)
     assert list(parts_left(longer)) == [(2, "select"), (2, "train")]
+    with monkeypatch.context() as patch:
+        assert fake_parts(longer, patch) == []
+        run_curriculum(longer, ["config.toml", "seed=3"])
+    assert list(parts_left(longer)) == []
+
+
+def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, stages=1)
+    folder = folder_of(recipe, 0)
+    checkpoint(folder / "rl", 4)  # of 5
+    (folder / "select.json").write_text("{}")
+    assert list(parts_left(recipe)) == [(0, "train")]
+    checkpoint(folder / "rl", 5)
+    assert list(parts_left(recipe)) == []
+
+
+def test_a_split_of_each_stages_own_tasks_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    table = recipe.model_dump(exclude_unset=True)
+    table["data"] = {"train": "x.jsonl", "heldout": "split"}
+    with pytest.raises(ValueError, match=r"data\.heldout: 'split' would be of each stage's own"):
+        training_config(RecipeConfig.model_validate(table), 0)
+
+
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) -> None:
+    """Task n % 5 in 1, 2, 3 are mixed; the kind of which there are more must not take all."""
+    recipe, player = make_recipe(tmp_path, by_kind=by_kind, select=2), Player()
+
+    given = (Task(id=f"t/{n}", messages=(), spec={"kind": "ab"[n % 5 == 1]}) for n in range(10))
+    stream: Any = SimpleNamespace(
+        next=lambda count: [next(given) for _ in range(count)],
+        feedback=lambda groups: None,
+        state_dict=dict,
+    )
+    chosen = select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
+    kinds = {int(name[2:]) % 5 == 1 for name in chosen}
+    assert kinds == ({True, False} if by_kind else {False})
 
 
 def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
@@ -279,6 +317,7 @@ def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
     drawn = difficulty_pools(asked, rows)
     assert isinstance(drawn, DifficultyTasks)
     assert drawn.next(2) == rows.next(1) * 2
+    assert drawn._shares == (0.5, 0.2)
     with pytest.raises(ValueError, match="needs a list of tasks"):
         difficulty_pools(asked, WordProblemTasks())
 

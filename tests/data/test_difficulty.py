@@ -71,6 +71,8 @@ def test_a_resumed_stream_goes_on_as_it_would_have(rollout: MakeRollout) -> None
     assert [t.id for t in one.next(20)] == [t.id for t in other.next(20)]
     with pytest.raises(ValueError, match="is of: s; this run reads: another"):
         DifficultyTasks(TASKS, source="another").load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="is of: s"):
+        DifficultyTasks(TASKS[:5], source="s").load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -80,8 +82,33 @@ def test_a_resumed_stream_goes_on_as_it_would_have(rollout: MakeRollout) -> None
         ([TASKS[0], TASKS[0]], (0.1, 0.1), "rows: expected tasks with different ids"),
         (TASKS, (0.6, 0.6), "shares of at most 1 together, got 0.6, 0.6"),
         (TASKS, (-0.1, 0.6), "shares of at most 1 together"),
+        (TASKS, (0.6, -0.1), "shares of at most 1 together"),
     ],
 )
 def test_bad_arguments_are_named(rows: list[Task], shares: tuple[float, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         DifficultyTasks(rows, source="s", easy_share=shares[0], hard_share=shares[1])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "pool"),
+    [("11111110", "easy"), ("11111100", "normal"), ("10000000", "hard"), ("11000000", "normal")],
+)
+def test_seven_of_eight_are_easy_and_one_of_eight_is_hard(
+    rollout: MakeRollout, outcomes: str, pool: str
+) -> None:
+    stream = DifficultyTasks(TASKS[:1], source="s")
+    stream.feedback([played(rollout, TASKS[0], outcomes)])
+    assert stream.pools()[pool] == ["0"]
+
+
+def test_what_the_world_says_is_solved_counts_before_the_answer(rollout: MakeRollout) -> None:
+    stream = DifficultyTasks(TASKS[:1], source="s")
+    solved = rollout(task=TASKS[0], rewards={"solved": 1.0, "answer": 0.0})
+    stream.feedback([Group(task=TASKS[0], rollouts=[solved])])
+    assert stream.pools()["easy"] == ["0"]
+
+
+def test_another_seed_draws_in_another_order() -> None:
+    orders = [[t.id for t in DifficultyTasks(TASKS, source="s", seed=s).next(9)] for s in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]

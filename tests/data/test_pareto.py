@@ -133,6 +133,8 @@ def test_a_question_is_the_variances_of_its_rollouts(rollout: Callable[..., Roll
     graded = question(rollout, "q", [(1, 0.74), (1, 0.0)])
     assert not contrast(graded, correctness).mixed
     assert contrast(graded, correctness, solved_at=0.5).mixed
+    assert contrast(question(rollout, "q", [(1, 0.75), (1, 0.0)]), correctness).mixed  # right at
+    assert not contrast(question(rollout, "q", [(1, 0.75), (1, 1.0)]), correctness).mixed
     nothing = Group(task=group.task, rollouts=[rollout(status=Status.INFRA_ERROR)])
     assert not contrast(nothing, correctness).mixed
 
@@ -161,3 +163,25 @@ def test_graded_questions_do_not_lose_to_right_or_wrong_ones(
         *range(1, 6),
         *range(6, 9),
     ]
+
+
+def test_kinds_share_the_count_by_their_mixed_questions(rollout: Callable[..., Rollout]) -> None:
+    """By largest remainder; indices come ascending although kinds are selected apart."""
+    kinds = ["a", "b", "c", "c", "b", "a", "c", "a", "b", "c"]  # 3, 3 and 4
+    groups = [
+        question(rollout, str(i), [(0, 1.0), (i + 1, 0.0)], kind) for i, kind in enumerate(kinds)
+    ]
+    chosen = select_groups(groups, 5, correctness, kind=lambda g: g.task.spec["kind"])
+    assert chosen == sorted(chosen)
+    assert [kinds[i] for i in chosen].count("a") == 2  # 1.5, the first of two equal remainders
+    assert [kinds[i] for i in chosen].count("b") == 1
+    assert [kinds[i] for i in chosen].count("c") == 2
+    assert select_groups(groups, 99, correctness, kind=lambda g: g.task.spec["kind"]) == [
+        *range(10)
+    ]
+
+
+def test_what_counts_as_right_is_the_callers(rollout: Callable[..., Rollout]) -> None:
+    groups = [question(rollout, "q", [(0, 0.4), (2, 0.0)])]
+    assert select_groups(groups, 1, correctness, solved_at=0.3) == [0]
+    assert select_groups(groups, 1, correctness) == []
