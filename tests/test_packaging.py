@@ -108,7 +108,7 @@ def test_one_wheel_is_for_every_python(python: str, wheel: Path, tmp_path: Path)
     program = """
 import sys
 from array import array
-import agentgrpo._C as C
+import agentgrpo._C as C, agentgrpo.sandbox  # which needs nothing but nsjail
 print(C.common_prefix(array("i", [1, 2, 3]), array("i", [1, 2, 4])), sys.version_info[:2])
 """
     said = run(there, "-c", program, cwd=tmp_path)
