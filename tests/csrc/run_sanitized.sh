@@ -8,6 +8,7 @@ case "$1" in
 esac
 shift
 copy=$(mktemp -d)
+chmod o+x "$copy" # sessions without namespaces run as users of their own
 trap 'rm -rf "$copy"' EXIT
 git ls-files -z | xargs -0 cp --parents --no-dereference --target-directory="$copy"
 cd "$copy"
