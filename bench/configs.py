@@ -24,7 +24,7 @@ from bench.harness import append_row
 
 SMALL = ("rollout.tasks_per_step=6", "data.num_heldout=4", "learner.decay=constant")
 CUTS: Mapping[str, Sequence[str]] = {
-    "code_format": (*SMALL, "steps=9"),
+    "code_format": (*SMALL, "steps=8"),
     "console": (*SMALL, "steps=6"),
     "frozen_lake": (*SMALL, "steps=6"),
     "inline": (*SMALL, "steps=6"),
