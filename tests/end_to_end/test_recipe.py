@@ -42,7 +42,9 @@ group_size = 4
 max_turns = 2
 max_turn_tokens = 24
 deterministic = true
-branching = { initial = 2, probability = 1.0 }
+[rollout.branching]
+initial = 2
+probability = 1.0
 [loss]
 branch_credit = "hard"
 [engine]
