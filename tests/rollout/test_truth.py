@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -65,7 +65,9 @@ class Chatter:
 
 @pytest.mark.parametrize("history", ["append", "render"])
 @pytest.mark.parametrize("name", ["smollm2", "qwen2_5", "llama3_1", "gptoss", "mistral_tekken"])
-def test_three_turns_of_which_every_token_is_spelled_otherwise(name: str, history: str) -> None:
+def test_three_turns_of_which_every_token_is_spelled_otherwise(
+    name: str, history: Literal["append", "render"]
+) -> None:
     judge = judge_of(name)
     tokenizer, spelling = judge.tokenizer, Spelling(judge.tokenizer)
     for text in TURNS:  # no token that was sampled is one that encoding the text gives
