@@ -81,6 +81,10 @@ LINES = (
     Line(
         "256 rollouts live: Python outside of the engine", "rollout", "python outside of the engine"
     ),
+    Line(
+        "memory that a learner of 513 MiB adds to the sampler, shared", "rollout",
+        "a learner's memory: shared",
+    ),
     Line("513 MiB of weights to the sampler, shared", "rollout", "publish: shared"),
     Line(
         "the same, copied in place", "rollout", "publish: copy", "publish: one plain copy",
