@@ -549,11 +549,11 @@ def _shared_memory_of_this_run() -> Any:
         method, rank, local_rank = arguments(self)
         return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
 
-    Launcher._distributed_args = named  # type: ignore[method-assign]
+    Launcher._distributed_args = named
     try:
         yield
     finally:
-        Launcher._distributed_args = arguments  # type: ignore[method-assign]
+        Launcher._distributed_args = arguments
 
 
 @contextlib.contextmanager

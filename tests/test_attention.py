@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
 
@@ -324,9 +325,9 @@ def varlen_by_definition(
         at = torch.arange(end - start)
         far = at[:, None] - at[None]
         seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
-        one = (x[start:end].transpose(0, 1)[None].float() for x in (q, k, v))
+        one_q, one_k, one_v = (x[start:end].transpose(0, 1)[None].float() for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            *one, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            one_q, one_k, one_v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
         parts.append(out[0].transpose(0, 1).to(q.dtype))
     return torch.cat(parts)
@@ -345,15 +346,18 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
     from transformers.integrations.flex_attention import WrappedFlexAttention
 
     calls: list[str] = []
-    varlen: Any = varlen_by_definition
+
+    def noted_flex(self: Any) -> Any:
+        calls.append("flex")
+        return flex_attention
+
+    def noted_varlen(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append("varlen")
+        return varlen_by_definition(*args, **kwargs)
+
     monkeypatch.setattr(WrappedFlexAttention, "__init__", lambda self, training: None)
-    monkeypatch.setattr(
-        WrappedFlexAttention, "__call__", lambda self: calls.append("flex") or flex_attention
-    )
-    monkeypatch.setattr(
-        "torch.nn.attention.varlen.varlen_attn",
-        lambda *args, **kwargs: calls.append("varlen") or varlen(*args, **kwargs),
-    )
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", noted_flex)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted_varlen)
     batch = large_batch(share=share)
     tree = Tree(batch.tout_T, batch.positions_T, "cpu")
     assert tree.shared == share

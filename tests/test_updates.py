@@ -601,13 +601,16 @@ def test_the_optimizers_state_waits_in_host_memory_between_steps(
     offload: bool,
 ) -> None:  # fmt: skip
     learner = make_learner(offload_optimizer=offload)
-    learner.device = "cpu:0"  # another name than the host's
-    optimizer, seen = learner._optimizer, []
+    vars(learner)["device"] = "cpu:0"  # another name than the host's
+    optimizer, seen = learner._optimizer, list[Any]()
     step = optimizer.step
     monkeypatch.setattr(optimizer, "to", lambda device: seen.append(device))
-    monkeypatch.setattr(
-        optimizer, "step", lambda **options: (seen.append("step"), step(**options))[1]
-    )
+
+    def noted_step(**options: Any) -> float:
+        seen.append("step")
+        return step(**options)
+
+    monkeypatch.setattr(optimizer, "step", noted_step)
     learner.step(plan_updates(groups, run_config(DAPO), step=0))
     assert seen == ["cpu:0", "step", "cpu"] if offload else ["cpu:0", "step"]
     kept = [p.grad is not None for p in learner.trained]

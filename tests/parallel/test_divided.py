@@ -60,7 +60,7 @@ def test_teams_sample_what_one_engine_would(seen: list[dict[str, Any]], tmp_path
     assert seen[1]["sampled"] == seen[3]["sampled"] == {}
     model = tiny.make_model_dir(tmp_path / "model")
     whole = Engine(model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16))
-    prompts, want = probe_prompts(tiny.VOCAB), {}
+    prompts, want = probe_prompts(tiny.VOCAB), dict[str, Any]()
     for index in range(6):
         whole.add_request(
             str(index), prompts[index % 2][: 20 + index], max_tokens=4 + 3 * index,
