@@ -81,10 +81,13 @@ class Tree:
     def __init__(self, tout_T: Int32, positions_T: Int32, device: torch.device | str) -> None:
         self.tout_T, self.positions_T, self.device = tout_T, positions_T, torch.device(device)
         self.runs = runs_of(tout_T)
-        self.shared = any(run.path for run in self.runs)
-        """Whether any token is on the path of two runs; otherwise runs are whole sequences."""
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether any token is on the path of two runs; otherwise runs are whole sequences."""
+        return any(run.path for run in self.runs)
 
     def run_mask(self, run: Run, window: int | None) -> Tensor | None:
         """[tokens of the run, tokens on its path and in it], True where seen; None: plain causal.

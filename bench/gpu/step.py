@@ -1,0 +1,276 @@
+"""Time the learner's forward and backward pass on a GPU by layout, at real shapes of models.
+
+python -m bench.gpu.step [--models 0.6B ...] [--no-rows] [--repeats N] [--dry-run]     (see run.sh)
+
+Weights are random, of Qwen3's shapes, in bfloat16. One step is `GROUPS` groups of `GROUP` rollouts
+of agentic shape (bench.step.make_groups), in passes of at most `max_tokens` packed tokens. Tokens
+per second count the rollouts' tokens as the sampler made them, whatever a layout computes. Before
+anything is timed, loss and gradient of every layout are held to those of the padded one.
+
+padded       transformers as it is: right padding, its own sdpa
+rows varlen  unshared, padding-free, FlashAttention's variable-length kernel
+rows flex    the same tokens through FlexAttention with the intervals' block mask
+tree         the learner's layout: a shared prefix once, FlexAttention
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+from agentgrpo.runtime import prepare_environment
+
+prepare_environment()
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from agentgrpo.attention import Tree
+from agentgrpo.config import LoraConfig
+from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.lora import Adapter
+from agentgrpo.packing import pack_tree
+from agentgrpo.policy import Scorer, checkpoint_layers
+from agentgrpo.types import Group, Rollout
+from bench.harness import append_row
+from bench.step import make_groups
+
+GROUP, GROUPS = 16, 2
+LAYOUTS = ("padded", "rows varlen", "rows flex", "tree")
+
+SHAPES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+    "4B": {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+}  # fmt: skip
+"""Of Qwen3's config.json, beside what they have in common."""
+
+COMMON = {
+    "vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+TINY = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
+
+class Mix(NamedTuple):
+    """Rollouts of `length` tokens, of which `share` is the group's prompt."""
+
+    name: str
+    length: int
+    share: float
+
+
+MIXES = (
+    Mix("tool user: long prompt", 3072, 2 / 3),
+    Mix("coder: short prompt, long turns", 4096, 1 / 8),
+    Mix("long documents in the prompt", 8192, 7 / 8),
+)
+
+
+@dataclass
+class Setting:
+    """What is run: real shapes on a GPU, or the same code on a CPU to see that it works."""
+
+    device: str
+    dtype: torch.dtype
+    models: dict[str, dict[str, Any]]
+    mixes: Sequence[Mix]
+    max_tokens: int
+    tolerance: float
+    repeats: int
+    write: bool
+
+    def record(self, variant: str, values: list[float], unit: str, shape: dict[str, int]) -> float:
+        if self.write:
+            return append_row("gpu_step", variant, values, unit=unit, shape=shape)
+        return statistics.median(values)
+
+
+def make_model(setting: Setting, shape: dict[str, Any], option: str) -> Any:
+    """A model of random weights; `option` is "full", "checkpointing" or "lora"."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**COMMON | shape)
+    with torch.device(setting.device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
+    model.eval()
+    if option == "lora":
+        adapter = Adapter(model, LoraConfig(rank=16))
+        with torch.no_grad():  # B starts at zero, and then A has no gradient to compare
+            for parameter in adapter.parameters:
+                parameter.normal_(std=0.02)
+    if option == "checkpointing":
+        checkpoint_layers(model)
+    return model
+
+
+def passes_of(model: Any, groups: list[Group], layout: str, max_tokens: int) -> Callable[[], float]:
+    """One forward and backward over all groups; returns the mean loss over sampled tokens."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    terms = sum(rollout.num_sampled for rollout in rollouts)
+
+    def run(losses: Iterator[Tensor]) -> float:
+        total = 0.0
+        for logp_N in losses:
+            loss = -logp_N.sum() / terms
+            loss.backward()
+            total += loss.item()
+        return total
+
+    if layout == "padded":
+        model.set_attn_implementation("sdpa")
+        chunks = padded_chunks(rollouts, max_tokens)
+        return lambda: run(padded_logp(model, chunk) for chunk in chunks)
+    scorer = Scorer(model)
+    batches = list(pack_tree(groups, max_tokens=max_tokens, share_prefixes=layout == "tree"))
+    shared = layout != "rows varlen"
+
+    def packed() -> float:
+        with mock.patch.object(Tree, "shared", shared):  # which kernel, whatever the batch
+            return run(scorer(batch, 1.0).logp_N for batch in batches)
+
+    return packed
+
+
+def padded_chunks(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
+    """Rows in order of length, as many at once as the padded tokens allow."""
+    chunks: list[list[Rollout]] = [[]]
+    for rollout in sorted(rollouts, key=lambda r: -len(r.token_ids)):
+        widest = len((chunks[-1] or [rollout])[0].token_ids)
+        if widest * (len(chunks[-1]) + 1) > max_tokens:
+            chunks.append([])
+        chunks[-1].append(rollout)
+    return chunks
+
+
+def padded_logp(model: Any, rollouts: list[Rollout]) -> Tensor:
+    ids = pad_sequence([torch.from_numpy(r.token_ids).long() for r in rollouts], True)
+    inside = pad_sequence([torch.ones(len(r.token_ids)) for r in rollouts], True).long()
+    mask = pad_sequence([sampled_mask(r) for r in rollouts], True)
+    ids, inside, mask = (x.to(model.device) for x in (ids, inside, mask))
+    hidden = model.get_decoder()(input_ids=ids, attention_mask=inside, use_cache=False)
+    before = hidden.last_hidden_state[:, :-1].flatten(0, 1)
+    rows = mask[:, 1:].flatten().nonzero()[:, 0]
+    head = model.get_output_embeddings().weight
+    logp_N, _ = linear_logp(before, head, rows, ids[:, 1:].flatten()[rows])
+    return logp_N
+
+
+def sampled_mask(rollout: Rollout) -> Tensor:
+    """[T], True where the model sampled the token."""
+    return torch.cat([torch.full((len(s.token_ids),), s.sampled) for s in rollout.segments])
+
+
+def gradient_of(model: Any, run: Callable[[], float]) -> tuple[float, Tensor]:
+    """(loss, gradients of the first layer's matrices, one vector in fp32)."""
+    model.zero_grad()
+    loss = run()
+    layer = model.get_decoder().layers[0]
+    grads = [p.grad.float().flatten() for p in layer.parameters() if p.grad is not None]
+    return loss, torch.cat(grads)
+
+
+def check(setting: Setting, model: Any, groups: list[Group]) -> None:
+    """Every layout computes the loss and the gradient of the padded one."""
+    padded, *others = LAYOUTS
+    want_loss, want = gradient_of(model, passes_of(model, groups, padded, setting.max_tokens))
+    for layout in others:
+        loss, got = gradient_of(model, passes_of(model, groups, layout, setting.max_tokens))
+        error = ((got - want).norm() / want.norm()).item()
+        print(f"  check {layout}: loss {loss:.5f} ({want_loss:.5f}), gradient off by {error:.1e}")
+        if abs(loss - want_loss) > setting.tolerance * abs(want_loss) or error > setting.tolerance:
+            raise SystemExit(f"{layout} computes something else: nothing is timed")
+
+
+def time_layout(
+    setting: Setting, model: Any, groups: list[Group], layout: str
+) -> tuple[list[float], float]:
+    """(seconds of each step, MiB beyond what was held before, gradients included)."""
+    run = passes_of(model, groups, layout, setting.max_tokens)
+    on_gpu = setting.device == "cuda"
+    model.zero_grad()
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    run()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(setting.repeats):
+        model.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()  # ends in .item(), which waits for the forward; the last backward is waited for here
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**20 if on_gpu else float("nan")
+    return seconds, peak
+
+
+def compare(setting: Setting, name: str, shape: dict[str, Any], option: str, mix: Mix) -> None:
+    """Check, then time, one model, one way to train it and one mix of lengths."""
+    print(f"== {name} {option}, {mix.name}: {GROUPS} x {GROUP} rollouts of {mix.length} tokens")
+    model = make_model(setting, shape, option)
+    wanted = argparse.Namespace(groups=GROUPS, group=GROUP, length=mix.length, share=mix.share)
+    groups = make_groups(wanted, model.config.vocab_size)
+    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    check(setting, model, groups)
+    rates = {}
+    for layout in LAYOUTS:
+        label = f"{name} {option}, {layout}"
+        facts = {"length": mix.length, "share_percent": round(100 * mix.share)}
+        facts |= {"groups": GROUPS, "group": GROUP, "max_tokens": setting.max_tokens}
+        seconds, peak = time_layout(setting, model, groups, layout)
+        speeds = [tokens / s for s in seconds]
+        rates[layout] = setting.record(label, speeds, "tok/s", facts)
+        if setting.device == "cuda":
+            setting.record(f"{label}, peak memory", [peak], "MiB", facts)
+        print(f"  {layout:12s} {rates[layout]:10.0f} tok/s {peak:8.0f} MiB")
+    print(f"  -> tree is {rates['tree'] / rates['rows varlen']:.2f} x rows; target >= 2.5")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, no rows")
+    parser.add_argument("--no-rows", action="store_true", help="print only")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.dry_run:
+        mixes = [Mix("tiny", 48, 2 / 3)]
+        setting = Setting("cpu", torch.float32, {"tiny": TINY}, mixes, 512, 1e-4, 1, write=False)
+        print("a dry run, attention by sdpa: that it ends and agrees is all that it says")
+    elif torch.cuda.is_available():
+        models = {name: SHAPES[name] for name in arguments.models}
+        setting = Setting(
+            "cuda", torch.bfloat16, models, MIXES, 16_384, 5e-2, arguments.repeats,
+            not arguments.no_rows,
+        )  # fmt: skip
+    else:
+        raise SystemExit("no CUDA device: --dry-run shows on a CPU that the script works")
+    for name, shape in setting.models.items():
+        for option in ("full", "checkpointing", "lora"):
+            for mix in setting.mixes if option == "full" else setting.mixes[:1]:
+                try:
+                    compare(setting, name, shape, option, mix)
+                except torch.OutOfMemoryError as error:
+                    print(f"  out of memory, nothing more of this case: {error}"[:300])
+                    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""README's table of results, made from the rows under bench/results.
+
+    python -m bench.table            print it
+    python -m bench.table --write    put it into README.md, between the two marks
+
+Each line is the newest row of its kind, beside what it is compared with where there is such a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.harness import RESULTS
+
+README = RESULTS.parent.parent / "README.md"
+BEGIN, END = "<!-- begin: python -m bench.table --write -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table.
+
+    Args:
+        what: in words.
+        name: of the file of rows.
+        ours, other: variants; other is what ours is compared with.
+        other_is: `other` in words.
+        shape: what the rows' shape must have.
+    """
+
+    what: str
+    name: str
+    ours: str
+    other: str = ""
+    other_is: str = ""
+    shape: Mapping[str, int] = field(default_factory=dict)
+
+
+PACKED = {"rollouts": 512, "tokens": 4096}
+
+LINES = (
+    Line(
+        "quickstart, 12 steps: held-out problems solved, greedy", "quickstart", "heldout_after",
+        "heldout_before", "before",
+    ),
+    Line(
+        "quickstart: widest log-probability gap, sampler to learner", "quickstart", "max_dlogp"
+    ),
+    Line(
+        "loss of 384 positions, all sampled, head frozen", "loss",
+        "ours, frozen head, 100.0% sampled", "TRL 1.16 chunked, frozen head, 100.0% sampled",
+        "TRL 1.16, chunked",
+    ),
+    Line(
+        "the same, one in eight sampled", "loss", "ours, frozen head, 12.5% sampled",
+        "TRL 1.16 chunked, frozen head, 100.0% sampled", "TRL 1.16, every row",
+    ),
+    Line(
+        "512 rollouts x 4096 tokens, prompts of 1024: prefix trees, layout, masks", "packing",
+        "tree", "tree_trl", "TRL 1.16 TreeRow", {**PACKED, "prompt": 1024},
+    ),
+    Line(
+        "the same, prompts of 3072", "packing", "tree", "tree_trl", "TRL 1.16 TreeRow",
+        {**PACKED, "prompt": 3072},
+    ),
+    Line(
+        "block mask of 8192 tokens", "packing", "blocks", "blocks_torch", "create_block_mask"
+    ),
+    Line(
+        "sandbox: new session to its first result", "sandbox", "cold: session",
+        "cold: nsjail per call", "nsjail per call",
+    ),
+    Line(
+        "the same with numpy, sympy and pandas at hand", "sandbox",
+        "cold: session + numpy, sympy, pandas", "cold: subprocess python + numpy, sympy, pandas",
+        "plain subprocess",
+    ),
+    Line("sandbox: acquire from the pool", "sandbox", "acquire from the pool"),
+    Line(
+        "sandbox: one step, 200 sessions live", "sandbox", "step round trip", shape={"live": 200}
+    ),
+    Line(
+        "sandbox: memory of a session", "sandbox", "memory of a session (PSS)", shape={"live": 1000}
+    ),
+)  # fmt: skip
+
+
+def newest(name: str, variant: str, shape: Mapping[str, int]) -> dict[str, Any]:
+    """The last row of this kind.
+
+    Raises:
+        LookupError: there is none.
+    """
+    rows = map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
+    found = [r for r in rows if r["variant"] == variant and shape.items() <= r["shape"].items()]
+    if not found:
+        raise LookupError(f"bench/results/{name}.jsonl has no row {variant!r} of shape {shape}")
+    row: dict[str, Any] = found[-1]
+    return row
+
+
+def quantity(value: float, unit: str) -> str:
+    """Three digits, and a unit that a reader need not scale."""
+    if unit == "share":
+        return f"{value:.2f}"
+    for small, large in (("us", "ms"), ("ms", "s")):
+        if unit == small and value >= 1000:
+            value, unit = value / 1000, large
+    digits = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return f"{digits} {unit}"
+
+
+def table() -> str:
+    """Markdown."""
+    out = ["| measured | here | beside | commit |", "|---|---|---|---|"]
+    for line in LINES:
+        ours = newest(line.name, line.ours, line.shape)
+        beside = ""
+        if line.other:
+            other = newest(line.name, line.other, line.shape)
+            beside = f"{quantity(other['p50'], other['unit'])} ({line.other_is})"
+        here = quantity(ours["p50"], ours["unit"])
+        out.append(f"| {line.what} | {here} | {beside} | {ours['commit']} |")
+    return "\n".join(out)
+
+
+def with_table(text: str) -> str:
+    """README's text with a fresh table.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    before, _, rest = text.partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise ValueError(f"README.md needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    if parser.parse_args().write:
+        README.write_text(with_table(README.read_text()))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
