@@ -139,7 +139,8 @@ def bench_heavy(site: str, repeats: int) -> None:
 
 
 def bench_steps(repeats: int) -> None:
-    with SandboxPool(min_idle=0) as pool, pool.acquire() as session:
+    limits = Limits(steps=5 * (repeats + 21))
+    with SandboxPool(min_idle=0, limits=limits) as pool, pool.acquire() as session:
         cells = {
             "x += 1": "x += 1",
             "print": "print('hello')",
@@ -152,6 +153,7 @@ def bench_steps(repeats: int) -> None:
                 session.step(code)
             step = partial(session.step, code)
             row(f"step: {name}", [span(step) for _ in range(repeats)])
+            assert session.step("1").value == "1", "all of them were run"
 
 
 def bench_acquire(repeats: int) -> None:
