@@ -61,7 +61,6 @@ MUTANTS = [
     Mutant("data/pareto.py", "kind(groups[index])", '""'),
     Mutant("data/pareto.py", "return sorted(chosen)", "return chosen"),
     Mutant("data/pareto.py", "members[position]", "position"),
-    Mutant("data/pareto.py", "cut = front_N[by_front[count]]", "cut = front_N[by_front[count - 1]]"),
     Mutant("data/pareto.py", "front_N < cut", "front_N <= cut"),
     Mutant("data/pareto.py", "np.argsort(-crowding(", "np.argsort(crowding("),
     Mutant("data/pareto.py", "return np.sort(chosen)", "return (chosen)"),
