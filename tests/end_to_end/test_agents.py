@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import string
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,12 +109,14 @@ def test_the_engine_plays_agent_and_customer(
     engine: Engine, tokenizer: Any, deterministic: bool
 ) -> None:
     """The random model in both roles, batched together: tokens of the one are not the other's."""
+    talker = copy.copy(TALKER)
+    talker.stop = tuple(string.ascii_lowercase)  # its random turns seldom end by themselves
     shop = Shop(temperature=1.0, max_tokens=8)
     budget = RolloutConfig(
         max_turns=2, max_turn_tokens=24, max_observation_tokens=16, deterministic=deterministic
     )
     groups = [
-        generate([task("Hi")], engine, TALKER, 6, env=shop, tokenizer=tokenizer, config=budget)[0]
+        generate([task("Hi")], engine, talker, 6, env=shop, tokenizer=tokenizer, config=budget)[0]
         for _ in range(2)
     ]
     for rollout in groups[0].rollouts:
