@@ -199,7 +199,7 @@ def test_bounds_hold(bare_pool: SandboxPool) -> None:
         ("while True: print('x' * 1000)", {Status.OUTPUT_LIMIT}),
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", {Status.OOM, Status.ERROR}),
         ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
-         {Status.TIMEOUT, Status.TIMEOUT_KILLED}),
+         {Status.TIMEOUT, Status.TIMEOUT_KILLED, Status.OOM}),  # which bound is met first
     ):  # fmt: skip
         assert bare_pool.run(code, 1.0).status in wanted
     assert bare_pool.run("6 * 7").value == "42"
