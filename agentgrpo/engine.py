@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -110,6 +110,9 @@ class Engine:
         RuntimeError: add_request() or step() while asleep or hollow.
     """
 
+    _running: ClassVar[set[int]] = set()
+    """The engines of this process."""
+
     def __init__(
         self, model: str | Path, config: EngineConfig, *, seed: int = 0, lora_rank: int = 0
     ) -> None:
@@ -144,6 +147,7 @@ class Engine:
             torch.set_num_threads = set_num_threads
             torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
         self._engine = self._llm.llm_engine
+        self._running.add(id(self))
         if self.device == "cpu":
             vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
                 -1
@@ -456,8 +460,10 @@ class Engine:
         return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
 
     def shutdown(self) -> None:
-        """Free vLLM's resources; the engine cannot be used afterwards."""
-        self._engine.engine_core.shutdown()
+        """Free vLLM's resources; the engine cannot be used afterwards. Others here can be."""
+        self._running.discard(id(self))
+        with _groups_stay() if self._running else contextlib.nullcontext():
+            self._engine.engine_core.shutdown()
 
     def _require_awake(self) -> None:
         if self.asleep:
@@ -554,6 +560,19 @@ def _shared_memory_of_this_run() -> Any:
         yield
     finally:
         Launcher._distributed_args = arguments
+
+
+@contextlib.contextmanager
+def _groups_stay() -> Any:
+    """VLLM's engines tear down the process groups of all of a process when they end."""
+    from vllm.v1.engine import core
+
+    tear_down = vars(core)["cleanup_dist_env_and_memory"]
+    vars(core)["cleanup_dist_env_and_memory"] = lambda: None
+    try:
+        yield
+    finally:
+        vars(core)["cleanup_dist_env_and_memory"] = tear_down
 
 
 @contextlib.contextmanager

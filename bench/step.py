@@ -48,7 +48,7 @@ from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from bench.harness import append_row
 
 VARIANTS = ("padded", "rows", "tree")
-GRADIENT_ERROR = 1e-4
+GRADIENT_ERROR = 1e-3
 """Of float32, relative to the whole gradient's norm; a wrong mask makes it 0.1 and more."""
 TASK = Task(id="t", messages=(), spec={})
 

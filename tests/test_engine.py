@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentgrpo.config import EngineConfig
 from agentgrpo.engine import Completion, Engine
 from agentgrpo.types import Float32, Int32
 from tests.rollout import stubs
@@ -407,3 +408,13 @@ def test_an_engine_without_adapters_takes_none(engine: Engine) -> None:
     assert engine.adapter is None
     with pytest.raises(ValueError, match="started without lora_rank"):
         engine.set_adapter({}, {})
+
+
+def test_one_that_ends_leaves_the_others_at_work(engine: Engine, tiny_model: Path) -> None:
+    other = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16))
+    other.shutdown()
+    engine.add_request("a", np.arange(9, dtype=np.int32), max_tokens=2, temperature=0.0)
+    done = []
+    while engine.num_in_flight:
+        done += engine.step()
+    assert [len(turn.token_ids) for turn in done] == [2]

@@ -59,6 +59,8 @@ class Leader:
 
     def add_request(self, request_id: str, prompt_ids: Int32, **options: Any) -> None:
         """As the engine's."""
+        if "filters" in options:
+            options["filters"] = dict(options["filters"])  # a read-only view cannot be sent
         self._do("add_request", request_id, prompt_ids, **options)
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from agentgrpo.config import EngineConfig
 from agentgrpo.read_config import load_config
 from tests import tiny
 from tests.parallel.test_parallel import ROOT, torchrun
+
+if TYPE_CHECKING:
+    from agentgrpo.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +54,21 @@ def test_the_proof_of_agreement_holds_on_every_rank(seen: list[dict[str, Any]]) 
         assert "after the weight update" in rank["stale"]
 
 
-def test_teams_sample_what_one_engine_would(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_teams_sample_what_one_engine_would(seen: list[dict[str, Any]], engine: Engine) -> None:
     """The same requests, with the same seeds, on one rank and the whole model."""
     from agentgrpo.agreement import probe_prompts
-    from agentgrpo.engine import Engine
 
     assert seen[0]["sampled"] == seen[2]["sampled"]
     assert seen[1]["sampled"] == seen[3]["sampled"] == {}
-    model = tiny.make_model_dir(tmp_path / "model")
-    whole = Engine(model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16))
     prompts, want = probe_prompts(tiny.VOCAB), dict[str, Any]()
     for index in range(6):
-        whole.add_request(
+        engine.add_request(
             str(index), prompts[index % 2][: 20 + index], max_tokens=4 + 3 * index,
             temperature=1.0, seed=index,
         )  # fmt: skip
-        want |= {done.request_id: done.token_ids.tolist() for done in whole.step()}
-    while whole.num_in_flight:
-        want |= {done.request_id: done.token_ids.tolist() for done in whole.step()}
-    whole.shutdown()
+        want |= {done.request_id: done.token_ids.tolist() for done in engine.step()}
+    while engine.num_in_flight:
+        want |= {done.request_id: done.token_ids.tolist() for done in engine.step()}
     assert seen[0]["sampled"] == want
     assert {len(ids) for ids in want.values()} != {1}
 

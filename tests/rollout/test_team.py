@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -37,9 +38,9 @@ class Member:
         self._board, self.place = board, place
 
     def gather(self, value: Any) -> list[Any]:
-        self._board.values[self.place] = value
+        self._board.values[self.place] = pickle.dumps(value)  # as between processes
         self._board.barrier.wait()
-        values = list(self._board.values)
+        values = [pickle.loads(value) for value in self._board.values]
         self._board.barrier.wait()
         return values
 
