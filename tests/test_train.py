@@ -27,6 +27,14 @@ LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
 """Rewards of a group that teaches something, and of one that does not."""
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is where a shell has put the tests into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class FakeStats:
     def metrics(self) -> dict[str, float]:
         return {"decode_s": 1.0, "idle_s": 0.5}
