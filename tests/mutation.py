@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -49,10 +50,15 @@ def survives(mutant: Mutant, path: Path, tests: Sequence[str], tree: Path) -> bo
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os._exit(run_tests(tests, tree))
+        try:
+            os._exit(run_tests(tests, tree))
+        finally:  # an error must not unwind into the parent's work
+            traceback.print_exc()
+            os._exit(9)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     path.write_text(original)
-    if code not in (0, 1, -signal.SIGSEGV):  # Triton's interpreter reads wild addresses as told
+    # 2: it does not even import; SIGSEGV: Triton's interpreter reads wild addresses as told
+    if code not in (0, 1, 2, -signal.SIGSEGV):
         raise SystemExit(f"pytest itself failed on {mutant}:\n{log.read_text()}")
     return code == 0
 
@@ -64,8 +70,9 @@ def run_tests(names: Sequence[str], tree: Path) -> int:
     sys.path.insert(0, str(tree))
     sys.dont_write_bytecode = True
     paths = [str(tree / "tests" / name) for name in names]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree)]
-    return int(pytest.main([*options, *paths]))
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), "--timeout", "60"]
+    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    return int(pytest.main([*options, *imported, *paths]))
 
 
 def hunt(

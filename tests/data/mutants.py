@@ -1,36 +1,22 @@
-# ruff: noqa: E501, T201 - a table of source pieces
+# ruff: noqa: E501 - a table of source pieces
 """Change the recipe's modules in small ways and see that the tests notice every one.
 
-    python tests/data/mutants.py [WORD ...]      only mutants whose name or file has a WORD
-
-As tests/kernels/mutants.py, for agentgrpo/. Each mutant replaces one piece of source in a copy of
-the tree, in which the tests named beside the file are run to their first failure. A mutant that
-survives is printed and sets the exit status; a piece that is not there is an error.
+python -m tests.data.mutants [WORD ...]      only mutants whose name or file has a WORD
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
-import traceback
-from pathlib import Path
-from typing import NamedTuple
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before numpy: tiny arrays
+from agentgrpo.runtime import prepare_environment
 
-ROOT = Path(__file__).resolve().parents[2]
+prepare_environment()
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
+import transformers  # noqa: E402, F401 - what every fork would import again
 
-class Mutant(NamedTuple):
-    """Replace the `nth` occurrence of `old` by `new` in agentgrpo/`file`."""
-
-    file: str
-    old: str
-    new: str
-    nth: int = 0
-
+from tests.mutation import Mutant, hunt  # noqa: E402
 
 TESTS = {
     "data/pareto.py": ["data/test_pareto.py"],
@@ -303,68 +289,5 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def replace_nth(text: str, mutant: Mutant) -> str:
-    parts = text.split(mutant.old)
-    if len(parts) < mutant.nth + 2:
-        raise SystemExit(f"{mutant.file} has no occurrence {mutant.nth} of {mutant.old!r}")
-    before, after = parts[: mutant.nth + 1], parts[mutant.nth + 1 :]
-    return mutant.old.join(before) + mutant.new + mutant.old.join(after)
-
-
-def survives(mutant: Mutant, tree: Path) -> bool:
-    """Runs the tests in a fork, which inherits what they import of others already imported."""
-    path = tree / "agentgrpo" / mutant.file
-    original = path.read_text()
-    path.write_text(replace_nth(original, mutant))
-    log = tree / "log.txt"
-    child = os.fork()
-    if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        try:
-            os._exit(run_tests(TESTS[mutant.file], tree))
-        finally:  # an error must not unwind into the parent's work
-            traceback.print_exc()
-            os._exit(9)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    path.write_text(original)
-    if code not in (0, 1, 2):  # 2: it does not even import
-        raise SystemExit(f"pytest itself failed on {mutant}:\n{log.read_text()}")
-    return code == 0
-
-
-def run_tests(names: list[str], tree: Path) -> int:
-    import pytest
-
-    os.chdir(tree)
-    sys.path.insert(0, str(tree))
-    sys.dont_write_bytecode = True
-    paths = [str(tree / "tests" / name) for name in names]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), "--timeout", "60"]
-    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    return int(pytest.main([*options, *imported, *paths]))
-
-
-def main(words: list[str]) -> int:
-    import pytest  # noqa: F401 - what every fork would import again
-    import transformers  # noqa: F401
-
-    chosen = [m for m in MUTANTS if not words or any(w in m.file + m.old for w in words)]
-    alive = []
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "models", "runs")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore)
-        for number, mutant in enumerate(chosen, 1):
-            lives = survives(mutant, tree)
-            alive += [mutant] * lives
-            state = "SURVIVED" if lives else "caught"
-            change = f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}"
-            print(f"{number}/{len(chosen)} {state:8} {change}", flush=True)
-    print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")
-    return len(alive) > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(hunt(MUTANTS, "agentgrpo", TESTS, sys.argv[1:]))
