@@ -481,7 +481,10 @@ class LearnerConfig(Section):
     """Train the last so many transformer layers and nothing else; None trains everything."""
     lora: LoraConfig = LoraConfig()
     max_tokens: Positive = 2048
-    """Packed tokens of one forward and backward pass."""
+    """Packed tokens of one forward and backward pass, at least engine.max_model_len. With
+    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, gmpo,
+    vespo, sequence and geometric corrections, the off-policy mask) all rows of a rollout must fit;
+    one that does not is named, and the run stops before the update."""
     gradient_checkpointing: pydantic.StrictBool = False
     """Keep the layers' inputs only and compute the rest again in the backward pass."""
     offload_optimizer: pydantic.StrictBool = False

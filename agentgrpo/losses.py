@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig
-from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.objective import Objective, needs_sequences
 from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 
 PER_ROLLOUT = ("grpo", "sapo", "gmpo")
@@ -33,6 +33,11 @@ def objective_of(config: LossConfig) -> Objective:
         return Objective(**shared)
     except ValueError as error:
         raise ValueError(f"loss.{error}") from None
+
+
+def reads_whole_rollouts(config: LossConfig) -> bool:
+    """Whether a token's loss depends on the other tokens of its rollout, in whichever row."""
+    return needs_sequences(objective_of(config), has_sampler_logp=True)
 
 
 def is_trained(rollout: Rollout) -> bool:

@@ -44,33 +44,38 @@ def pack_tree(
     weights: Sequence[float] | None = None,
     drop_zero_advantage: bool = True,
     share_prefixes: bool = True,
+    whole_rollouts: bool = False,
 ) -> Batches:
     """Plan how the rollouts of a step lie in prefix trees of at most `max_tokens` tokens.
 
     Subtrees stay whole where they fit (first fit decreasing) and are otherwise cut at branch
-    points, the path above repeated. A rollout lies in one batch, so each of its sampled tokens is
-    one loss term of one batch. Tokens that no term needs (what follows the last sampled token, and
-    that token itself) are not laid out.
+    points, the path above repeated. A row of a rollout lies in one batch, so each sampled token is
+    one loss term of one batch; the rows of a rollout that a template forked may lie in several.
+    Tokens that no term needs (what follows the last sampled token of a row, and that token itself)
+    are not laid out.
 
     Args:
         groups: all groups of the step; advantages are read from the rollouts, per segment where
             they are given so.
-        max_tokens: budget of one batch in tokens, at least the longest rollout's.
+        max_tokens: budget of one batch in tokens, at least the longest row's.
         weights: one finite number per rollout, in group and rollout order, copied to its terms;
             1.0 if None. The caller thereby chooses the loss normaliser, over all rollouts of the
             step, dropped ones included.
-        drop_zero_advantage: leave out rollouts whose advantages are all exactly 0 and whatever
-            tokens only they need. Exact for losses without a KL or entropy term.
+        drop_zero_advantage: leave out rows whose advantages are all exactly 0 and whatever tokens
+            only they need. Exact for losses without a KL or entropy term.
         share_prefixes: False lays every rollout out alone, one behind the other, for models whose
             layers take no attention mask.
+        whole_rollouts: keep all rows of a rollout in one batch, or leave them all out: for losses
+            that read a rollout's terms together, as ratios of sequences do.
 
     Returns:
         The batches, laid out as they are read; none if nothing is to be learned. Deterministic.
 
     Raises:
         ValueError: a rollout has a negative id, a nan or infinite logprob, advantage or weight,
-            starts with a sampled token or exceeds `max_tokens`; the message says which rollout
-            and field. Or `weights` has another length.
+            starts with a sampled token, or a row of it exceeds `max_tokens` (with whole_rollouts:
+            its rows together); the message says which rollout and field. Or `weights` has another
+            length.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if weights is None:
@@ -99,6 +104,7 @@ def pack_tree(
             max_tokens,
             drop_zero_advantage,
             share_prefixes,
+            whole_rollouts,
         )
     )
 

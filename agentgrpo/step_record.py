@@ -75,17 +75,18 @@ class StepRecord:
                 for part in parts
             ]
         )
-        labels = [(seen.sample_N, seen.turn_N) for seen in self._seen]
+        labels = [(seen.update, seen.sample_N, seen.turn_N) for seen in self._seen]
         ours = parallel.gather(list(zip(self.gaps, labels, strict=True)))
-        gaps, samples, turns, offset = [], [], [], 0
-        for gap, (sample, turn) in (item for part in ours for item in part):
+        gaps, samples, turns = [], [], []
+        for gap, (update, sample, turn) in (item for part in ours for item in part):
             gaps.append(gap)
             turns.append(turn)
-            samples.append(sample + np.int32(offset))  # a rollout lies in one batch
-            offset += int(sample.max(initial=-1)) + 1
+            # rows of one rollout may lie in several batches, but in those of one update
+            samples.append(np.stack([np.full_like(sample, update), sample]))
         if gaps:
+            _, sample_N = np.unique(np.concatenate(samples, 1), axis=1, return_inverse=True)
             metrics |= mismatch_metrics(
-                np.concatenate(gaps), np.concatenate(samples), np.concatenate(turns), objective
+                np.concatenate(gaps), sample_N.astype(np.int32), np.concatenate(turns), objective
             )
         return metrics
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.losses import is_trained, token_weights
+from agentgrpo.losses import is_trained, reads_whole_rollouts, token_weights
 from agentgrpo.packing import pack_tree
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment
 
@@ -21,7 +21,9 @@ class Update:
     num_samples: int
     """Rollouts that sample_N of the batches counts."""
     rollouts: Sequence[Rollout] = ()
-    """These, where what the learner makes of them is to be recorded."""
+    """These as they were packed, where what the learner makes of them is to be recorded."""
+    played: Sequence[Rollout] = ()
+    """The same as they were played: what is told and recorded."""
 
     def take(self, sample_N: Int32, turn_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
         """Write what the learner made of a batch's terms to the rollouts they belong to.
@@ -34,8 +36,8 @@ class Update:
         labels = np.stack([sample_N[order], turn_N[order]])
         cuts = np.flatnonzero((labels[:, 1:] != labels[:, :-1]).any(0)) + 1
         for own in np.split(order, cuts) if len(order) else ():
-            rollout, turn = self.rollouts[sample_N[own[0]]], turn_N[own[0]]
-            segments = rollout.all_segments
+            sample, turn = sample_N[own[0]], turn_N[own[0]]
+            rollout, segments = self.played[sample], self.rollouts[sample].all_segments
             if rollout.learner_logprobs is None or rollout.entropies is None:
                 rollout.learner_logprobs = [None] * len(segments)
                 rollout.entropies = [None] * len(segments)
@@ -64,18 +66,24 @@ def plan_updates(
 
 
 def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
-    """Which groups each update of a step trains on, those of them that are trained on."""
-    once = shared_once if config.loss.branch_credit == "hard" else list[Rollout]
+    """Which groups each update of a step trains on, with those rollouts that are trained on."""
     order = np.arange(len(groups))
     if config.loss.num_mini_batches > 1:
         np.random.default_rng((config.seed, step)).shuffle(order)
     return [
         [
-            Group(task=groups[i].task, rollouts=once(filter(is_trained, groups[i].rollouts)))
+            Group(task=groups[i].task, rollouts=list(filter(is_trained, groups[i].rollouts)))
             for i in sorted(part.tolist())
         ]
         for part in np.array_split(order, config.loss.num_mini_batches)
     ]
+
+
+def as_packed(groups: Sequence[Group], config: TrainConfig) -> list[Group]:
+    """The groups of an update as they are packed: with hard credit, each of its turns once."""
+    if config.loss.branch_credit != "hard":
+        return list(groups)
+    return [Group(task=group.task, rollouts=shared_once(group.rollouts)) for group in groups]
 
 
 def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
@@ -93,8 +101,8 @@ def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return out
 
 
-def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
-    loss = config.loss
+def _update(played: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
+    loss, trained = config.loss, as_packed(played, config)
     weights = token_weights(trained, loss.loss_type, config.rollout.max_sampled_tokens)
     batches = pack_tree(
         trained,
@@ -102,6 +110,12 @@ def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> 
         weights=weights,
         drop_zero_advantage=not (loss.beta or loss.entropy_coef),
         share_prefixes=share_prefixes,
+        whole_rollouts=reads_whole_rollouts(loss),
     )
     rollouts = [rollout for group in trained for rollout in group.rollouts]
-    return Update(batches=batches, num_samples=len(rollouts), rollouts=rollouts)
+    return Update(
+        batches=batches,
+        num_samples=len(rollouts),
+        rollouts=rollouts,
+        played=[rollout for group in played for rollout in group.rollouts],
+    )

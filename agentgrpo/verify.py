@@ -8,6 +8,7 @@ prompt it used and of the ids it sampled. From these and the tokens alone it is 
 * a rollout's masked-in tokens are the ids the engine sampled, turn by turn and no others
 * every prompt the engine saw is the beginning of the row that is trained on, or of a later row that
   a recorded fork began; so what a tool said is there once, where the engine read it, unsampled
+* a branch begins with what its parent was played with, token for token
 * spans tile the rows; spans of rewards lie inside; log-probabilities are finite and not positive
 * the packed batches of each step show every sampled token its own history, with the weights that
   the objective asks for
@@ -25,7 +26,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, starmap
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.arguments import parser_of
 from agentgrpo.config import TrainConfig
-from agentgrpo.losses import PER_ROLLOUT, PER_TOKEN
+from agentgrpo.losses import PER_ROLLOUT, PER_TOKEN, reads_whole_rollouts
 from agentgrpo.records import read_rollouts
 from agentgrpo.types import (
     Float32,
@@ -46,7 +47,7 @@ from agentgrpo.types import (
     Turn,
     token_hash,
 )
-from agentgrpo.updates import mini_batches, plan_updates
+from agentgrpo.updates import as_packed, mini_batches, plan_updates
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; weights are float32."""
@@ -72,16 +73,25 @@ def verify_run(run: Path) -> Report:
 
     Raises:
         FileNotFoundError: it has no run.json or rollouts.jsonl.
-        ValueError: a line of rollouts.jsonl is no record; names it.
+        ValueError: run.json is not a training run's, or a line of rollouts.jsonl is no record;
+            names it.
     """
     described = json.loads((run / "run.json").read_text())
-    config = TrainConfig.model_validate(described["config"])
-    limit = config.engine.agreement_on(described["learner"]["device"])
+    try:
+        config = TrainConfig.model_validate(described["config"])
+        limit = config.engine.agreement_on(described["learner"]["device"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run / 'run.json'}: not that of a training run: {error!r}") from error
     report = Report()
     records = read_rollouts(run / "rollouts.jsonl")
     for (step, split), played in groupby(records, key=lambda pair: _when(pair[0])):
         rollouts = list(played)
         groups = _groups(rollouts)
+        for number, group in enumerate(groups):
+            report.faults += [
+                f"step {step} {split} group {number} rollout {index}: {fault}"
+                for index, fault in rejoin(group)
+            ]
         for place, rollout in rollouts:
             where = f"step {step} {split} group {place['group']} rollout {place['index']}"
             report.faults += [f"{where}: {fault}" for fault in rollout_faults(rollout)]
@@ -196,7 +206,7 @@ def step_faults(
     parts = mini_batches(groups, config, step=step)
     updates = plan_updates(groups, config, step=step)
     for number, (part, update) in enumerate(zip(parts, updates, strict=True)):
-        rollouts = [rollout for group in part for rollout in group.rollouts]
+        rollouts = [rollout for group in as_packed(part, config) for rollout in group.rollouts]
         weights = _weights(rollouts, config)
         for batch in update.batches:
             faults += [f"update {number}: {f}" for f in _batch_faults(batch, rollouts, weights)]
@@ -233,15 +243,19 @@ def _gap(rollout: Rollout) -> float:
 
 
 def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:
-    """How many loss terms each rollout has: the sampled tokens of those rows that move the loss."""
+    """How many loss terms each rollout has: the sampled tokens of those rows that move the loss.
+
+    Where the loss reads a rollout's tokens together, any row of it moves the others'.
+    """
     all_move = config.loss.beta != 0 or config.loss.entropy_coef != 0
-    return Counter(
-        {
-            index: count
-            for index, rollout in enumerate(rollouts)
-            if (count := sum(len(a) for a in _advantages(rollout) if all_move or a.any()))
-        }
-    )
+    together = reads_whole_rollouts(config.loss)
+    counts: Counter[int] = Counter()
+    for index, rollout in enumerate(rollouts):
+        rows = _advantages(rollout)
+        moves = all_move or (together and any(a.any() for a in rows))
+        if count := sum(len(a) for a in rows if moves or a.any()):
+            counts[index] = count
+    return counts
 
 
 def _advantages(rollout: Rollout) -> list[Float32]:
@@ -347,6 +361,31 @@ def _groups(rollouts: Iterable[tuple[dict[str, Any], Rollout]]) -> list[Group]:
     grouped = groupby(rollouts, key=lambda pair: pair[0]["group"])
     lists = [[rollout for _, rollout in group] for _, group in grouped]
     return [Group(task=group[0].task, rollouts=group) for group in lists]
+
+
+def rejoin(group: Group) -> Iterator[tuple[int, str]]:
+    """Give branches the very segments they share with their parents, which a record repeats.
+
+    Yields:
+        An index in the group and what is wrong with that branch's beginning.
+    """
+    for index, rollout in enumerate(group.rollouts):
+        if rollout.parent is None:
+            continue
+        parent = group.rollouts[rollout.parent] if 0 <= rollout.parent < index else rollout
+        pairs = list(zip(rollout.segments, parent.segments, strict=False))
+        ends = np.cumsum([len(ours.token_ids) for ours, _ in pairs]).tolist()
+        count = 1 + ends.index(rollout.forked_at) if rollout.forked_at in ends else 0
+        if parent is rollout or not count or not all(starmap(_is_same, pairs[:count])):
+            yield index, f"does not begin as rollout {rollout.parent} does, which it branched off"
+        else:
+            rollout.segments[:count] = parent.segments[:count]
+
+
+def _is_same(a: Segment, b: Segment) -> bool:
+    if a.logprobs is None or b.logprobs is None:
+        return a.logprobs is b.logprobs and np.array_equal(a.token_ids, b.token_ids)
+    return np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
 
 
 def _count(report: Report, rollout: Rollout) -> None:

@@ -23,7 +23,7 @@ typedef struct {
     int32_t *open;
     Py_ssize_t num_views, num_segments;
     int32_t num_rows, num_paths, num_bins, max_tokens;
-    int drop_zero, share;
+    int drop_zero, share, whole;
 } Plan;
 
 static void
@@ -186,6 +186,8 @@ typedef struct {
     Segment *next;                    /* where it goes */
     const Segment *above, *above_end; /* of the row before, what may be the next ones' memory too */
     int32_t turn;                     /* sampled segments so far in rows of the same rollout */
+    int32_t unit;                     /* the first path of the unit at hand */
+    int matters;                      /* something of that unit moves the loss */
 } Reader;
 
 /* Whether the row before began with the same memory up to and with this segment: it is checked. */
@@ -199,16 +201,25 @@ is_known(Reader *reader, const Segment *segment)
     return known;
 }
 
-/* Reads row r and makes it a path if it has loss terms. */
+/* Drops the unit at hand if nothing of it moves the loss, and begins another. */
+static void
+next_unit(Plan *plan, Reader *reader)
+{
+    plan->num_paths = reader->matters ? plan->num_paths : reader->unit;
+    reader->unit = plan->num_paths;
+    reader->matters = !plan->drop_zero;
+}
+
+/* Reads row r and makes it a path of the unit at hand if it has loss terms. */
 static int
 get_path(Plan *plan, Reader *reader, int32_t r)
 {
     const int32_t size = ((const int32_t *)plan->sizes.buf)[r];
     const int32_t sample = ((const int32_t *)plan->samples.buf)[r];
     const float weight = ((const float *)plan->weights.buf)[r];
-    Path path = {.segments = reader->next, .sample = sample, .weight = weight};
+    Path path = {
+        .segments = reader->next, .sample = sample, .weight = weight, .unit = reader->unit};
     int64_t length = 0;
-    int matters = !plan->drop_zero;
     for (int32_t s = 0; s < size; s++) {
         Segment *segment = reader->next;
         if (get_segment(plan, reader->args, reader->index++, sample, s, segment) < 0) {
@@ -236,23 +247,15 @@ get_path(Plan *plan, Reader *reader, int32_t r)
                          (int)sample, (int)s);
             return -1;
         }
-        matters |= segment->advantage != 0.0f;
+        reader->matters |= segment->advantage != 0.0f;
         path.num_terms += segment->size;
         path.length = (int32_t)length - 1;
     }
     reader->above = path.segments;
     reader->above_end = reader->next;
-    if (path.num_terms == 0 || !matters) {
-        return 0;
+    if (path.num_terms > 0) {
+        plan->paths[plan->num_paths++] = path;
     }
-    if (path.length > plan->max_tokens) {
-        PyErr_Format(PyExc_ValueError,
-                     "rollout %d: %d tokens to lay out, more than max_tokens=%d; shorten rollouts "
-                     "or raise the budget",
-                     (int)sample, (int)path.length, (int)plan->max_tokens);
-        return -1;
-    }
-    plan->paths[plan->num_paths++] = path;
     return 0;
 }
 
@@ -270,12 +273,33 @@ get_paths(Plan *plan, PyObject *const *args)
     const int32_t *const samples = plan->samples.buf;
     Reader reader = {.args = args, .next = plan->segments};
     for (int32_t r = 0; r < plan->num_rows; r++) {
-        reader.turn = r > 0 && samples[r] == samples[r - 1] ? reader.turn : 0;
+        const int is_first = r == 0 || samples[r] != samples[r - 1];
+        reader.turn = is_first ? 0 : reader.turn;
+        if (is_first || !plan->whole) {
+            next_unit(plan, &reader);
+        }
         if (get_path(plan, &reader, r) < 0) {
             return -1;
         }
     }
+    next_unit(plan, &reader);
     return 0;
+}
+
+static void
+raise_excess(const Plan *plan, const Excess *excess)
+{
+    int32_t rows = 0;
+    for (int32_t i = excess->unit; i < plan->num_paths && plan->paths[i].unit == excess->unit;
+         i++) {
+        rows++;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "rollout %d: %lld tokens to lay out%s, more than max_tokens=%d; shorten rollouts "
+                 "or raise the budget",
+                 (int)plan->paths[excess->unit].sample, (long long)excess->num_tokens,
+                 rows > 1 ? " in one batch, as its rows' terms are read together" : "",
+                 (int)plan->max_tokens);
 }
 
 /* Returns the slices of memory, which holds numbers_in(bin). */
@@ -389,11 +413,16 @@ make(Plan *plan, PyObject *const *args)
         return -1;
     }
     int32_t num_bins;
+    Excess excess;
     Py_BEGIN_ALLOW_THREADS
         num_bins = tree_plan(plan->paths, plan->num_paths, plan->max_tokens, plan->share,
-                             plan->leaves, plan->bins);
+                             plan->leaves, plan->bins, &excess);
     Py_END_ALLOW_THREADS
-    if (num_bins < 0) {
+    if (num_bins == TREE_EXCESS) {
+        raise_excess(plan, &excess);
+        return -1;
+    }
+    if (num_bins == TREE_NO_MEMORY) {
         PyErr_NoMemory();
         return -1;
     }
@@ -404,15 +433,15 @@ make(Plan *plan, PyObject *const *args)
 static PyObject *
 plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"token_ids",      "logprobs", "advantages", "num_segments",
-                            "samples",        "weights",  "max_tokens", "drop_zero_advantage",
-                            "share_prefixes", NULL};
+    static char *names[] = {"token_ids",      "logprobs",       "advantages", "num_segments",
+                            "samples",        "weights",        "max_tokens", "drop_zero_advantage",
+                            "share_prefixes", "whole_rollouts", NULL};
     PyObject *arrays[6];
     long max_tokens;
-    int drop_zero, share;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOlpp:TreePlan", names, &arrays[0],
+    int drop_zero, share, whole;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOlppp:TreePlan", names, &arrays[0],
                                      &arrays[1], &arrays[2], &arrays[3], &arrays[4], &arrays[5],
-                                     &max_tokens, &drop_zero, &share)) {
+                                     &max_tokens, &drop_zero, &share, &whole)) {
         return NULL;
     }
     if (max_tokens < 1 || max_tokens > INT32_MAX) {
@@ -427,6 +456,7 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     plan->max_tokens = (int32_t)max_tokens;
     plan->drop_zero = drop_zero;
     plan->share = share;
+    plan->whole = whole;
     if (make(plan, arrays) < 0) {
         Py_CLEAR(self);
     }
@@ -436,11 +466,11 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 PyDoc_STRVAR(
     plan_doc,
     "TreePlan(token_ids, logprobs, advantages, num_segments, samples, weights, max_tokens,\n"
-    "         drop_zero_advantage, share_prefixes)\n"
+    "         drop_zero_advantage, share_prefixes, whole_rollouts)\n"
     "--\n"
     "\n"
     "How the rows of a step lie in prefix trees of at most max_tokens tokens, or side by side if\n"
-    "not share_prefixes.\n"
+    "not share_prefixes. With whole_rollouts all rows of a rollout lie in one tree.\n"
     "\n"
     "token_ids, logprobs and advantages (float32) have the segments of all rows in turn: 1-d "
     "int32\n"

@@ -121,6 +121,12 @@ typedef struct {
     int32_t head, tail; /* leaves, linked by next[] */
 } Load;
 
+/* The leaves of one unit as far as they have been read, and how many are still to come. */
+typedef struct {
+    Load load;
+    int32_t to_come;
+} Unit;
+
 /* A branch point on the path of the leaf last read: its depth, and where its loads begin. */
 typedef struct {
     int32_t depth;
@@ -137,9 +143,38 @@ larger_first(const void *a, const void *b)
     return (x->head > y->head) - (x->head < y->head);
 }
 
-/* First fit decreasing of the loads under a branch point. Any two share exactly `depth` tokens,
- * except two bins that a deeper branch was cut into; those share more, but did not fit together
- * there and so do not fit here. Returns how many loads are left.
+/* What two leaves share: the least that any neighbours between them do. */
+static int32_t
+shared_between(const Leaf *leaves, int32_t before, int32_t after)
+{
+    int32_t shared = leaves[after].shared;
+    for (int32_t i = before + 1; i < after; i++) {
+        shared = leaves[i].shared < shared ? leaves[i].shared : shared;
+    }
+    return shared;
+}
+
+/* Adds leaf i to its unit. */
+static void
+read_leaf(const Path *paths, const Leaf *leaves, int32_t i, Unit *unit, int32_t *next)
+{
+    const int32_t length = paths[leaves[i].path].length;
+    Load *load = &unit->load;
+    if (load->num_tokens == 0) {
+        *load = (Load){length, i, i};
+    } else {
+        load->num_tokens += length - shared_between(leaves, load->tail, i);
+        next[load->tail] = i;
+        load->tail = i;
+    }
+    next[i] = -1;
+    unit->to_come--;
+}
+
+/* First fit decreasing of the loads under a branch point. Any two share `depth` tokens at least, so
+ * that no bin holds more than is counted. Units of one path share exactly that, except two bins
+ * that a deeper branch was cut into, which did not fit together there and so do not fit here.
+ * Returns how many loads are left.
  */
 static int32_t
 first_fit(Load *loads, int32_t n, int32_t depth, int32_t max_tokens, int32_t *next)
@@ -164,18 +199,19 @@ first_fit(Load *loads, int32_t n, int32_t depth, int32_t max_tokens, int32_t *ne
 }
 
 /* Gives each of the sorted leaves its bin, deepest branch points first, so that a subtree which
- * fits stays whole and one which does not is cut at its branch points. Returns the number of bins.
- * loads and next have room for n, branches for n + 1.
+ * fits stays whole and one which does not is cut at its branch points. A unit is a load under the
+ * branch points of its last leaf. Returns the number of bins, or TREE_EXCESS. loads and next have
+ * room for n, branches for n + 1; units, by their first path, are to come with all their paths.
  */
 static int32_t
-assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Load *loads,
-            Branch *branches, int32_t *next)
+assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Unit *units,
+            Load *loads, Branch *branches, int32_t *next, Excess *excess)
 {
-    int32_t num_loads = 0, top = 0;
+    int32_t num_loads = 0, top = 0, was_last = 0; /* of its unit: the leaf before is a load */
     branches[0] = (Branch){.depth = 0, .first_load = 0};
     for (int32_t i = 0; i <= n; i++) {
         const int32_t shared = i < n ? leaves[i].shared : 0;
-        int32_t first_load = num_loads - 1; /* the leaf before is its branch's first child */
+        int32_t first_load = num_loads - was_last; /* the leaf before is its branch's first child */
         for (; branches[top].depth > shared; top--) {
             first_load = branches[top].first_load;
             num_loads = first_load + first_fit(loads + first_load, num_loads - first_load,
@@ -184,9 +220,18 @@ assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Load
         if (branches[top].depth < shared) {
             branches[++top] = (Branch){.depth = shared, .first_load = first_load};
         }
-        if (i < n) {
-            next[i] = -1;
-            loads[num_loads++] = (Load){paths[leaves[i].path].length, i, i};
+        if (i == n) {
+            break;
+        }
+        Unit *unit = &units[paths[leaves[i].path].unit];
+        read_leaf(paths, leaves, i, unit, next);
+        was_last = unit->to_come == 0;
+        if (was_last && unit->load.num_tokens > max_tokens) {
+            *excess = (Excess){paths[leaves[i].path].unit, unit->load.num_tokens};
+            return TREE_EXCESS;
+        }
+        if (was_last) {
+            loads[num_loads++] = unit->load;
         }
     }
     num_loads = first_fit(loads, num_loads, 0, max_tokens, next);
@@ -198,8 +243,8 @@ assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Load
     return num_loads;
 }
 
-/* Orders the leaves by bin, sorted within each, and sums the bins up. Two leaves of a bin share the
- * least that any neighbours between them share. last is scratch for one number per bin.
+/* Orders the leaves by bin, sorted within each, and sums the bins up. last is scratch for one
+ * number per bin.
  */
 static void
 group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *last, Bin *bins,
@@ -220,10 +265,7 @@ group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *
         const Path *path = &paths[sorted[i].path];
         Leaf *leaf = &leaves[bin->first + bin->num_leaves];
         *leaf = sorted[i];
-        leaf->shared = bin->num_leaves > 0 ? sorted[i].shared : 0;
-        for (int32_t k = i - 1; bin->num_leaves > 0 && k > last[sorted[i].bin]; k--) {
-            leaf->shared = sorted[k].shared < leaf->shared ? sorted[k].shared : leaf->shared;
-        }
+        leaf->shared = bin->num_leaves > 0 ? shared_between(sorted, last[sorted[i].bin], i) : 0;
         last[sorted[i].bin] = i;
         bin->num_leaves++;
         bin->num_tokens += path->length - leaf->shared;
@@ -232,30 +274,36 @@ group_by_bin(const Path *paths, Leaf *leaves, int32_t n, Leaf *sorted, int32_t *
 }
 
 int32_t
-tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves, Bin *bins)
+tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves, Bin *bins,
+          Excess *excess)
 {
     if (n == 0) {
         return 0;
     }
     const size_t size = (size_t)n;
-    int32_t num_bins = -1;
+    int32_t num_bins = TREE_NO_MEMORY;
     Leaf *scratch = malloc(size * sizeof *scratch);
+    Unit *units = calloc(size, sizeof *units);
     Load *loads = malloc(size * sizeof *loads);
     Branch *branches = malloc((size + 1) * sizeof *branches);
     int32_t *next = malloc(size * sizeof *next);
-    if (scratch != NULL && loads != NULL && branches != NULL && next != NULL) {
+    if (scratch != NULL && units != NULL && loads != NULL && branches != NULL && next != NULL) {
         for (int32_t i = 0; i < n; i++) {
             leaves[i] = (Leaf){.path = i};
+            units[paths[i].unit].to_come++;
         }
         if (share) {
             sort_leaves(paths, n, leaves, scratch);
         }
-        num_bins = assign_bins(paths, leaves, n, max_tokens, loads, branches, next);
-        group_by_bin(paths, leaves, n, scratch, next, bins, num_bins);
+        num_bins = assign_bins(paths, leaves, n, max_tokens, units, loads, branches, next, excess);
+        if (num_bins >= 0) {
+            group_by_bin(paths, leaves, n, scratch, next, bins, num_bins);
+        }
     }
     free(next);
     free(branches);
     free(loads);
+    free(units);
     free(scratch);
     return num_bins;
 }

@@ -22,6 +22,7 @@ typedef struct {
     int32_t length;          /* tokens to lay out: all before the last sampled one */
     int32_t num_terms;       /* sampled tokens */
     int32_t sample;          /* index of the rollout within the step */
+    int32_t unit;            /* the first of those paths that must lie in the same bin as this */
     float weight;
 } Path;
 
@@ -46,12 +47,20 @@ typedef struct {
     float *old_logp, *advantage, *weight;
 } Layout;
 
+/* A unit that fits no bin: its first path, and the tokens of all its paths together. */
+typedef struct {
+    int32_t unit;
+    int64_t num_tokens;
+} Excess;
+
+enum { TREE_NO_MEMORY = -1, TREE_EXCESS = -2 };
+
 /* Sorts n paths into leaves, cuts them into bins of at most max_tokens tokens and orders the leaves
  * by bin. Without share, every path is a tree of its own. leaves and bins have room for n. Returns
- * the number of bins, or -1 without memory. Every path fits max_tokens by itself.
+ * the number of bins, or TREE_NO_MEMORY, or TREE_EXCESS with the first unit that fits no bin.
  */
 int32_t tree_plan(const Path *paths, int32_t n, int32_t max_tokens, int share, Leaf *leaves,
-                  Bin *bins);
+                  Bin *bins, Excess *excess);
 
 /* Writes one bin. scratch has 8 bytes for each of its leaves. */
 void tree_lay_out(const Path *paths, const Leaf *leaves, const Bin *bin, void *scratch,

@@ -123,6 +123,22 @@ class Objective:
         return self.vllm_importance_sampling_mode.endswith("truncate")
 
 
+def needs_sequences(objective: Objective, has_sampler_logp: bool) -> bool:
+    """Whether a term's loss depends on the other terms of its sequence: grpo_loss reads sequence_N.
+
+    Args:
+        objective: the options.
+        has_sampler_logp: grpo_loss is given sampler_logp_N.
+    """
+    corrects = has_sampler_logp and objective.vllm_importance_sampling_correction
+    return (
+        objective.importance_sampling_level != "token"
+        or objective.loss_type in ("vespo", "gmpo")
+        or objective.off_policy_mask_threshold is not None
+        or (corrects and objective.correction_level != "token")
+    )
+
+
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")

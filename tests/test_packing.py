@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,14 +62,23 @@ def expected_terms(
 ) -> list[Term]:
     terms = []
     for index, r in enumerate(r for g in groups for r in g.rollouts):
-        ids: Prefix = ()
-        for segment in r.segments:
-            for i, token in enumerate(segment.token_ids.tolist()):
-                if segment.logprobs is not None and not (drop_zero and r.advantage == 0):
-                    logp = float(segment.logprobs[i])
-                    advantage, weight = float(np.float32(r.advantage)), float(weights[index])
-                    terms.append((index, ids, token, logp, advantage, weight))
-                ids = (*ids, token)
+        if not (drop_zero and r.advantage == 0):
+            for row in r.rows:
+                terms += terms_of(row, [r.advantage] * len(row), index, weights[index])
+    return terms
+
+
+def terms_of(
+    row: Sequence[Segment], advantages: Sequence[float], index: int, weight: float
+) -> list[Term]:
+    terms = []
+    ids: Prefix = ()
+    for segment, advantage in zip(row, advantages, strict=True):
+        for i, token in enumerate(segment.token_ids.tolist()):
+            if segment.logprobs is not None:
+                logp = float(segment.logprobs[i])
+                terms.append((index, ids, token, logp, float(np.float32(advantage)), weight))
+            ids = (*ids, token)
     return terms
 
 
@@ -132,6 +142,79 @@ def test_every_term_once_with_its_own_prefix(
     longest = max((len(r.token_ids) for r in rollouts), default=0)
     weights = [0.25 * (i + 1) for i in range(len(rollouts))]
     check(groups, max(longest + slack, 1), weights, drop_zero)
+
+
+@st.composite
+def forked(draw: st.DrawFn) -> tuple[list[Rollout], list[list[list[Term]]]]:
+    """Rollouts of one to four rows with advantages of their own, and the terms of each row."""
+    rollouts, terms = [], []
+    for index in range(draw(st.integers(0, 5))):
+        rows = [segment_lists(draw) for _ in range(draw(st.integers(1, 4)))]
+        count = sum(map(len, rows))
+        values = draw(st.lists(st.sampled_from([0.0, 0.0, 1.5]), min_size=count, max_size=count))
+        r = Rollout(
+            task=TASK, segments=rows[-1], closed_rows=rows[:-1], status=Status.COMPLETED,
+            segment_advantages=values,
+        )  # fmt: skip
+        each = iter(values)
+        rollouts.append(r)
+        terms.append([terms_of(row, [next(each) for _ in row], index, 1.0) for row in rows])
+    return rollouts, terms
+
+
+def kept(rows: list[list[Term]], *, whole: bool) -> list[list[Term]]:
+    """Those rows of a rollout that move the loss; where they are read together, all if any does."""
+    moving = [row for row in rows if any(advantage for *_, advantage, _ in row)]
+    return rows if whole and moving else moving
+
+
+def num_tokens(rows: list[list[Term]], *, share: bool) -> int:
+    """Distinct prefixes that the terms of some rows need, of all rows together or of each."""
+    every = rows if not share else [[term for row in rows for term in row]]
+    return sum(len({p[:n] for _, p, *_ in own for n in range(1, len(p) + 1)}) for own in every)
+
+
+@settings(max_examples=400, deadline=None)
+@given(forked(), st.booleans(), st.booleans(), st.integers(0, 8))
+def test_rows_of_a_rollout_share_a_batch_where_they_are_read_together(
+    drawn: tuple[list[Rollout], list[list[list[Term]]]], whole: bool, share: bool, slack: int
+) -> None:
+    rollouts, rows = drawn
+    wanted = [kept(own, whole=whole) for own in rows]
+    units = wanted if whole else [[row] for own in wanted for row in own]
+    largest = max((num_tokens(unit, share=share) for unit in units), default=0)
+    options: dict[str, Any] = {"share_prefixes": share, "whole_rollouts": whole}
+    batches = pack_tree([group(*rollouts)], max_tokens=max(1, largest) + slack, **options)
+    assert Counter(term for batch in batches for term in unrolled_terms(batch)) == Counter(
+        term for own in wanted for row in own for term in row
+    )
+    assert all(len(batch.input_ids_T) <= largest + slack for batch in batches)
+    if whole:
+        homes = [sample for batch in batches for sample in set(batch.sample_N.tolist())]
+        assert len(homes) == len(set(homes))
+    if largest > 1:
+        with pytest.raises(ValueError, match=rf"rollout \d: {largest} tokens to lay out"):
+            pack_tree([group(*rollouts)], max_tokens=largest - 1, **options)
+
+
+def test_rollouts_of_two_rows_fill_batches_with_the_prompt_they_share() -> None:
+    """A prompt of 10 and two rows of 5 each: four rollouts in a batch of 50, two in one of 30."""
+    rollouts = [
+        Rollout(
+            task=TASK, status=Status.COMPLETED, advantage=1.0,
+            closed_rows=[[observed(*[9] * 10), sampled(20 + i, *[1] * 4, 0)]],
+            segments=[observed(*[9] * 10), observed(30 + i), sampled(*[2] * 4, 0)],
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    for budget, homes in ((50, [[0, 1, 2, 3]]), (30, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
+        batches = pack_tree([group(*rollouts)], max_tokens=budget, whole_rollouts=True)
+        assert [sorted(set(b.sample_N.tolist())) for b in batches] == homes
+    with pytest.raises(
+        ValueError, match=r"rollout \d: 20 tokens to lay out in one batch, as its rows' terms"
+    ):
+        pack_tree([group(*rollouts)], max_tokens=19, whole_rollouts=True)
+    assert len(pack_tree([group(*rollouts)], max_tokens=19)) == 8
 
 
 def test_worked_example() -> None:

@@ -24,6 +24,8 @@ from agentgrpo.updates import Update, plan_updates
 from tests.conftest import TASK
 from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv
+from tests.rollout.test_branch import ALWAYS, conversation
+from tests.rollout.test_branch import play as branching
 from tests.rollout.test_sampler import play, random_policy
 
 Record = dict[str, Any]
@@ -364,6 +366,37 @@ def test_a_recorded_fork_is_proven_and_another_is_not(tmp_path: Path) -> None:
     assert list(verify.rollout_faults(rollout)) == ["turn 1: row 1 of 1"]
 
 
+@pytest.mark.parametrize("credit", ["soft", "hard"])
+def test_branches_are_proven_to_begin_as_their_parents(tmp_path: Path, credit: str) -> None:
+    """And what they share is packed, weighed and seen by the learner as in training."""
+    config = load_config("quickstart", [f"loss.branch_credit={json.dumps(credit)}"])
+    groups, _ = branching(conversation(2), group_size=3, branching={**ALWAYS, "initial": 1})
+    for index, rollout in enumerate(groups[0].rollouts):
+        rollout.advantage = 0.5 + index
+    assert [r.parent for r in groups[0].rollouts] != [None] * 3
+    log = RunLog(tmp_path)
+    learn(groups, config, 0)
+    log.rollouts(0, groups)
+    log.describe(config=config.model_dump(mode="json"), learner={"device": "cpu"})
+    report = verify.verify_run(tmp_path)
+    assert report.faults == []
+    unique = {id(s): len(s.token_ids) for r in groups[0].rollouts for s in r.segments if s.sampled}
+    sampled = sum(r.num_sampled for r in groups[0].rollouts)
+    assert report.terms == (sum(unique.values()) if credit == "hard" else sampled)
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for key, value in (("parent", 7), ("parent", 1), ("forked_at", 3)):
+        wrong = [dict(line) for line in lines]
+        wrong[1][key] = value
+        path.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+        faults = verify.verify_run(tmp_path).faults
+        assert any("group 0 rollout 1: does not begin as rollout" in f for f in faults), faults
+    wrong = [json.loads(json.dumps(line)) for line in lines]
+    wrong[1]["segments"][1]["logprobs"][0] -= 1.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+    assert any("does not begin as" in fault for fault in verify.verify_run(tmp_path).faults)
+
+
 def test_records_read_back_exactly_from_json_lines_and_parquet(tmp_path: Path) -> None:
     write_run(tmp_path)
     log = RunLog(tmp_path)
@@ -383,6 +416,17 @@ def test_records_read_back_exactly_from_json_lines_and_parquet(tmp_path: Path) -
     last = again[-1][1]
     assert [len(row) for row in last.rows] == [2, 2]
     assert last.turns[1].row == 1
+
+
+@pytest.mark.parametrize("described", [[], {"config": {}}, {"learner": {}}])
+def test_the_folder_of_something_else_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], described: Any
+) -> None:
+    write_run(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    assert verify.main([str(tmp_path)]) == 2
+    assert "error: " in (said := capsys.readouterr().err)
+    assert "run.json: not that of a training run" in said or "Field required" in said
 
 
 def test_a_line_that_is_no_record_is_named(

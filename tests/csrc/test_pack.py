@@ -36,6 +36,7 @@ def arguments(**changed: object) -> list[Any]:
         "max_tokens": 5,
         "drop_zero_advantage": True,
         "share_prefixes": True,
+        "whole_rollouts": False,
     }
     return list({**call, **changed}.values())
 
