@@ -23,8 +23,8 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.rewards import load_callable
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import treatment_of
-from agentgrpo.rollout.play import SamplerStats
 from agentgrpo.rollout.sampler import AnySampler
+from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:
@@ -114,9 +114,15 @@ class CustomSampler(AnySampler):
                 f"rollout.sampler: expected {len(tasks)} lists of {group_size} rollouts, got lists "
                 f"of {sizes}"
             )
+        seen: set[int] = set()
         for task, rollouts in zip(tasks, played, strict=True):
             for index, rollout in enumerate(rollouts):
                 where = f"rollout.sampler: task {task.id!r}, rollout {index}"
+                if id(rollout) in seen:
+                    raise ValueError(
+                        f"{where}: is returned twice; each must be an object of its own"
+                    )
+                seen.add(id(rollout))
                 _check(rollout, task, self._engine.max_model_len, where)
                 rollout.treatment = treatment_of(rollout.status, self._config)
         return [
@@ -145,17 +151,25 @@ def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
 def _check(rollout: Rollout, task: Task, max_model_len: int, where: str) -> None:
     if rollout.task is not task:
         raise ValueError(f"{where}: is of task {rollout.task.id!r}")
-    if not rollout.segments or rollout.segments[0].sampled:
-        raise ValueError(f"{where}: must begin with a prompt, a segment without logprobs")
-    length = len(rollout.token_ids)
-    if length > max_model_len:
-        raise ValueError(f"{where}: {length} tokens exceed engine.max_model_len {max_model_len}")
-    for segment in rollout.segments:
-        if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
-            raise ValueError(f"{where}: a sampled token's log-probability is nan or infinite")
+    total = 0
+    for row in rollout.rows:
+        if not row or row[0].sampled:
+            raise ValueError(f"{where}: must begin with a prompt, a segment without logprobs")
+        length = sum(len(segment.token_ids) for segment in row)
+        if length > max_model_len:
+            raise ValueError(
+                f"{where}: {length} tokens exceed engine.max_model_len {max_model_len}"
+            )
+        for segment in row:
+            if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
+                raise ValueError(f"{where}: a sampled token's log-probability is nan or infinite")
+        total += length
+    for name, value in rollout.rewards.items():
+        if not np.isfinite(value):
+            raise ValueError(f"{where}: its reward {name!r} is {value}")
     for span in rollout.span_rewards:
-        if not 0 <= span.start < span.end <= length:
-            raise ValueError(f"{where}: {span} is not within its {length} tokens")
+        if not 0 <= span.start < span.end <= total:
+            raise ValueError(f"{where}: {span} is not within its {total} tokens")
         if not np.isfinite(span.value):
             raise ValueError(f"{where}: {span} is not finite")
 

@@ -8,38 +8,29 @@ on others, through futures.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, Agent, Finish, Heard, Malformed, Message
+from agentgrpo.agents.base import Action, Agent, Finish, Heard, Malformed
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import AnyEpisode, Ask, Environment, InfrastructureError, Observation
+from agentgrpo.envs.base import Ask, Environment, InfrastructureError, Observation
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import Spent, called, treatment_of
+from agentgrpo.rollout.live import Fork, Live, Pending
+from agentgrpo.rollout.stats import COUNTS, SamplerStats
+from agentgrpo.rollout.telling import count, tell
 from agentgrpo.rollout.transcript import Transcript
-from agentgrpo.types import (
-    Group,
-    Int32,
-    Metrics,
-    Rollout,
-    Segment,
-    SpanReward,
-    Status,
-    Task,
-    Treatment,
-    Turn,
-)
+from agentgrpo.rollout.waiting import Waiting
+from agentgrpo.types import Group, Int32, Rollout, Status, Task, Treatment
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Completion
@@ -59,31 +50,6 @@ class Decoder(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
-@dataclass(slots=True)
-class SamplerStats:
-    """Where the time of sampling went, in seconds, and how much was sampled."""
-
-    total_s: float = 0.0
-    decode_s: float = 0.0
-    """In the engine."""
-    idle_s: float = 0.0
-    """Waiting for tools with nothing to decode."""
-    engine_steps: int = 0
-    total_sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    infra_failures: int = 0
-    """Rollouts that the machine broke, those that were then played again included."""
-    retries: int = 0
-    branches: int = 0
-    diverged_forks: int = 0
-    """Branches whose replayed tools answered otherwise than before: begun anew, alone."""
-
-    def metrics(self) -> Metrics:
-        """The numbers, by name."""
-        return {name: float(value) for name, value in dataclasses.asdict(self).items()}
-
-
 def request_seed(seed: int, *place: int | str) -> int:
     """The seed of one thing that is drawn: another at each place, the same in every repetition.
 
@@ -96,67 +62,6 @@ def request_seed(seed: int, *place: int | str) -> int:
     """
     named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
     return int.from_bytes(named, "little") >> 1
-
-
-COUNTS = ("turns", "tool_calls", "tool_errors", "malformed", "refused_calls")
-"""What every rollout counts."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Live:
-    """A rollout being played."""
-
-    rollout: Rollout
-    episode: AnyEpisode
-    transcript: Transcript
-    """Its tokens; `rollout` has the same lists of segments."""
-    spent: Spent
-    attempt: int
-    since: float
-    """When it began to wait for what it waits for: on the clock of time.perf_counter()."""
-    history: list[Step] = field(default_factory=list)
-    """What its episode was asked and answered, where a branch might need it."""
-    after_tool: bool = False
-    """The turn that is being sampled follows a tool's answer."""
-    first_entropy: float | None = None
-    consecutive: int = 0
-    """Branchings in a row that led here."""
-    messages: list[Message] = field(default_factory=list)
-    """The conversation so far, where it is rendered anew for each turn."""
-    asked_for: Action | None = None
-    """The policy's action for which the engine is speaking in a second role."""
-
-    def took(self, name: str) -> None:
-        """Count the time since it was last asked where its time went."""
-        now, timings = time.perf_counter(), self.rollout.timings
-        timings[name] = timings.get(name, 0.0) + now - self.since
-        self.since = now
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Fork:
-    """Where a rollout branches off: what it has in common with its parent."""
-
-    parent: int | None
-    segments: list[Segment]
-    spent: Spent
-    stats: dict[str, float]
-    span_rewards: list[SpanReward]
-    turns: list[Turn]
-    history: list[Step]
-    first_entropy: float | None
-    consecutive: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Pending:
-    """A rollout that waits for its place."""
-
-    index: int
-    attempt: int = 0
-    fork: _Fork | None = None
-    since: float = field(default_factory=lambda: time.perf_counter())
-    """When it was queued."""
 
 
 class Play:
@@ -177,18 +82,17 @@ class Play:
         self._branches = 0 < config.branching.initial < group_size
         self._vocab_size = len(chat.tokenizer)
         self._plans = [GroupPlan(group_size, config.branching) for _ in tasks]
-        self._queue: deque[_Pending] = deque()
-        self._live: dict[int, _Live] = {}
+        self._queue: deque[Pending] = deque()
+        self._live: dict[int, Live] = {}
         self._decoding: dict[str, int] = {}
-        self._waiting: dict[int, tuple[Future[Any], Callable[[int, Any], None]]] = {}
-        self._answered: SimpleQueue[int] = SimpleQueue()
+        self._waiting = Waiting(together=config.deterministic)
         self._played: dict[int, Rollout] = {}
         self.stats = SamplerStats()
 
     def run(self, *, max_live: int) -> list[Group]:
         """Play until every rollout has ended; whatever happens, every episode is closed."""
         for task, plan in enumerate(self._plans):
-            self._queue.extend(_Pending(index=i) for i in self._indices(task, plan.begin()))
+            self._queue.extend(Pending(index=i) for i in self._indices(task, plan.begin()))
         try:
             while self._queue or self._live:
                 while self._queue and len(self._live) < max_live:
@@ -207,12 +111,17 @@ class Play:
 
     def _stop(self) -> None:
         """Drop what is decoding, wait for the worlds that work, close those that are open."""
-        running = {i: future for i, (future, _) in self._waiting.items() if not future.cancel()}
+        self.stats.idle_s = self._waiting.idle_s
+        begun = self._waiting.cancel()
         self._engine.abort(list(self._decoding))
-        wait(running.values())
-        ending = {i for i in running if self._waiting[i][1] == self._finished}
-        for index in self._live.keys() - ending:  # those that end close themselves
-            self._worlds.close(self._live[index].episode).result()
+        self._waiting.wait()
+        ending = {i for i, then in begun.items() if then == self._finished}
+        closing = [  # those that end close themselves
+            self._worlds.close(self._live[index].episode) for index in self._live.keys() - ending
+        ]
+        wait(closing)
+        for closed in closing:
+            closed.result()
 
     def _indices(self, task: int, members: Sequence[int]) -> list[int]:
         return [task * self._group_size + member for member in members]
@@ -220,29 +129,56 @@ class Play:
     def _begin_alone(self, task: int, members: Sequence[int]) -> None:
         """Queue members of a group that is under way, before groups that are not."""
         self._queue.extendleft(
-            _Pending(index=index) for index in reversed(self._indices(task, members))
+            Pending(index=index) for index in reversed(self._indices(task, members))
         )
 
     # --- beginnings
 
-    def _start(self, pending: _Pending) -> None:
+    def _start(self, pending: Pending) -> None:
         if pending.fork is None:
             self._start_alone(pending)
         else:
             self._start_fork(pending, pending.fork)
 
-    def _start_alone(self, pending: _Pending) -> None:
-        task = self._tasks[pending.index // self._group_size]
-        prompt = self._chat.prompt_ids(self._agent.messages(task), self._agent.tools(task))
+    def _start_alone(self, pending: Pending) -> None:
+        task = self._task_of(pending)
+        messages = self._agent.messages(task)
+        prompt = self._chat.prompt_ids(messages, self._agent.tools(task))
         prefill = self._agent.prefill(task)
         if prefill:
             prompt = np.concatenate([prompt, self._chat.text_ids(prefill)])
-        if len(prompt) >= self._engine.max_model_len:
+        limit = self._engine.max_model_len
+        if len(prompt) >= limit:
             raise ValueError(
                 f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len is "
-                f"{self._engine.max_model_len}"
+                f"{limit}"
             )
         transcript = Transcript(prompt, fork_threshold=self._config.fork_threshold)
+        live = self._begin(pending, transcript, Spent(self._config, len(prompt), limit))
+        live.messages = list(messages)
+        self._ask(pending.index)
+
+    def _start_fork(self, pending: Pending, fork: Fork) -> None:
+        """Bring a fresh episode to where the parent's was, then go on from there."""
+        transcript = Transcript.of(fork.segments, fork_threshold=self._config.fork_threshold)
+        spent = replace(fork.spent, started=time.monotonic())
+        live = self._begin(pending, transcript, spent)
+        rollout = live.rollout
+        if fork.parent is not None:
+            rollout.parent, rollout.forked_at = fork.parent % self._group_size, len(transcript)
+        rollout.stats, rollout.span_rewards = fork.stats, fork.span_rewards
+        rollout.turns, live.history = fork.turns, fork.history
+        live.first_entropy, live.consecutive = fork.first_entropy, fork.consecutive
+        live.after_tool = True
+        future = self._worlds.replay(live.episode, [step.action for step in live.history])
+        self._waiting.add(pending.index, future, self._replayed)
+
+    def _task_of(self, pending: Pending) -> Task:
+        return self._tasks[pending.index // self._group_size]
+
+    def _begin(self, pending: Pending, transcript: Transcript, spent: Spent) -> Live:
+        """Give a rollout its place."""
+        task = self._task_of(pending)
         rollout = Rollout(
             task=task,
             segments=transcript.segments,
@@ -250,50 +186,16 @@ class Play:
             status=Status.COMPLETED,
             stats=dict.fromkeys(COUNTS, 0.0),
         )
-        live = _Live(
+        live = self._live[pending.index] = Live(
             rollout=rollout,
             episode=self._env.reset(task),
             transcript=transcript,
-            spent=Spent(self._config, len(prompt), self._engine.max_model_len),
+            spent=spent,
             attempt=pending.attempt,
             since=pending.since,
-            messages=list(self._agent.messages(task)),
         )
-        self._live[pending.index] = live
         live.took("queue_s")
-        self._ask(pending.index)
-
-    def _start_fork(self, pending: _Pending, fork: _Fork) -> None:
-        """Bring a fresh episode to where the parent's was, then go on from there."""
-        task = self._tasks[pending.index // self._group_size]
-        transcript = Transcript.of(fork.segments, fork_threshold=self._config.fork_threshold)
-        rollout = Rollout(
-            task=task,
-            segments=transcript.segments,
-            closed_rows=transcript.closed_rows,
-            status=Status.COMPLETED,
-            parent=None if fork.parent is None else fork.parent % self._group_size,
-            forked_at=None if fork.parent is None else len(transcript),
-            stats=fork.stats,
-            span_rewards=fork.span_rewards,
-            turns=fork.turns,
-        )
-        live = _Live(
-            rollout=rollout,
-            episode=self._env.reset(task),
-            transcript=transcript,
-            spent=fork.spent,
-            attempt=pending.attempt,
-            since=pending.since,
-            history=fork.history,
-            after_tool=True,
-            first_entropy=fork.first_entropy,
-            consecutive=fork.consecutive,
-        )
-        self._live[pending.index] = live
-        live.took("queue_s")
-        future = self._worlds.replay(live.episode, [step.action for step in live.history])
-        self._wait_for(pending.index, future, self._replayed)
+        return live
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
@@ -303,7 +205,7 @@ class Play:
             self._ask(index)
             return
         self.stats.diverged_forks += 1  # a world that is not a function of its actions
-        self._drop(index, _Pending(index=index, attempt=live.attempt + 1))
+        self._drop(index, Pending(index=index, attempt=live.attempt + 1))
 
     # --- turns
 
@@ -400,7 +302,7 @@ class Play:
         """Carry out what an action of the policy's comes to: itself, or what was heard for it."""
         live = self._live[index]
         live.took("own_s")
-        self._wait_for(
+        self._waiting.add(
             index,
             self._worlds.step(live.episode, does),
             lambda index, observation: self._answered_to(index, does, action, observation),
@@ -434,7 +336,7 @@ class Play:
         )
         self._decoding[request_id] = index
 
-    def _role_spoke(self, live: _Live, index: int, turn: Completion) -> None:
+    def _role_spoke(self, live: Live, index: int, turn: Completion) -> None:
         """Tell the episode, in whose conversation and in no rollout's this is."""
         action, live.asked_for = live.asked_for, None
         assert action is not None
@@ -465,29 +367,13 @@ class Play:
         live.consecutive += 1
         self.stats.branches += 1
         (new,) = self._indices(task, [plan.fork(member)])
-        self._queue.appendleft(_Pending(index=new, fork=_fork_of(live, index)))
+        self._queue.appendleft(Pending(index=new, fork=Fork.of(live, index)))
 
     # --- the world's answers
 
-    def _wait_for(self, index: int, future: Future[Any], then: Callable[[int, Any], None]) -> None:
-        self._waiting[index] = (future, then)
-        future.add_done_callback(lambda _: self._answered.put(index))
-
     def _take_answers(self, *, block: bool) -> None:
         """Continue the rollouts whose worlds answered; wait for one if nothing decodes."""
-        if not self._waiting:
-            return
-        started = time.perf_counter()
-        if self._config.deterministic:
-            ready = sorted(self._answered.get() for _ in range(len(self._waiting)))
-        else:
-            ready = [self._answered.get()] if block else []
-            while not self._answered.empty():
-                ready.append(self._answered.get())
-        if block or self._config.deterministic:
-            self.stats.idle_s += time.perf_counter() - started
-        for index in ready:
-            future, then = self._waiting.pop(index)
+        for index, future, then in self._waiting.take(block=block):
             try:
                 answer = future.result()
             except InfrastructureError as error:
@@ -499,7 +385,6 @@ class Play:
         self, index: int, done: Action, action: Action, observation: Observation
     ) -> None:
         live = self._live[index]
-        rollout = live.rollout
         live.took("tools_s")
         if self._branches:
             live.history.append(Step.of(done, observation))
@@ -507,63 +392,23 @@ class Play:
             self._ask_role(index, action, observation.ask)
             return
         live.after_tool = True
-        rollout.stats["tool_errors"] += observation.failed
-        for name, count in observation.counts.items():
-            rollout.stats[name] = rollout.stats.get(name, 0.0) + count
-        for name, value in observation.rewards.items():
-            closed = sum(len(s.token_ids) for row in rollout.closed_rows for s in row)
-            start = closed + live.transcript.turn_start
-            end = closed + len(live.transcript)
-            rollout.span_rewards.append(SpanReward(start, end, name, value))
+        count(live, observation)
         if observation.done:
-            rollout.answer = observation.answer
+            live.rollout.answer = observation.answer
             self._end(index, Status.COMPLETED)
         else:
             self._observe(index, action, observation)
 
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
-        """Append what the policy is told, if there is room for it, and ask for the next turn."""
-        live, config = self._live[index], self._config
-
-        def cut(text: str) -> str:
-            return self._chat.clip(text, config.max_observation_tokens, config.keep_observation)
-
-        shown = replace(
-            observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
-        )
-        said = self._agent.observe(action, shown)
-        closed = int(live.transcript.ids[-1]) in self._chat.stop_token_ids
-        if not isinstance(said, str) and config.history == "render":
-            self._rerender(index, said)
-            return
-        if not isinstance(said, str):
-            ids = self._chat.observation_ids(said, turn_closed=closed)
-        elif closed:  # the policy closed the message that the text would have gone into
-            self._end(index, Status.COMPLETED)
-            return
+        """Tell the policy, and ask for its next turn."""
+        end = tell(
+            self._live[index], action, observation,
+            agent=self._agent, chat=self._chat, config=self._config,
+        )  # fmt: skip
+        if end is None:
+            self._ask(index)
         else:
-            ids = self._chat.text_ids(said)
-        if not live.spent.fits(len(live.transcript) + len(ids)):
-            self._end(index, Status.TRUNCATED_LENGTH)
-            return
-        live.transcript.give(ids)
-        self._ask(index)
-
-    def _rerender(self, index: int, said: Sequence[Message]) -> None:
-        """Render the whole conversation for the next turn and make the rollout's rows follow."""
-        live, rollout = self._live[index], self._live[index].rollout
-        turn = {"role": "assistant", "content": self._chat.decode(live.transcript.turn)}
-        live.messages += [turn, *said]
-        prompt = self._chat.prompt_ids(live.messages, self._agent.tools(rollout.task))
-        if not live.spent.fits(len(prompt)):
-            self._end(index, Status.TRUNCATED_LENGTH)
-            return
-        drift = live.transcript.rerender(prompt)
-        rollout.stats[f"prompts_{drift}"] = rollout.stats.get(f"prompts_{drift}", 0.0) + 1
-        rollout.segments = live.transcript.segments
-        if live.transcript.replaced:
-            rollout.turns[-1] = replace(rollout.turns[-1], replaced=live.transcript.replaced)
-        self._ask(index)
+            self._end(index, end)
 
     # --- ends
 
@@ -572,11 +417,11 @@ class Play:
         live.rollout.status = status
         live.rollout.treatment = treatment_of(status, self._config)
         if self._play_again(live):
-            self._drop(index, _Pending(index=index, attempt=live.attempt + 1))
+            self._drop(index, Pending(index=index, attempt=live.attempt + 1))
             return
         live.took("own_s")
         future = self._worlds.finish(live.episode, live.rollout.answer)
-        self._wait_for(index, future, self._finished)
+        self._waiting.add(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
         live = self._live.pop(index)
@@ -594,16 +439,16 @@ class Play:
         rollout.status = Status.INFRA_ERROR
         rollout.treatment = treatment_of(Status.INFRA_ERROR, self._config)
         rollout.rewards, rollout.span_rewards = {}, []
-        again = _Pending(index=index, attempt=live.attempt + 1) if self._play_again(live) else None
+        again = Pending(index=index, attempt=live.attempt + 1) if self._play_again(live) else None
         self._drop(index, again, closed=closed)
         if again is None:
             self._record(index, rollout)
 
-    def _play_again(self, live: _Live) -> bool:
+    def _play_again(self, live: Live) -> bool:
         again = live.rollout.treatment is Treatment.RETRY
         return again and live.attempt < self._config.max_retries
 
-    def _drop(self, index: int, again: _Pending | None, *, closed: bool = False) -> None:
+    def _drop(self, index: int, again: Pending | None, *, closed: bool = False) -> None:
         """Forget a rollout that is under way and its episode; perhaps play another in its place."""
         live = self._live.pop(index)
         if not closed:
@@ -628,18 +473,3 @@ class Play:
         self._played[index] = rollout
         task, member = divmod(index, self._group_size)
         self._begin_alone(task, self._plans[task].ended(member))
-
-
-def _fork_of(live: _Live, index: int) -> _Fork:
-    """What a branch has in common with a rollout whose last segment is the tool's answer."""
-    return _Fork(
-        parent=index,
-        segments=list(live.rollout.segments),
-        spent=replace(live.spent, calls=live.spent.calls.copy(), started=time.monotonic()),
-        stats=dict(live.rollout.stats),
-        span_rewards=list(live.rollout.span_rewards),
-        turns=list(live.rollout.turns),
-        history=list(live.history),
-        first_entropy=live.first_entropy,
-        consecutive=live.consecutive,
-    )

@@ -19,7 +19,8 @@ from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.play import Decoder, Play, SamplerStats
+from agentgrpo.rollout.play import Decoder, Play
+from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Task
 
 
@@ -83,6 +84,9 @@ class Sampler(AnySampler):
         max_live: rollouts played at once; the others wait for one to end. At most as many as there
             are sandbox sessions: a rollout keeps its session until it ends.
         max_tool_threads: blocking worlds that may work at once; asynchronous ones have no limit.
+
+    Raises:
+        ValueError: max_live is below 1.
     """
 
     def __init__(
@@ -97,6 +101,8 @@ class Sampler(AnySampler):
         max_tool_threads: int = 64,
     ) -> None:
         super().__init__(config)
+        if max_live < 1:
+            raise ValueError(f"max_live must be at least 1, got {max_live}")
         self._engine, self._agent, self._env, self._chat = engine, agent, env, chat
         self._max_live = max_live
         self._max_tool_threads = max_tool_threads

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.agreement import Disagreement
 from agentgrpo.config import RolloutConfig
 from agentgrpo.parallel import Team
-from agentgrpo.rollout.play import SamplerStats
 from agentgrpo.rollout.sampler import AnySampler
+from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Int32, Task
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +152,6 @@ class RolloutFuncSampler:
         rollout.answer = self._chat.decode(last.token_ids) if last.sampled and whole else None
         numbers = {k: v for k, v in row.items() if k not in (*TOKENS, "env_mask")}
         rollout.rewards = {
-            key: float(value) for key, value in numbers.items() if isinstance(value, int | float)
+            key: float(value) for key, value in numbers.items() if isinstance(value, Real)
         }
         return rollout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
@@ -25,8 +26,8 @@ from agentgrpo.rollout.branch import (
     turn_entropy,
 )
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.play import SamplerStats
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Rollout, Status
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
@@ -527,6 +528,23 @@ def test_a_branch_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, stats = play(
         conversation(1), env, group_size=2, branching={**ALWAYS, "initial": 1}, max_seconds=3.0
     )
+    assert stats.branches == 1
+    assert [r.status for r in checked(groups, 2)] == [Status.COMPLETED] * 2
+
+
+def test_a_branch_that_waits_for_its_place_loses_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def passes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    env = StubEnv(on_call=lambda code: passes(1.0), on_finish=lambda: passes(5.0))
+    groups, stats = play(
+        conversation(1), env, group_size=2, max_live=1, max_seconds=3.0,
+        branching={**ALWAYS, "initial": 1},
+    )  # fmt: skip
     assert stats.branches == 1
     assert [r.status for r in checked(groups, 2)] == [Status.COMPLETED] * 2
 

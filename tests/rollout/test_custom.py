@@ -122,6 +122,21 @@ def too_long(r: Rollout) -> None:
     r.segments.append(Segment(np.zeros(10_000, np.int32)))
 
 
+def nan_in_another_row(r: Rollout) -> None:
+    r.closed_rows.append(list(r.segments))
+    nan(r)
+    r.closed_rows.reverse()
+    r.closed_rows[0], r.segments = r.segments, r.closed_rows[0]
+
+
+def no_prompt_in_another_row(r: Rollout) -> None:
+    r.closed_rows.append([])
+
+
+def no_reward(r: Rollout) -> None:
+    r.rewards["taste"] = float("nan")
+
+
 def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
     def change(r: Rollout) -> None:
         r.span_rewards.append(SpanReward(start, end, "x", value))
@@ -135,6 +150,9 @@ def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
         (other_task, "is of task 'stranger'"),
         (no_prompt, "must begin with a prompt"),
         (nan, "log-probability is nan or infinite"),
+        (nan_in_another_row, "log-probability is nan or infinite"),
+        (no_prompt_in_another_row, "must begin with a prompt"),
+        (no_reward, "its reward 'taste' is nan"),
         (too_long, "10006 tokens exceed engine.max_model_len 10000"),
         (span(-1, 2), "is not within its 6 tokens"),
         (span(3, 7), "is not within its 6 tokens"),
@@ -152,6 +170,24 @@ def test_what_cannot_be_trained_on_is_refused_by_name(
 def test_spans_to_the_last_token_are_fine() -> None:
     groups, _ = sampler(Mine(span(0, 6))).play(tasks(1), 1, seed=0)
     assert groups[0].rollouts[0].span_rewards[0].end == 6
+
+
+def test_spans_may_lie_in_any_row() -> None:
+    def two_rows(r: Rollout) -> None:
+        r.closed_rows.append(list(r.segments))
+        r.span_rewards.append(SpanReward(9, 12, "x", 1.0))
+
+    groups, _ = sampler(Mine(two_rows)).play(tasks(1), 1, seed=0)
+    assert groups[0].rollouts[0].reward == 1.0
+
+
+def test_one_rollout_in_two_places_is_refused() -> None:
+    class Lazy(Mine):
+        def rollout(self, *args: Any) -> list[list[Rollout]]:
+            return [[own[0]] * len(own) for own in super().rollout(*args)]
+
+    with pytest.raises(ValueError, match="task 't0', rollout 1: is returned twice"):
+        sampler(Lazy()).play(tasks(1), 2, seed=0)
 
 
 def test_a_wrong_number_of_rollouts_is_refused() -> None:
@@ -238,7 +274,7 @@ def trl_example(prompts: list[Any], trainer: Any) -> Mapping[str, Sequence[Any]]
         rows["completion_ids"].append(ids + told + ids)
         rows["logprobs"].append(turn["logprobs"] + [0.0] * len(told) + turn["logprobs"])
         rows["env_mask"].append([1] * len(ids) + [0] * len(told) + [1] * len(ids))
-        rows["score"].append(float(len(turn["text"])))
+        rows["score"].append(np.float32(len(turn["text"])))
         rows["note"].append("not a number")
     return rows
 

@@ -14,14 +14,24 @@ import pytest
 
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
-from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.play import COUNTS, SamplerStats, request_seed
+from agentgrpo.rollout.play import request_seed
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.stats import COUNTS, SamplerStats
 from agentgrpo.types import Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
 from tests.playing import EOT, TOKENIZER, tasks
-from tests.rollout.stubs import Completion, Request, StubEngine, StubEnv, Turn, answer_to, code_in
+from tests.rollout.stubs import (
+    Completion,
+    Request,
+    StubEngine,
+    StubEnv,
+    StubEpisode,
+    Turn,
+    answer_to,
+    code_in,
+)
 from tests.tiny import make_tokenizer
 
 CHAT = ChatTemplate(TOKENIZER)
@@ -318,11 +328,14 @@ def failing(where: str) -> tuple[StubEngine, StubEnv]:
         engine.on_step = lambda step: raise_bug() if step == 2 else None
     elif where == "reset":
         env.on_reset = lambda task: raise_bug() if task.id == "t1" else None
+    elif where == "finish":
+        engine.policy = lambda number, _: Turn(f"Answer: {number}{EOT}", steps=1 + number % 3)
+        env.on_finish = raise_bug
     return engine, env
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("where", ["tool", "engine", "reset"])
+@pytest.mark.parametrize("where", ["tool", "engine", "reset", "finish"])
 def test_a_bug_stops_the_run_and_leaves_nothing_behind(where: str, deterministic: bool) -> None:
     engine, env = failing(where)
     with pytest.raises(Bug):
@@ -366,6 +379,21 @@ def test_an_episode_that_ends_while_a_bug_stops_the_run_is_closed_once() -> None
     with pytest.raises(Bug):
         play(engine, env, group_size=2, deterministic=False)
     assert len(env.episodes) == 2
+    env.assert_all_closed_once()
+
+
+def test_an_episode_that_does_not_close_keeps_no_other_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def close(self: StubEpisode) -> None:
+        self.closed += 1
+        if self is env.episodes[0] or self is env.episodes[2]:
+            raise Bug("stuck")
+
+    monkeypatch.setattr(StubEpisode, "close", close)
+    engine, env = failing("engine")
+    with pytest.raises(Bug):
+        play(engine, env, group_size=4, max_turns=99)
     env.assert_all_closed_once()
 
 
@@ -504,6 +532,11 @@ def test_time_with_nothing_to_decode_is_idle_time(deterministic: bool) -> None:
     assert stats.total_s >= stats.idle_s + stats.decode_s
 
 
+def test_room_for_no_rollout_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_live must be at least 1, got 0"):
+        Sampler(cast(Any, scripted()), AGENT, StubEnv(), CHAT, RolloutConfig(), max_live=0)
+
+
 def test_no_tasks_no_groups() -> None:
     groups, stats = play(scripted(), StubEnv(), num_tasks=0)
     assert groups == []
@@ -560,6 +593,32 @@ def test_prompts_that_are_rendered_anew_are_followed_and_proven(
     assert len(sampled) + len(replaced) == len(encode("".join(turns)))
     assert len(rollout.rows) == 1 + drifts.get("prompts_fork", 0)
     assert bool(replaced) == ("prompts_realign" in drifts)
+
+
+@pytest.mark.parametrize("threshold", [1024, 5], ids=["realign", "fork"])
+@pytest.mark.parametrize("max_turns", [1, 3])
+def test_what_a_turn_earned_stays_with_what_is_left_of_it(threshold: int, max_turns: int) -> None:
+    """Not with the turns that come in place of the thoughts it loses, nor beyond the last token."""
+    tokenizer = make_tokenizer(THINKING)
+    thought = "<think>" + "so " * 60 + "</think>"
+    turns = [f"{thought}<code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]
+    env = StubEnv(answer=lambda code: Observation(code, rewards={"step": 1.0 + float(code)}))
+    engine = StubEngine(tokenizer, lambda number, _: Turn(turns[number]))
+    config = RolloutConfig(
+        max_turns=max_turns, max_turn_tokens=400, history="render", fork_threshold=threshold
+    )
+    sampler = Sampler(cast(Any, engine), AGENT, env, ChatTemplate(tokenizer), config)
+    groups, _ = sampler.play(tasks(1), 1, seed=5)
+    (rollout,) = groups[0].rollouts
+    assert list(rollout_faults(rollout)) == []
+    starts, at = [], 0
+    for segment in rollout.all_segments:
+        starts += [at] if segment.sampled else []
+        at += len(segment.token_ids)
+    assert [span.start for span in rollout.span_rewards] == starts[:2]
+    for number, span in enumerate(rollout.span_rewards):
+        assert span.value == 1.0 + number
+        assert all(span.end <= start for start in starts[number + 1 :])
 
 
 @pytest.mark.parametrize(

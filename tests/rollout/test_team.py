@@ -13,7 +13,7 @@ import pytest
 
 from agentgrpo.agreement import Disagreement
 from agentgrpo.config import RolloutConfig
-from agentgrpo.rollout.play import SamplerStats
+from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.team import Leader, TeamSampler, digest, follow
 from agentgrpo.types import Group, Task
 
