@@ -1,30 +1,14 @@
-"""vLLM inside this process, driven step by step on token ids. The only file that imports vllm.
+"""vLLM inside this process, driven step by step on token ids.
 
-Written against vLLM 0.20 to 0.33. What it works around, each found by measuring:
-
-* vLLM's CPU backend packs every linear weight away and leaves an empty parameter behind. Here the
-  plain weight stays, so that the learner's parameters can be views of it (weights.py).
-* The rank of a sampled token is computed by a function that torch.compile builds in C++ on first
-  use: 20 s on CPU for a number that nobody reads.
-* vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
-  no-op, for the whole process: the learner too would work on half of two cores.
-* A request's own seed crashes vLLM on CPU when its prompt is computed in chunks (CPU generators
-  have no offset to wind back). Here prompts are computed whole on CPU.
-* Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
-  launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
-* On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
-* Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
-  the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
-* vLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
-  requests name, so that nothing is written or read.
+Written against vLLM 0.20 to 0.33, which only this file, vllm_start.py and tool_parsers.py import.
+VLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
+requests name, so that nothing is written or read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,28 +18,23 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import vllm.model_executor.layers.utils as vllm_layers
-import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import RequestOutputKind
 
 from agentgrpo import parallel
-from agentgrpo.agents.base import Schema
-from agentgrpo.agents.tools import ReadCalls, Reading
 from agentgrpo.config import EngineConfig
 from agentgrpo.memory import memory
 from agentgrpo.packing import ids_from_list
 from agentgrpo.rollout.branch import token_entropies
 from agentgrpo.types import Float32, Int32, Metrics, Turn
+from agentgrpo.vllm_start import groups_stay, pack_weight, start, use_plain_weight
 
-_pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 _ADAPTER = LoRARequest("policy", 1, "in memory")
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +67,6 @@ class State(Enum):
     HOLLOW = "hollow"
     """Awake but for its weights, which level 2 dropped: load_weights() comes first."""
     ASLEEP = "asleep"
-
-
-class EngineStartError(ValueError):
-    """vLLM could not be started with this model and these settings; the message says why."""
 
 
 class Engine:
@@ -132,55 +107,11 @@ class Engine:
         self._sleep_level = config.sleep_level
         self._in_flight: set[str] = set()
         self._memory: Metrics = {}
-        settings = self._settings(config) | _lora_settings(lora_rank)
-        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-        try:
-            with (
-                _plain_cpu_weights(),
-                _weights_stay_awake(config.weights != "copy"),
-                _shared_memory_of_this_run(),
-            ):
-                self._llm = LLM(str(model), seed=seed, **settings)
-        except Exception as error:  # vLLM, the model's code and what both import: of any kind
-            raise EngineStartError(_explain_start(error, model, config)) from error
-        finally:
-            torch.set_num_threads = set_num_threads
-            torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
+        self._llm = start(
+            model, config, device=self.device, dtype=self.dtype, seed=seed, lora_rank=lora_rank
+        )
         self._engine = self._llm.llm_engine
         self._running.add(id(self))
-        if self.device == "cpu":
-            vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(
-                -1
-            )
-
-    def _settings(self, config: EngineConfig) -> dict[str, Any]:
-        on_cpu = self.device == "cpu"
-        settings = {
-            "dtype": self.dtype,
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "enforce_eager": on_cpu or config.enforce_eager,
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "async_scheduling": False,
-            "enable_prefix_caching": True,
-            "enable_sleep_mode": not on_cpu,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-        }
-        if parallel.world_size() > 1:
-            settings |= {
-                "distributed_executor_backend": "external_launcher",
-                "tensor_parallel_size": config.tensor_parallel_size,
-            }
-        if on_cpu:
-            settings |= {
-                "block_size": 32,
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(4096, config.max_model_len, config.max_num_seqs),
-            }
-        return settings
 
     @property
     def llm(self) -> LLM:
@@ -224,8 +155,8 @@ class Engine:
             config: what peft's adapter_config.json would say.
 
         Raises:
-            ValueError: the engine was started without lora_rank, or vLLM has no adapters for one of
-                the layers.
+            ValueError: the engine was started without lora_rank, or vLLM has no adapters of this
+                kind, or none for one of the layers.
         """
         if not self.lora_rank:
             raise ValueError("the engine was started without lora_rank: it has no adapters")
@@ -233,10 +164,12 @@ class Engine:
         names: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
         if hasattr(names, "get_rename_mapper"):  # newer ones also say what is fused
             names = names.get_rename_mapper()
+        described = PEFTHelper.from_dict(dict(config))
+        described.validate_legal(manager.lora_config)
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=_ADAPTER.lora_int_id,
             tensors=dict(tensors),
-            peft_helper=PEFTHelper.from_dict(dict(config)),
+            peft_helper=described,
             device=self.device,
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=names,
@@ -268,6 +201,9 @@ class Engine:
         """
         if self.device != "cpu":
             return 0
+        # an embedding looks rows up and multiplies by nothing, unless it is the head too
+        named = self.model.named_modules(remove_duplicate=False)
+        heads = {id(module) for name, module in named if name.rpartition(".")[2] == "lm_head"}
         changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
         packed = 0
         for module in self.model.modules():
@@ -275,10 +211,12 @@ class Engine:
             # vars: a layer wrapped for adapters passes on what the one inside it has
             if "cpu_linear" not in vars(module) or not isinstance(weight, torch.Tensor):
                 continue
+            if isinstance(module, VocabParallelEmbedding) and id(module) not in heads:
+                continue
             if weight.untyped_storage().data_ptr() in changing:
-                _use_plain_weight(module)
+                use_plain_weight(module)
             else:
-                _pack_cpu_weight(module, remove_weight=False)
+                pack_weight(module, remove_weight=False)
                 packed += 1
         return packed
 
@@ -445,7 +383,15 @@ class Engine:
             self.state = State.AWAKE
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:
-        """Sample num_tokens greedily after each prompt, through the same path as rollouts."""
+        """Sample num_tokens greedily after each prompt, through the same path as rollouts.
+
+        Raises:
+            RuntimeError: requests are in flight, whose results it would lose.
+        """
+        if self._in_flight:
+            raise RuntimeError(
+                f"{len(self._in_flight)} requests in flight: a probe would lose them"
+            )
         started = time.monotonic_ns()
         for index, prompt in enumerate(prompts):
             self.add_request(
@@ -462,7 +408,7 @@ class Engine:
     def shutdown(self) -> None:
         """Free vLLM's resources; the engine cannot be used afterwards. Others here can be."""
         self._running.discard(id(self))
-        with _groups_stay() if self._running else contextlib.nullcontext():
+        with groups_stay() if self._running else contextlib.nullcontext():
             self._engine.engine_core.shutdown()
 
     def _require_awake(self) -> None:
@@ -496,160 +442,3 @@ def _completion(output: Any) -> Completion:
             flat.logprobs, flat.token_ids, flat.start_indices, flat.end_indices
         ),
     )
-
-
-def _lora_settings(rank: int) -> dict[str, Any]:
-    if not rank:
-        return {}
-    if rank > _LORA_RANKS[-1]:
-        raise ValueError(
-            f"learner.lora.rank: vLLM serves adapters up to rank {_LORA_RANKS[-1]}, got {rank}; "
-            "learner.lora.serve = 'merged' has no such limit"
-        )
-    room = next(size for size in _LORA_RANKS if size >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-
-
-def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:
-    """What vLLM said last, and the settings it said it about."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        f"vLLM cannot start on {str(model)!r} with engine.max_model_len {config.max_model_len}, "
-        f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
-        f"engine.dtype {config.dtype!r}, engine.tensor_parallel_size "
-        f"{config.tensor_parallel_size}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
-    )
-
-
-def _use_plain_weight(layer: torch.nn.Module) -> None:
-    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def _plain_cpu_weights() -> Any:
-    """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
-
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        _use_plain_weight(layer)
-
-    vllm_layers.dispatch_cpu_unquantized_gemm = keep
-    try:
-        yield
-    finally:
-        vllm_layers.dispatch_cpu_unquantized_gemm = _pack_cpu_weight
-
-
-@contextlib.contextmanager
-def _shared_memory_of_this_run() -> Any:
-    """Name what ranks on CPU share after this run. VLLM has one name for all runs of a machine, so
-    that two of them meet there, and what a killed one leaves behind stops the next.
-    """
-    if parallel.world_size() == 1 or torch.cuda.is_available():
-        yield
-        return
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
-
-    (name, *_), arguments = parallel.gather(uuid.uuid4().hex), Launcher._distributed_args
-
-    def named(self: Any) -> tuple[str, int, int]:
-        method, rank, local_rank = arguments(self)
-        return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
-
-    Launcher._distributed_args = named
-    try:
-        yield
-    finally:
-        Launcher._distributed_args = arguments
-
-
-@contextlib.contextmanager
-def _groups_stay() -> Any:
-    """VLLM's engines tear down the process groups of all of a process when they end."""
-    from vllm.v1.engine import core
-
-    tear_down = vars(core)["cleanup_dist_env_and_memory"]
-    vars(core)["cleanup_dist_env_and_memory"] = lambda: None
-    try:
-        yield
-    finally:
-        vars(core)["cleanup_dist_env_and_memory"] = tear_down
-
-
-@contextlib.contextmanager
-def _weights_stay_awake(shared: bool) -> Any:
-    """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
-    if not shared or not torch.cuda.is_available():
-        yield
-        return
-    from vllm.v1.worker.gpu_worker import Worker
-
-    pool = Worker._maybe_get_memory_pool_context
-
-    def without_weights(self: Any, tag: str) -> Any:
-        return contextlib.nullcontext() if tag == "weights" else pool(self, tag)
-
-    Worker._maybe_get_memory_pool_context = without_weights  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]
-
-
-def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
-    """VLLM's own tool parser of a model family, for agents/tools.py.
-
-    Args:
-        parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
-        tokenizer: the model's, as transformers loads it.
-
-    Raises:
-        ValueError: vLLM has no parser of that name, or the parser refuses the tokenizer.
-    """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
-    # what the policy gets wrong is data, counted as malformed, and not a traceback on the terminal
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-    logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
-    try:
-        make = ToolParserManager.get_tool_parser(parser)
-    except KeyError:
-        known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
-        raise ValueError(
-            f"agent.parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
-        ) from None
-
-    def read(text: str, tools: Sequence[Schema]) -> Reading:
-        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
-        request = ChatCompletionRequest(**given)
-        shown: list[Any] | None = request.tools
-        reader = make(tokenizer, shown)  # a parser may keep state of the text it has read
-        found = reader.extract_tool_calls(text, request)
-        calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
-        content = (found.content or "") if calls else text
-        return Reading(content, calls, attempted=_is_marked(reader, text))
-
-    try:
-        read("", [])
-    except RuntimeError as error:  # a family's special tokens are not in this vocabulary
-        raise ValueError(f"agent.parser: {parser!r} does not fit the model: {error}") from error
-    return read
-
-
-_CALL_MARKS = (
-    "<tool_call>",
-    "<function=",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-    "<\uff5ctool\u2581call",
-)
-"""Marks that begin a call in some family, whichever parser is chosen."""
-
-
-def _is_marked(reader: Any, text: str) -> bool:
-    own = [
-        value
-        for name, value in {**vars(type(reader)), **vars(reader)}.items()
-        if isinstance(value, str) and value and name.endswith(("start_token", "bot_token"))
-    ]
-    return any(mark in text for mark in (*_CALL_MARKS, *own))

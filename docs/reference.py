@@ -30,7 +30,7 @@ PAGES = {
         "Rollouts",
         [
             f"agentgrpo.rollout.{name}"
-            for name in ("sampler", "play", "delta", "limits", "branch", "custom", "trl")
+            for name in ("sampler", "play", "stats", "delta", "limits", "branch", "custom", "trl")
         ],
     ),
     "agents": (
@@ -66,8 +66,18 @@ PAGES = {
         [
             f"agentgrpo.{name}"
             for name in (
-                *("train", "build", "engine", "learner", "weights", "packing", "updates"),
-                *("losses", "optimizer", "lora", "parallel", "agreement", "preflight"),
+                *("train", "build", "engine", "vllm_start", "tool_parsers", "learner"),
+                *(
+                    "weights",
+                    "packing",
+                    "updates",
+                    "losses",
+                    "optimizer",
+                    "lora",
+                    "parallel",
+                    "agreement",
+                    "preflight",
+                ),
                 *("footprint", "checkpoint", "records", "evaluate", "verify"),
             )
         ],

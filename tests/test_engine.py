@@ -228,6 +228,13 @@ def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
         assert len(turn.token_ids) == 3
 
 
+def test_a_probe_does_not_take_the_results_of_others(engine: Engine) -> None:
+    engine.add_request("mine", prompt(5), max_tokens=3, temperature=1.0)
+    with pytest.raises(RuntimeError, match="1 requests in flight: a probe would lose them"):
+        engine.probe([prompt(4)], 1)
+    assert list(finish(engine)) == ["mine"]
+
+
 def test_the_learners_threads_can_still_be_set(the_engine: Engine) -> None:
     before = torch.get_num_threads()
     try:
@@ -393,7 +400,7 @@ def test_fifty_nights_leave_nothing_behind(engine: Engine) -> None:
 
 def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -> None:
     from agentgrpo.config import EngineConfig
-    from agentgrpo.engine import EngineStartError
+    from agentgrpo.vllm_start import EngineStartError
 
     (tmp_path / "config.json").write_text("{}")
     threads = torch.get_num_threads()

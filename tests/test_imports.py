@@ -87,7 +87,8 @@ def test_each_dependency_has_its_place(path: Path) -> None:
     where = str(path.relative_to(PACKAGE))
     for name, real in imports(path):
         if is_within(name, "vllm"):
-            assert where == "engine.py", f"{path} imports {name}"
+            allowed = ("engine.py", "vllm_start.py", "tool_parsers.py")
+            assert where in allowed, f"{path} imports {name}"
         if name.startswith("transformers.AutoModel"):
             assert where in ("policy.py", "sft.py"), f"{path} imports {name}"
         if is_within(name, "agentgrpo.build") and real:

@@ -41,7 +41,7 @@ class Reading:
 
 
 class ReadCalls(Protocol):
-    """A parser of tool calls (engine.tool_call_reader)."""
+    """A parser of tool calls (tool_parsers.tool_call_reader)."""
 
     def __call__(self, text: str, tools: Sequence[Schema]) -> Reading:
         """What a whole turn says; never raises for what the policy wrote."""

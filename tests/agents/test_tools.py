@@ -65,7 +65,7 @@ ENV = ToolEnv([add, boom])
 
 @pytest.fixture(scope="module")
 def hermes() -> ReadCalls:
-    from agentgrpo.engine import tool_call_reader
+    from agentgrpo.tool_parsers import tool_call_reader
 
     return tool_call_reader("hermes", TOKENIZER)
 
@@ -204,7 +204,7 @@ FAMILIES = [
 def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     from tokenizers import AddedToken
 
-    from agentgrpo.engine import tool_call_reader
+    from agentgrpo.tool_parsers import tool_call_reader
     from tests.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
@@ -216,7 +216,7 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
 
 
 def test_a_parser_that_vllm_has_not_is_refused() -> None:
-    from agentgrpo.engine import tool_call_reader
+    from agentgrpo.tool_parsers import tool_call_reader
 
     with pytest.raises(ValueError, match=r"agent\.parser: expected one of .*hermes.*got 'herms'"):
         tool_call_reader("herms", TOKENIZER)

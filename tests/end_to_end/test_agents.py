@@ -17,7 +17,7 @@ from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig, LearnerConfig, LossConfig, RolloutConfig
-from agentgrpo.engine import Engine, tool_call_reader
+from agentgrpo.engine import Engine
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
@@ -28,6 +28,7 @@ from agentgrpo.packing import pack_tree
 from agentgrpo.rewards import score
 from agentgrpo.rollout import generate
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
+from agentgrpo.tool_parsers import tool_call_reader
 from agentgrpo.types import Rollout, Status
 from agentgrpo.updates import Update
 from tests.playing import task
