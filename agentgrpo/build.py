@@ -23,7 +23,14 @@ from agentgrpo.losses import objective_of
 from agentgrpo.machine import require_packages
 from agentgrpo.memory import explained
 from agentgrpo.metrics import RunLog
-from agentgrpo.models import chat_of, check_model, resolve_model
+from agentgrpo.models import (
+    SavedAdapter,
+    base_of,
+    chat_of,
+    check_model,
+    resolve_model,
+    saved_adapter,
+)
 from agentgrpo.plan import memory_warnings, plan
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
@@ -55,7 +62,7 @@ class Player:
     """What it takes to play tasks with a policy, without training it."""
 
     model: str
-    """The model directory or hub name that was loaded."""
+    """The model directory or hub name that was loaded, or the directory of an adapter to one."""
     engine: Engine
     sampler: AnySampler
     pool: SandboxPool
@@ -164,6 +171,8 @@ class Stage:
     """All of a Player but its engine: what can be checked before the model is loaded."""
 
     model: str
+    adapter: SavedAdapter | None
+    """What the model is to be played with; never of a model that is trained."""
     pool: SandboxPool
     env: Environment
     agent: Agent
@@ -224,13 +233,18 @@ def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
 
 
 def set_stage(
-    config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
+    config: TrainConfig,
+    *,
+    model: str | None = None,
+    trained: bool = True,
+    progress: Progress | None = None,
 ) -> Stage:
     """Make and check what it takes to play tasks, but the engine.
 
     Args:
         config: of the run.
         model: in place of config.model.
+        trained: the model is to be trained. If not, config.model may be an adapter's folder.
         progress: where to say what is done; None: standard output.
 
     Raises:
@@ -247,16 +261,20 @@ def set_stage(
         env = make_env(config, pool)
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
+        adapter = None if trained else saved_adapter(model or config.model)
+        if adapter is not None:
+            model = base_of(adapter)
         model = model or resolve_model(config.model)
         chat = chat_of(model, config.rollout.template_options)
         check_model(config, model)
         read_calls = None
         if config.agent.kind == "tools":
-            from agentgrpo.engine import tool_call_reader
+            from agentgrpo.tool_parsers import tool_call_reader
 
             read_calls = tool_call_reader(config.agent.parser, chat.tokenizer)
         stage = Stage(
             model=model,
+            adapter=adapter,
             pool=pool,
             env=env,
             agent=make_agent(config, env, read_calls),
@@ -276,12 +294,15 @@ def set_stage(
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
-    """Start vLLM for a stage; lora_rank as in Engine.
+    """Start vLLM for a stage, its adapter in place; lora_rank as in Engine.
 
     Raises:
         As build().
     """
     stage.progress.say(f"engine: starting vLLM on {stage.model}")
+    served = config.learner.lora.serve == "adapter"
+    if stage.adapter is not None and served:
+        lora_rank = stage.adapter.rank
     try:
         # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine import Engine
@@ -294,8 +315,12 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         ) from error
     if engine.device == "cpu":
         stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
+    if stage.adapter is not None:
+        from agentgrpo.lora import put_in_place
+
+        put_in_place(engine, stage.adapter, stage.model)
     return Player(
-        model=stage.model,
+        model=str(stage.adapter.folder) if stage.adapter else stage.model,
         engine=engine,
         sampler=_sampler(config, stage, engine),
         pool=stage.pool,
@@ -326,12 +351,12 @@ def _sampler_on(engine: Any, config: TrainConfig, stage: Stage) -> AnySampler:
 def build_player(
     config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
 ) -> Player:
-    """Make what it takes to play tasks with `model`, or with config.model.
+    """Make what it takes to play tasks with `model`, or with config.model, untrained.
 
     Args and Raises:
         As set_stage().
     """
-    stage = set_stage(config, model=model, progress=progress)
+    stage = set_stage(config, model=model, trained=False, progress=progress)
     try:
         return start_engine(config, stage)
     except BaseException:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
+from agentgrpo.models import ADAPTER_CONFIG, ADAPTER_TENSORS, SavedAdapter
+from agentgrpo.policy import load_frozen
+from agentgrpo.weights import InPlaceCopy
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+if TYPE_CHECKING:
+    from agentgrpo.engine import Engine
 
 
 class Adapter:
@@ -103,13 +107,14 @@ class Adapter:
         tensors = {name: t.cpu().contiguous() for name, t in self.tensors().items()}
         if parallel.rank() == 0:
             self._peft.peft_config["default"].save_pretrained(folder)
-            save_file(tensors, folder / FILES[1], metadata={"format": "pt"})
+            save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
 
     @staticmethod
     def _require_same(saved: Path, config: LoraConfig) -> None:
         from peft import LoraConfig as PeftLora
 
-        if missing := [name for name in FILES if not (saved / name).is_file()]:
+        files = (ADAPTER_CONFIG, ADAPTER_TENSORS)
+        if missing := [name for name in files if not (saved / name).is_file()]:
             raise ValueError(f"{saved} holds no adapter: {', '.join(missing)} missing")
         then: Any = PeftLora.from_pretrained(str(saved))
         if (then.r, then.lora_alpha) != (config.rank, config.alpha):
@@ -117,3 +122,23 @@ class Adapter:
                 f"{saved} holds an adapter of rank {then.r} and alpha {then.lora_alpha}, "
                 f"learner.lora says {config.rank} and {config.alpha}"
             )
+
+
+def put_in_place(engine: Engine, adapter: SavedAdapter, base: str) -> None:
+    """Have an engine answer with an adapter as after an update of a run: beside the weights, or
+    merged into them where it was started without room for adapters.
+
+    Args:
+        engine: holds `base`.
+        adapter: to be played with.
+        base: directory or name of the model that it is to.
+
+    Raises:
+        ValueError: the engine has no adapters for one of its layers, or peft is missing.
+    """
+    if engine.lora_rank:
+        engine.set_adapter(adapter.tensors(), adapter.config)
+        return
+    config = LoraConfig(rank=adapter.rank, alpha=adapter.config["lora_alpha"])
+    merged = Adapter(load_frozen(base, engine), config, adapter.folder).merged()
+    InPlaceCopy(engine.model, engine.load_weights)(merged)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from agentgrpo.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
 from agentgrpo.learner import Learner
+from agentgrpo.lora import put_in_place
+from agentgrpo.models import SavedAdapter, base_of, resolve_model, saved_adapter
 from tests.tiny import VOCAB
 
 RANK, ALPHA = 4, 8.0
@@ -108,16 +111,17 @@ def test_nothing_but_the_adapter_is_handed_over_and_nothing_of_it_is_changed(
     assert all(torch.equal(a, b) for a, b in zip(base, served.model.parameters(), strict=True))
 
 
-def test_the_model_below_the_adapter_is_one_replica(
+def test_the_model_below_the_adapter_is_one_replica_of_9_packed_layers(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
+    """The embedding, which vLLM wraps for adapters apart from the head it is tied to, is none."""
     learner = make_learner()
     assert learner.describe()["weights"] == "shared"
     assert learner.describe()["adapter"] == "served as it is"
     theirs = {p.untyped_storage().data_ptr() for p in served.model.parameters()}
     frozen = [p for p in learner.model.parameters() if not p.requires_grad]
     assert {p.untyped_storage().data_ptr() for p in frozen} == theirs
-    assert learner.num_packed >= 9, "qkv, o, gate_up and down of two layers, and the head"
+    assert learner.num_packed == 9, "qkv, o, gate_up and down of two layers, and the head"
 
 
 def test_a_base_of_its_own_agrees_too(make_learner: Callable[..., Learner], served: Engine) -> None:
@@ -174,6 +178,69 @@ def test_a_layer_that_vllm_cannot_adapt_is_named(
     config = learner.adapter.config if learner.adapter else {}
     with pytest.raises(ValueError, match=r"no adapters for model.layers.0.mlp.odd, .* 'merged'"):
         served.set_adapter(tensors, config)
+
+
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_a_saved_adapter_is_played_with(
+    make_learner: Callable[..., Learner],
+    served: Engine,
+    engine: Engine,
+    tiny_model: Path,
+    tmp_path: Path,
+    serve: str,
+) -> None:
+    """Beside the weights, as the run did that wrote it, or in them, in an engine without room."""
+    learner = make_learner()
+    move(learner, 7)
+    learner.save_model(tmp_path)
+    adapter = saved_adapter(str(tmp_path))
+    assert adapter is not None
+    assert (adapter.rank, base_of(adapter)) == (RANK, str(tiny_model))
+    player = served if serve == "adapter" else engine
+    player.reset_prefix_cache()
+    put_in_place(player, adapter, base_of(adapter))
+    ids, logprobs = sampled(player)
+    np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
+    assert np.abs(logprobs - base_logp(tiny_model, ids)[-6:]).max() > 0.1
+
+
+def test_an_adapter_of_a_kind_that_vllm_does_not_know_is_refused(
+    make_learner: Callable[..., Learner], served: Engine
+) -> None:
+    adapter = make_learner().adapter
+    assert adapter is not None
+    with pytest.raises(ValueError, match="DoRA"):
+        served.set_adapter(adapter.tensors(), {**adapter.config, "use_dora": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model_name_or_path": None}, r"adapter_config\.json: base_model_name_or_path is"),
+        ({"r": 0}, r"adapter_config\.json: r is missing"),
+        (None, r"adapter_config\.json: not JSON"),
+        ({"base_model_name_or_path": "./gone"}, r"'\./gone': no such directory; it is the base"),
+    ],
+)
+def test_what_is_wrong_with_a_saved_adapter_is_named(
+    tmp_path: Path, changes: dict[str, Any] | None, message: str
+) -> None:
+    described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0, **(changes or {})}
+    text = "{" if changes is None else json.dumps(described)
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"the adapter's adapter_model\.safetensors is missing"):
+        saved_adapter(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=message):
+        base_of(cast(SavedAdapter, saved_adapter(str(tmp_path))))
+
+
+def test_an_adapter_is_nothing_to_train_from(tmp_path: Path) -> None:
+    described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds an adapter, which can be evaluated; to train"):
+        resolve_model(str(tmp_path))
 
 
 def test_vllms_own_llm_can_be_asked_for_the_policy(

@@ -298,7 +298,7 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
             lambda config: build(config, draw=lambda tasks: difficulty_pools(recipe, tasks)),
         )
     config = recipe.of_run(model=start_model(recipe, stage))
-    played = set_stage(config)
+    played = set_stage(config, trained=False)
     with contextlib.closing(start_engine(config, played)) as player:
         select(recipe, stage, player, played.training_tasks(config))
     return 0

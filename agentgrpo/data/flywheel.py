@@ -376,7 +376,7 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
 
     recipe.require_sessions()
     config = recipe.of_run()
-    stage = set_stage(config)
+    stage = set_stage(config, trained=False)
     try:
         tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
         player = start_engine(config, stage)

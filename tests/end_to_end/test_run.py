@@ -356,6 +356,31 @@ def refused(process: subprocess.Popen[str]) -> str:
     return err.strip()
 
 
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
+    model: Path, tmp_path: Path, serve: str
+) -> None:
+    config = write_config(tmp_path, model)
+    lora = ["learner.lora.rank=4", f'learner.lora.serve="{serve}"', 'engine.weights="auto"']
+    status, _, err = finish(start(config, *lora, "steps=2", "learner.learning_rate=0.1"))
+    assert (status, err) == (0, "")
+    command = [sys.executable, "-m", "agentgrpo.evaluate", str(config), *lora]
+    command += [f"model={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"]
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    seen = json.loads(ran.stdout[ran.stdout.index("{") :])
+    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
+    assert [row["step"] for row in rows] == [0, 2]
+    names = ("solved", "reward", "answered", "sampled_tokens", "tool_calls")
+    first, last = ([row[f"eval/{name}"] for name in names] for row in rows)
+    assert [seen[name] for name in names] == pytest.approx(last)
+    assert first != last, "the adapter made no difference"
+
+
 @pytest.fixture
 def random_config(tmp_path: Path, tiny_model: Path) -> Path:
     return write_config(tmp_path, tiny_model)
