@@ -21,7 +21,9 @@ def test_the_newest_row_of_a_shape_is_taken() -> None:
 
 
 def test_a_lines_note_tells_rows_of_one_shape_apart() -> None:
-    rates = {note: newest(Line("", "step", "", note=note), "tree")["p50"] for note in ("Smol", "qw")}
+    rates = {
+        note: newest(Line("", "step", "", note=note), "tree")["p50"] for note in ("Smol", "qw")
+    }
     assert len(set(rates.values())) == 2
 
 
