@@ -392,8 +392,9 @@ def test_an_episode_that_does_not_close_keeps_no_other_open(
 
     monkeypatch.setattr(StubEpisode, "close", close)
     engine, env = failing("engine")
-    with pytest.raises(Bug):
+    with pytest.raises(Bug, match="stuck") as caught:
         play(engine, env, group_size=4, max_turns=99)
+    assert isinstance(caught.value.__context__, Bug), "and why it stopped"
     env.assert_all_closed_once()
 
 
