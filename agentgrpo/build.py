@@ -340,9 +340,10 @@ def build_player(
 
 
 def _with_answers(config: TrainConfig, env: Environment) -> bool:
-    """Whether rows must have an expected answer."""
+    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
+    kind = config.reward.kind
     judged = bool(getattr(env, "judges", False))
-    return config.reward.kind != "none" and not (judged and config.reward.kind == "auto")
+    return kind != "none" and ":" not in kind and not (judged and kind == "auto")
 
 
 def _with_learner(

@@ -177,6 +177,17 @@ def test_other_columns(dry_run: DryRun, tmp_path: Path) -> None:
     refused(dry_run(), "no column")
 
 
+def test_a_reward_of_ones_own_reads_what_columns_it_likes(
+    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "rubric": "b"}\n' * 8)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "newcomers_reward.py").write_text("def f(rollout):\n    return {}\n")
+    status, out, err = dry_run("reward.kind=newcomers_reward:f")
+    assert (status, err) == (0, "")
+    assert "4 training tasks, 4 held out" in out
+
+
 def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSJAIL", "/nosuch/nsjail")
     answer = dry_run()

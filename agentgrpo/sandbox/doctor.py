@@ -1,6 +1,6 @@
 """What this machine allows, and what to do about what it does not.
 
-``python -m agentgrpo.sandbox doctor`` prints it. Every rung is tried for real; remedies.py knows
+`agentgrpo sandbox doctor` prints it. Every rung is tried for real; remedies.py knows
 what the usual failures look like.
 """
 
