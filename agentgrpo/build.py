@@ -28,7 +28,7 @@ from agentgrpo.plan import memory_warnings, plan
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
-from agentgrpo.rewards import expected_answer
+from agentgrpo.rewards import expected_answer, try_reward
 from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import AnySampler, Sampler
@@ -266,6 +266,8 @@ def set_stage(
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
+        if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
+            try_reward(make_reward(config.reward, env), heldout[0])
         _check_shown(config, stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")

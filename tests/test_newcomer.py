@@ -188,6 +188,19 @@ def test_a_reward_of_ones_own_reads_what_columns_it_likes(
     assert "4 training tasks, 4 held out" in out
 
 
+def test_a_reward_that_fails_is_known_before_the_run(
+    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = "def f(rollout):\n    return {'answer': float(rollout.answer.strip() == '1')}\n"
+    (tmp_path / "newcomers_broken_reward.py").write_text(broken)
+    status, _, err = dry_run("reward.kind=newcomers_broken_reward:f")
+    assert status == 2
+    assert "reward 'newcomers_broken_reward:f' failed on task" in err
+    assert "answer None: AttributeError" in err
+    assert "`reward` ... `failed on task`" in PAGE
+
+
 def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSJAIL", "/nosuch/nsjail")
     answer = dry_run()
