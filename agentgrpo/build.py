@@ -247,7 +247,7 @@ def set_stage(
         env = make_env(config, pool)
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         progress.say(f"model: {model or config.model}")
-        model = model or resolve_model(config.model)
+        model = model or resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
         check_model(config, model)
         read_calls = None

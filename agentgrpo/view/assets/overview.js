@@ -2,15 +2,15 @@
 
 const COLOURS = ["var(--a)", "var(--b)", "var(--c)", "var(--d)"];
 const GRAPHS = [
-  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]]],
-  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]]],
-  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]]],
-  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]]],
-  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]]],
-  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]]],
-  ["Loss", [["learner/loss", "loss"]]],
-  ["Gradient norm", [["learner/grad_norm", "before clipping"]]],
-  ["Sampler against learner, largest |Δ logp|", [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]], { log: true }],
+  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]], { note: "mean of all attempts; held-out tasks are never trained on" }],
+  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]], { note: "attempts whose answer was right" }],
+  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]], { note: "attempts at one task that all earned the same teach nothing" }],
+  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]], { note: "how much the policy writes" }],
+  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]], { note: "calls of tools and runs of code" }],
+  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]], { note: "how undecided it is; 0: it always says the same" }],
+  ["Loss", [["learner/loss", "loss"]], { note: "moves about 0: learning shows in the reward" }],
+  ["Gradient norm", [["learner/grad_norm", "before clipping"]], { note: "longer ones are cut to learner.max_grad_norm" }],
+  ["Sampler against learner, largest |Δ logp|", [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]], { log: true, note: "proof that the sampled policy is the trained one: small" }],
 ];
 
 // A line per run and metric; runs differ by colour when there are two, metrics by dashes then.
@@ -60,7 +60,7 @@ function drawOverview(runs, main) {
     runs.map((run) => h("section", {}, runs.length > 1 && h("h2", {}, run.name), h("div", { class: "facts" }, facts(run)))),
     h("div", { class: "charts" },
       GRAPHS.map(([title, metrics, options]) => chart(title, lines(runs, metrics), options)),
-      chart("Seconds of a step", timeLines(runs))),
+      chart("Seconds of a step", timeLines(runs), { note: "the dearest parts" })),
     h("details", { ontoggle: (event) => event.target.open && !more.children.length && drawMore() },
       h("summary", {}, `${others.length} more metrics`), h("p", {}, filter), more)));
 }
