@@ -246,6 +246,9 @@ def set_stage(
         progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
         env = make_env(config, pool)
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
+        reward = make_reward(config.reward, env)
+        if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
+            try_reward(reward, heldout[0])
         progress.say(f"model: {model or config.model}")
         model = model or resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
@@ -266,8 +269,6 @@ def set_stage(
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
-        if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
-            try_reward(make_reward(config.reward, env), heldout[0])
         _check_shown(config, stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")

