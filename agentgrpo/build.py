@@ -379,6 +379,7 @@ def _with_learner(
             learner.load_state(resumed / checkpoint.STATE)
     if resumed is not None:
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
+        progress.remember(log.solved())
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):

@@ -129,15 +129,13 @@ def test_inside_trl(code: str, tmp_path: Path) -> None:
 
     names: dict[str, Any] = {}
     exec(code, names)
+    ours: Any = names["Trainer"]
     seen = []
 
-    class Both(names["Trainer"]):  # type: ignore[misc, name-defined]
+    class Both(ours):  # type: ignore[misc]
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             inputs["tool_mask"] = (inputs["completion_ids"] % 5 != 0).long()
-            pair = [
-                kind._compute_loss(self, model, inputs)
-                for kind in (names["Trainer"], trl.GRPOTrainer)
-            ]
+            pair = [kind._compute_loss(self, model, inputs) for kind in (ours, trl.GRPOTrainer)]
             of = list(model.parameters())
             seen.append([(x, torch.autograd.grad(x, of, retain_graph=True)) for x in pair])
             loss: torch.Tensor = pair[0]
@@ -158,8 +156,8 @@ def test_inside_trl(code: str, tmp_path: Path) -> None:
     trainer.train()
     assert len(seen) == 8
     assert any(float(theirs[0].abs()) > 1e-3 for _, theirs in seen)
-    for ours, theirs in seen:
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for mine, theirs in seen:
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 @of_page("docs/kernels.md", after="## Liger")

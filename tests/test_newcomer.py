@@ -85,6 +85,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path:
     assert "WARNING" not in out
 
 
+def test_a_dry_run_says_what_is_left_of_a_run(dry_run: DryRun, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
+    _, out, _ = dry_run("steps=4")
+    assert f"out_dir    {tmp_path / 'run'}: continues after step 3" in out
+    _, out, _ = dry_run("steps=3")
+    assert f"out_dir    {tmp_path / 'run'}: 3 steps are done; with a larger steps it goes on" in out
+
+
 def test_a_run_that_would_be_killed_for_its_memory_is_warned(
     dry_run: DryRun, tiny_model: Path, tmp_path: Path
 ) -> None:

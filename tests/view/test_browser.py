@@ -285,11 +285,24 @@ def test_two_runs_are_compared(browser: Browser, pair: Path) -> None:
     browser.open(pair, "#differences")
     tables = texts(browser, "table")
     assert tables[0] == "settingfirstotherrollout.temperature10.7"
+    assert tables[1].startswith("taskfirstotherchangeanswer of firstanswer of other")
     assert "3 tasks: other earned more on 1, less on 0" in texts(browser, "section p")[0]
     browser.ask("document.querySelector('tbody tr[tabindex]').click()")
     browser.wait("document.querySelectorAll('.pair .detail[data-shown]').length === 2")
     browser.open(pair, "#graphs")
     assert texts(browser, ".chart .legend")[0].count("first") == 2
+
+
+def test_two_alike_runs_show_no_empty_table(browser: Browser, folder: Path) -> None:
+    run = read_run(write_run(folder / "twin"))
+    path = folder / "twins.html"
+    path.write_text(make_page([run, run]))
+    browser.open(path, "#differences")
+    assert "They earned the same on every one of them." in texts(browser, "p:not([hidden])")
+    assert browser.ask("document.querySelector('table').hidden") is True
+    browser.ask("document.querySelector('input[type=checkbox]').click()")
+    assert browser.ask("document.querySelector('table').hidden") is False
+    assert browser.ask("document.querySelectorAll('tbody tr').length") == 3
 
 
 @pytest.mark.parametrize("dark", [False, True])
