@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
 NUMBER = re.compile(
     r"""
@@ -53,9 +53,12 @@ def try_reward(reward: Reward, task: Task) -> None:
     """
     for answer in (None, str(task.spec.get("answer", ""))):
         prompt = Segment(np.zeros(1, np.int32))
-        stats = dict.fromkeys(("turns", "tool_calls", "tool_errors"), 0.0)
         attempt = Rollout(
-            task=task, segments=[prompt], status=Status.COMPLETED, answer=answer, stats=stats
+            task=task,
+            segments=[prompt],
+            status=Status.COMPLETED,
+            answer=answer,
+            stats=dict.fromkeys(COUNTS, 0.0),
         )
         try:
             score(Group(task=task, rollouts=[attempt]), reward)

@@ -21,7 +21,7 @@ from agentgrpo.rewards import (
     score,
     try_reward,
 )
-from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from tests.conftest import TASK
 
 
@@ -225,5 +225,6 @@ def test_a_broken_reward_is_found_before_the_run(
         assert str(caught.value).endswith(f"({path}:2)")
 
 
-def test_a_sound_reward_is_none_the_wiser() -> None:
+def test_a_sound_reward_passes() -> None:
     try_reward(NumericReward(answer=1.0, format=0.1), TASK)
+    try_reward(lambda rollout: {name: rollout.stats[name] for name in COUNTS}, TASK)

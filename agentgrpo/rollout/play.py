@@ -29,6 +29,7 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import (
+    COUNTS,
     Group,
     Int32,
     Metrics,
@@ -96,10 +97,6 @@ def request_seed(seed: int, *place: int | str) -> int:
     """
     named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
     return int.from_bytes(named, "little") >> 1
-
-
-COUNTS = ("turns", "tool_calls", "tool_errors", "malformed", "refused_calls")
-"""What every rollout counts."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

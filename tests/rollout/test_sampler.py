@@ -16,9 +16,9 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.play import COUNTS, SamplerStats, request_seed
+from agentgrpo.rollout.play import SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import Completion, Request, StubEngine, StubEnv, Turn, answer_to, code_in
