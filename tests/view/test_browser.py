@@ -113,11 +113,12 @@ def test_seconds_of_a_step_and_its_evaluation_add_up(browser: Browser, page: Pat
     browser.open(page)
     points = browser.ask(
         "(() => { const run = new Run({ ...app.runs[0], metrics: ["
-        "{ step: 0, 'eval/solved': 0, 'time/playing_s': 5 },"
+        "{ step: 0, 'eval/solved': 0, 'time/playing_s': 5, 'time/starting_s': 9 },"
         "{ step: 0, 'rollout/reward': 0, 'time/playing_s': 1 },"
-        "{ step: 1, 'eval/solved': 0, 'time/playing_s': 2 }] }, 0);"
-        "return timeLines([run])[0].points; })()"
+        "{ step: 1, 'eval/solved': 0, 'time/playing_s': 2, 'time/starting_s': 9 }] }, 0);"
+        "return timeLines([run]).map((line) => line.points); })()"
     )
+    (points,) = points
     assert points == [{"x": 0, "y": 5}, {"x": 1, "y": 3}]
 
 

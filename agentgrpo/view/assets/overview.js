@@ -24,8 +24,8 @@ function lines(runs, metrics) {
 }
 
 function timeLines(runs) {
-  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !name.endsWith("/step_s") && !name.endsWith("/total_s"))
-    .filter((name) => runs[0].series(name).length > 1); // not what happens once, at the start
+  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !/\/(step|total|starting)_s$/.test(name))
+    .filter((name) => runs[0].series(name).length > 1); // not what happens once
   const spent = (name) => runs[0].series(name).reduce((sum, point) => sum + point.y, 0);
   parts.sort((a, b) => spent(b) - spent(a)); // the dearest are shown
   const metrics = parts.length ? parts.map((name) => [name, words(name.slice(5, -2))])
