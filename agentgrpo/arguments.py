@@ -26,6 +26,7 @@ def config_parser(command: str, description: str | None) -> argparse.ArgumentPar
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # else argparse says that settings are required too
         metavar="section.key=value",
         help="settings in place of the file's; docs/config.md has them all",
     )

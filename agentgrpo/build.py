@@ -35,7 +35,7 @@ from agentgrpo.plan import memory_warnings, plan
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
-from agentgrpo.rewards import expected_answer
+from agentgrpo.rewards import expected_answer, try_reward
 from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import AnySampler, Sampler
@@ -260,11 +260,14 @@ def set_stage(
         progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
         env = make_env(config, pool)
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
+        reward = make_reward(config.reward, env)
+        if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
+            try_reward(reward, heldout[0])
         progress.say(f"model: {model or config.model}")
         adapter = None if trained else saved_adapter(model or config.model)
         if adapter is not None:
             model = base_of(adapter)
-        model = model or resolve_model(config.model)
+        model = model or resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
         check_model(config, model)
         read_calls = None
@@ -365,9 +368,10 @@ def build_player(
 
 
 def _with_answers(config: TrainConfig, env: Environment) -> bool:
-    """Whether rows must have an expected answer."""
+    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
+    kind = config.reward.kind
     judged = bool(getattr(env, "judges", False))
-    return config.reward.kind != "none" and not (judged and config.reward.kind == "auto")
+    return kind != "none" and ":" not in kind and not (judged and kind == "auto")
 
 
 def _with_learner(
@@ -400,6 +404,7 @@ def _with_learner(
             learner.load_state(resumed / checkpoint.STATE)
     if resumed is not None:
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
+        progress.remember(log.solved())
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):

@@ -344,7 +344,7 @@ class SandboxConfig(Section):
     max_live: Positive = 128
     """Sessions alive at once."""
     template: str | None = None
-    """A template built by `python -m agentgrpo.sandbox template build`; None: plain Python. Of its
+    """A template built by `agentgrpo sandbox template build`; None: plain Python. Of its
     limits, timeout_s and memory_mib are replaced by those above."""
     site_dirs: tuple[str, ...] = ()
     """Directories of packages that sessions may import from, besides the template's."""
@@ -397,7 +397,8 @@ class DataConfig(Section):
                 if getattr(self, source) != "word_problems" and _is_set(self, key):
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
-                        f"and it is {getattr(self, source)!r}"
+                        f"and it is {getattr(self, source)!r}; leave it at its default, "
+                        f"{type(self).model_fields[key].default}"
                     )
         if self.heldout == "split" and self.train in ("word_problems", "env"):
             raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")

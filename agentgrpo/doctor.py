@@ -1,6 +1,6 @@
 """Can this machine train, and what has to change if not: packages, device, memory, sandbox.
 
-`agentgrpo doctor` prints it, and ends with status 1 if something essential is missing.
+Ends with status 1 if something essential is missing.
 """
 
 from __future__ import annotations
@@ -59,8 +59,17 @@ def main(arguments: list[str]) -> int:
     print("\n".join(lines_of(checks)))  # noqa: T201
     report, isolated = sandbox_doctor.report()
     print(f"\n{report}")  # noqa: T201
-    fit = all(check.ok for check in checks if check.essential)
-    return 0 if fit and isolated else 1
+    lacking = [check.name for check in checks if check.essential and not check.ok]
+    lacking += [] if isolated else ["a way to isolate code"]
+    print(f"\n{verdict(lacking)}")  # noqa: T201
+    return 1 if lacking else 0
+
+
+def verdict(lacking: list[str]) -> str:
+    """What the report comes to, given what is essential and not there."""
+    if lacking:
+        return f"Nothing can be trained here before this is mended: {', '.join(lacking)}."
+    return "This machine can train. What is missing above, if anything, is not essential."
 
 
 if __name__ == "__main__":

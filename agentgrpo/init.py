@@ -2,11 +2,13 @@
 
 The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
 datasets' save_to_disk wrote. Some of its rows are held out, to see whether the policy learns.
+`env` in its place: the tasks of an environment that has its own (env.kind).
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,29 +29,52 @@ HEAD = """\
 """
 
 
-def values_for(model: str, data: Path, *, question: str, answer: str) -> dict[str, Any]:
-    """The settings that a model and a data file decide.
+JUDGED = re.compile(r"env\.kind=|reward\.kind=(none$|.*:)").match
+"""Overrides with which rows need no answer: the environment judges, or a reward of one's own."""
+
+
+def values_for(
+    model: str, data: str, *, question: str = "question", answer: str = "answer", answered: bool
+) -> dict[str, Any]:
+    """The settings that a model and its data decide.
+
+    Args:
+        model: directory, hub name or package:NAME.
+        data: a file, a saved dataset's directory, or "env".
+        question: column of a file.
+        answer: column of a file.
+        answered: a file's rows must have an answer.
 
     Raises:
         ValueError, OSError: the data cannot be read; names the file and the line.
     """
-    from agentgrpo.data.files import read_tasks
-
-    rows = len(read_tasks(data, question=question, answer=answer).rows)
-    if rows < 2:
-        raise ValueError(f"{data}: {rows} row; at least 2 are needed, one of them to be held out")
-    columns = {"data.question": question, "data.answer": answer}
+    named = {"data.question": question, "data.answer": answer}
     return {
         "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
         "steps": 100,
-        "data.train": str(data.resolve()),
-        "data.heldout": "split",
-        "data.num_heldout": max(1, min(64, rows // 5)),
+        **(_of_env() if data == "env" else _of_file(Path(data), question, answer, answered)),
         "rollout.max_turn_tokens": 256,
         "rollout.max_observation_tokens": 256,
         "engine.max_model_len": 2048,
         "learner.max_tokens": 4096,
-        **{key: column for key, column in columns.items() if column != key.partition(".")[2]},
+        **{key: column for key, column in named.items() if column != key.partition(".")[2]},
+    }
+
+
+def _of_env() -> dict[str, Any]:
+    return {"data.train": "env", "data.heldout": "env"}
+
+
+def _of_file(data: Path, question: str, answer: str, answered: bool) -> dict[str, Any]:
+    from agentgrpo.data.files import read_tasks
+
+    rows = len(read_tasks(data, question=question, answer=answer, answered=answered).rows)
+    if rows < 2:
+        raise ValueError(f"{data}: {rows} row; at least 2 are needed, one of them to be held out")
+    return {
+        "data.train": str(data.resolve()),
+        "data.heldout": "split",
+        "data.num_heldout": max(1, min(64, rows // 5)),
     }
 
 
@@ -82,11 +107,13 @@ def main(arguments: list[str]) -> int:
     """Parse the command line, write the config. Returns the exit status."""
     parser = parser_of("init", __doc__)
     parser.add_argument("model", help="a model directory, hub name or package:NAME")
-    parser.add_argument("data", type=Path, help=".jsonl, .parquet or a saved dataset")
+    parser.add_argument("data", help=".jsonl, .parquet, a saved dataset, or env")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings of yours"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings of yours"
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("train.toml"))
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("train.toml"), help="default: train.toml"
+    )
     parser.add_argument("--question", default="question", help="column of the question")
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
     args = parser.parse_intermixed_args(arguments)
@@ -95,7 +122,10 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{args.output} exists; remove it, or choose another with --output")
         if Path(args.model).exists() and not (Path(args.model) / "config.json").is_file():
             raise ValueError(f"model {args.model!r}: no directory with a config.json")
-        values = values_for(args.model, args.data, question=args.question, answer=args.answer)
+        values = values_for(
+            args.model, args.data, question=args.question, answer=args.answer,
+            answered=not any(map(JUDGED, args.overrides)),
+        )  # fmt: skip
         out_dir = Path("runs") / args.output.stem
         values["out_dir"] = str(out_dir)
         args.output.write_text(with_overrides(values, args.overrides, name=args.output))

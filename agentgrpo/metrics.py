@@ -43,6 +43,14 @@ class RunLog:
         for tracker in self._trackers:
             tracker.write(step, numbers)
 
+    def solved(self) -> dict[int, float]:
+        """The share of held-out tasks solved, by step, as recorded; empty on other ranks."""
+        if parallel.rank() > 0:
+            return {}
+        lines = (self._out_dir / "metrics.jsonl").read_text().splitlines()
+        rows = map(json.loads, lines)
+        return {row["step"]: row["eval/solved"] for row in rows if "eval/solved" in row}
+
     def close(self) -> None:
         """Let the trackers finish."""
         for tracker in self._trackers:

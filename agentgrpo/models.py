@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
 
 
-def resolve_model(model: str) -> str:
+def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) -> str:
     """A model directory for `config.model`: itself, or what `package:NAME` imports to.
+
+    Args:
+        model: of the config.
+        say: told before an import, which takes a while and is made once.
 
     Raises:
         ValueError: no such directory, nothing in the local hub cache, or no such package.
@@ -49,6 +53,8 @@ def resolve_model(model: str) -> str:
 
         source = find_in_package(model.removeprefix("package:"))
         folder = cache_dir() / "models" / source.stem.split(".")[0]
+        if not folder.exists():
+            say(f"model: written once to {folder}")
         import_gguf(source, folder)
         return str(folder)
     if Path(model).is_dir():

@@ -152,7 +152,10 @@ def shapes_named(model: str) -> Shapes:
 
 def _folder(config: TrainConfig) -> Iterator[tuple[str, str]]:
     newest = checkpoint.newest(config.out_dir)
-    if newest is not None:
+    if newest is not None and checkpoint.step_of(newest) >= config.steps:
+        done = checkpoint.step_of(newest)
+        yield "out_dir", f"{config.out_dir}: {done} steps are done; with a larger steps it goes on"
+    elif newest is not None:
         yield "out_dir", f"{config.out_dir}: continues after step {checkpoint.step_of(newest)}"
     elif (config.out_dir / "metrics.jsonl").exists():
         yield "out_dir", f"{config.out_dir}: starts anew, no checkpoint was saved there yet"

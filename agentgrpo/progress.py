@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -54,6 +54,10 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line, with the seconds since the start before it."""
         self._console.print(f"{time.monotonic() - self._started:6.0f}s  {line}", markup=False)
+
+    def remember(self, solved: Mapping[int, float]) -> None:
+        """Evaluations of before the run was resumed, by step: the end compares with the first."""
+        self._solved.update(solved)
 
     def begin_step(self) -> None:
         """Note when a step starts: what the time left is computed from."""

@@ -67,9 +67,11 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
     shipped = shipped_configs()
     if not path.is_file():
         if str(name_or_path) not in shipped:
+            near = difflib.get_close_matches(path.stem, shipped, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
             raise ValueError(
-                f"config {str(name_or_path)!r} is neither a file nor one of the shipped configs: "
-                f"{', '.join(shipped)}"
+                f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config; "
+                f"{hint}"
             )
         path = shipped[str(name_or_path)]
     try:
@@ -90,13 +92,29 @@ def _explain(error: dict[str, Any], kind: type[Section]) -> str:
     if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
         return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where, _all_keys(kind), n=1, cutoff=0.4)
-        return f"unknown config key {where}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"unknown config key {where}{_hint(where, _all_keys(kind))}"
     if error["type"] == "missing":
         return f"config key {where} is required"
     if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
     return f"config key {where}: {error['msg']}, got {error['input']!r}"
+
+
+def _hint(wrong: str, keys: Sequence[str]) -> str:
+    """The key that was meant: nearly so called, or so called elsewhere; else what there is."""
+    section, _, leaf = wrong.rpartition(".")
+    sections = {key.rpartition(".")[0] for key in keys}
+    beside = [
+        key.removeprefix(f"{section}.")
+        for key in keys
+        if section and key.rpartition(".")[0] == section and key not in sections
+    ]
+    near = [f"{section}.{key}" for key in difflib.get_close_matches(leaf, beside, n=1)]
+    near = near or [key for key in keys if key.rpartition(".")[2] == leaf]
+    if beside and not near:
+        return f"; [{section}] has {', '.join(beside)}"
+    near = near or difflib.get_close_matches(wrong, keys, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""A whole recipe by one command: `python -m agentgrpo.recipe CONFIG [section.key=value ...]`.
+"""A whole recipe by one command: `agentgrpo recipe CONFIG [section.key=value ...]`.
 
 In order, each part in a process of its own:
 
@@ -16,7 +16,6 @@ command: finished parts (recipe.json) are skipped, the others go on as they do b
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo import measures
+from agentgrpo.arguments import config_parser
 from agentgrpo.atomic import write_json, write_text
 from agentgrpo.data.curriculum import PartFailed, folder_of, start_model
 from agentgrpo.read_config import load_config_of
@@ -185,12 +185,7 @@ def _by_kind(reports: dict[str, Any]) -> list[list[str]]:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, do the parts, print the report. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m agentgrpo.recipe")
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", help="a TOML file or the name of a shipped config")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(arguments)
+    args = config_parser("recipe", __doc__).parse_intermixed_args(arguments)
     with cli_errors("The same command continues where it stopped.") as outcome:
         recipe = load_config_of(RecipeConfig, args.config, args.overrides)
         print(markdown(run(recipe, [args.config, *args.overrides])))  # noqa: T201

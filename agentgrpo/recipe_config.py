@@ -146,7 +146,7 @@ class CurriculumConfig(Section):
 
 
 class MeasuresConfig(Section):
-    """What `python -m agentgrpo.evaluate` reports (measures.py)."""
+    """What `agentgrpo evaluate` reports (measures.py)."""
 
     quality: Literal["answer", "f1", "exact", "math", "judge"] = "answer"
     """answer: the reward's part of that name; f1, exact, math: the answer against

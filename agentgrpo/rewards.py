@@ -12,13 +12,16 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
 
-from agentgrpo.types import Group, Rollout, Status, Task
+import numpy as np
+
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
 NUMBER = re.compile(
     r"""
@@ -36,6 +39,31 @@ NUMBER = re.compile(
 
 Reward = Callable[[Rollout], Mapping[str, float]]
 """See the module's docstring."""
+
+
+class RewardError(Exception):
+    """A reward function failed; the message says which, on what, and how."""
+
+
+def try_reward(reward: Reward, task: Task) -> None:
+    """Score two attempts at a task that were never made: without an answer, and with the right one.
+
+    Raises:
+        ValueError: what the reward raised or gave, so that a run knows before it starts.
+    """
+    for answer in (None, str(task.spec.get("answer", ""))):
+        prompt = Segment(np.zeros(1, np.int32))
+        attempt = Rollout(
+            task=task,
+            segments=[prompt],
+            status=Status.COMPLETED,
+            answer=answer,
+            stats=dict.fromkeys(COUNTS, 0.0),
+        )
+        try:
+            score(Group(task=task, rollouts=[attempt]), reward)
+        except RewardError as error:
+            raise ValueError(str(error)) from error
 
 
 def score(group: Group, reward: Reward) -> None:
@@ -227,16 +255,32 @@ def load_reward(name: str) -> Reward:
 
     Raises:
         ValueError: the name has another shape, there is no such module or function, or it is not
-            callable. An error inside the module while it is imported is left as it is.
+            callable. An error inside the module while it is imported is left as it is. What the
+            function raises later is a RewardError.
     """
-    return cast(Reward, load_callable(name, key="reward"))
+    function = load_callable(name, key="reward")
+
+    def reward(rollout: Rollout) -> Mapping[str, float]:
+        try:
+            return cast(Mapping[str, float], function(rollout))
+        except Exception as error:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            raise RewardError(
+                f"reward {name!r} failed on task {rollout.task.id!r}, answer {rollout.answer!r}: "
+                f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            ) from error
+
+    return reward
 
 
 def load_callable(name: str, *, key: str) -> Callable[..., Any]:
     """What `module:attribute` names; `key` is the setting it came from, for the error message."""
     module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute.isidentifier()):
-        raise ValueError(f"{key}: expected 'module:function', got {name!r}")
+    if not (module_name and colon and attribute.isidentifier()) or module_name.endswith(".py"):
+        raise ValueError(
+            f"{key}: expected 'module:function' (a module is its file's name without .py), "
+            f"got {name!r}"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -254,7 +298,10 @@ def expected_answer(task: Task) -> Decimal:
     """The number that task.spec["answer"] holds; ValueError if it holds none."""
     expected = last_number(str(_expected(task)))
     if expected is None:
-        raise ValueError(f"task {task.id}: no number in the answer {task.spec['answer']!r}")
+        raise ValueError(
+            f"task {task.id}: no number in the answer {task.spec['answer']!r}, and "
+            "reward.kind = 'numeric' compares numbers; 'text' compares texts"
+        )
     return expected
 
 

@@ -28,16 +28,12 @@ from functools import cached_property
 from typing import Any
 
 from agentgrpo.config import RewardConfig
-from agentgrpo.rewards import Reward, load_callable, score
+from agentgrpo.rewards import Reward, RewardError, load_callable, score
 from agentgrpo.rewards_efficiency import add_efficiency, decay
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
-
-
-class RewardError(Exception):
-    """A reward function failed; the message says which, on what, and how."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from agentgrpo.interrupt import stop_after_step
 from agentgrpo.memory import explained
 from agentgrpo.preflight import to_learn, to_sample
 from agentgrpo.read_config import load_config
+from agentgrpo.rewards import RewardError
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.scoring import RewardError, score_all
+from agentgrpo.scoring import score_all
 from agentgrpo.types import Group, Metrics
 from agentgrpo.updates import plan_updates
 

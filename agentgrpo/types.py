@@ -145,6 +145,10 @@ def token_hash(token_ids: Int32) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+COUNTS = ("turns", "tool_calls", "tool_errors", "malformed", "refused_calls")
+"""What every rollout counts in its stats."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rollout:
     """One attempt at a task: the prompt, then sampled and observed segments in turn."""
@@ -169,7 +173,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)
-    """Counts of the episode (turns, tool_calls, tool_errors, ...), for the metrics."""
+    """Counts of the episode (COUNTS, and what its environment adds), for the metrics."""
     span_rewards: list[SpanReward] = field(default_factory=list)
     """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
     timings: dict[str, float] = field(default_factory=dict)

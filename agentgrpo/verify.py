@@ -1,7 +1,5 @@
 """Proves from a run's records that it trained on what its engine saw, and on nothing else.
 
-python -m agentgrpo.verify RUN
-
 The records hold, besides the tokens, what the engine itself said of every request: hashes of the
 prompt it used and of the ids it sampled. From these and the tokens alone it is shown that
 
@@ -76,6 +74,8 @@ def verify_run(run: Path) -> Report:
         ValueError: run.json is not a training run's, or a line of rollouts.jsonl is no record;
             names it.
     """
+    if not (run / "run.json").is_file():
+        raise FileNotFoundError(f"{run}: no run.json, so this is not a run's folder (out_dir)")
     described = json.loads((run / "run.json").read_text())
     try:
         config = TrainConfig.model_validate(described["config"])

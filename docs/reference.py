@@ -30,7 +30,17 @@ PAGES = {
         "Rollouts",
         [
             f"agentgrpo.rollout.{name}"
-            for name in ("sampler", "play", "stats", "delta", "limits", "branch", "custom", "trl")
+            for name in (
+                "batch",
+                "sampler",
+                "play",
+                "stats",
+                "delta",
+                "limits",
+                "branch",
+                "custom",
+                "trl",
+            )
         ],
     ),
     "agents": (
@@ -43,7 +53,7 @@ PAGES = {
             f"agentgrpo.envs.{name}"
             for name in (
                 *("base", "python", "console", "tools", "factory", "mcp", "graded", "search"),
-                *("gymnasium", "reasoning_gym", "tau2"),
+                *("gymnasium", "reasoning_gym", "tau2", "tau_bench", "verifiers"),
             )
         ],
     ),
@@ -58,7 +68,10 @@ PAGES = {
         "Data",
         [
             f"agentgrpo.data.{name}"
-            for name in ("tasks", "files", "sources", "pareto", "import_gguf", "trajectories")
+            for name in (
+                *("tasks", "files", "sources", "pareto", "import_gguf", "trajectories"),
+                *("flywheel", "curriculum"),
+            )
         ],
     ),
     "training": (

@@ -11,7 +11,7 @@ import pytest
 
 from agentgrpo.build import Stage, start_engine
 from agentgrpo.config import EngineConfig, TrainConfig
-from agentgrpo.models import check_model
+from agentgrpo.models import check_model, resolve_model
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -66,3 +66,26 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
     assert started == [4 if serve == "adapter" else 0]
     silent = "engine: on CPU it keeps its memory while it sleeps"
     assert said.count(silent) == (device == "cpu")
+
+
+def test_an_import_is_announced_and_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes half a minute: a newcomer's first run would seem to hang."""
+    made = []
+    monkeypatch.setenv("AGENTGRPO_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        "agentgrpo.data.import_gguf.find_in_package", lambda name: Path(f"{name}.Q8.gguf")
+    )
+
+    def write(source: Path, folder: Path) -> None:
+        made.append(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr("agentgrpo.data.import_gguf.import_gguf", write)
+    said: list[str] = []
+    folder = tmp_path / "models" / "small"
+    for _ in range(2):
+        assert resolve_model("package:small", said.append) == str(folder)
+    assert said == [f"model: written once to {folder}"]
+    assert made == [folder] * 2  # the import itself looks whether it is whole

@@ -125,13 +125,46 @@ def test_init_refuses_in_one_line(
     assert not Path("train.toml").exists()
 
 
+@pytest.mark.parametrize("word", ["train", "evaluate", "recipe", "init"])
+def test_settings_are_not_asked_for(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([word])
+    assert ended.value.code == 2
+    asked = "model, data" if word == "init" else "config"
+    assert capsys.readouterr().err.endswith(f"arguments are required: {asked}\n")
+
+
+@pytest.mark.parametrize("judge", ["reward.kind=none", "reward.kind=my:fn", "env.kind=unit_tests"])
+def test_init_asks_for_no_answers_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"question": "a", "tests": "t"}\n' * 2)
+    assert init.main(["m/m", "rows.jsonl", judge]) == 0
+    assert init.main(["m/m", "rows.jsonl", "-o", "other.toml", "reward.kind=text"]) == 2
+
+
+def test_init_takes_the_tasks_of_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert init.main(["m/m", "env", "env.kind=a:B", "-o", "my.toml"]) == 0
+    config = load_config("my.toml")
+    assert (config.data.train, config.data.heldout, config.env.kind) == ("env", "env", "a:B")
+
+
 def test_the_doctor_ends_with_1_if_something_essential_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("isolated", True))
     assert doctor.main([]) == 0
+    assert "\nThis machine can train." in capsys.readouterr().out
     broken = Check("torch", False, "not installed", "install it", essential=True)
     monkeypatch.setattr(machine, "package_checks", lambda *_, **__: [broken])
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "MISS torch            not installed\n     remedy           install it" in said
+    assert said.endswith("can be trained here before this is mended: torch.\n")
+    monkeypatch.setattr(sandbox_doctor, "report", lambda: ("bare", False))
+    assert doctor.main([]) == 1
+    assert "mended: torch, a way to isolate code." in capsys.readouterr().out

@@ -65,10 +65,15 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     ("override", "message"),
     [
         ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
-        ("learner.lr_rate=1", "unknown config key learner.lr_rate"),
+        ("learner.lr_rate=1", "learner.lr_rate; did you mean learner.learning_rate?"),
         ("loss.batea=1", "unknown key.*did you mean loss.beta?"),
         ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
+        ("nosuch.key=2", "unknown config key nosuch$"),
+        ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),
+        ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
+        ("learner.lr=1", r"key learner.lr; \[learner\] has learning_rate, decay, .*offload_optim"),
+        ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),
         ("loss.vllm_importance_sampling_clip_max=0", "clip_max: .*greater than 0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
         ("steps=x", "config key steps: .*integer.*got 'x'"),
@@ -102,9 +107,19 @@ def test_what_has_no_default_is_required(tmp_path: Path, missing: str) -> None:
         load_config(path)
 
 
-def test_a_missing_file_names_the_shipped_configs() -> None:
-    with pytest.raises(ValueError, match=r"'nosuch.toml' is neither a file nor .*quickstart"):
-        load_config("nosuch.toml")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nosuch.toml", "`agentgrpo train --help` lists these"),
+        ("quickstrat", "did you mean quickstart?"),
+        ("runs/quickstart.toml", "did you mean quickstart?"),
+    ],
+)
+def test_a_missing_config_names_the_nearest_shipped_one(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=r"is neither a file nor the name of a") as caught:
+        load_config(name)
+    assert str(caught.value).startswith(f"config {name!r} ")
+    assert str(caught.value).endswith(f"; {hint}")
 
 
 def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:

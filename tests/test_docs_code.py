@@ -1,31 +1,55 @@
-"""The documents' Python runs as it is printed, on what a reader would have at that point."""
+"""The documents' code runs as it is printed, on what a reader would have at that point.
+
+Each test takes a block as its argument `code`; the last one holds that no block was forgotten.
+your-task.md is followed literally, in an empty directory, up to its dry run.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from agentgrpo import cli
+from agentgrpo.config import RewardConfig
+from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import term_weights
+from agentgrpo.read_config import load_config
+from agentgrpo.recipe_config import RecipeConfig
+from agentgrpo.registry import make_agent, make_env, make_reward
+from agentgrpo.rewards import score
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.types import Group, Rollout, Task
 from tests import tiny
-from tests.test_docs import ROOT, blocks
+from tests.playing import play, shown
+from tests.test_docs import PAGES, ROOT, blocks, commands
+
+RUN: set[tuple[str, str]] = set()
+"""Page and text of every block that a test here runs."""
+YOUR_TASK = ROOT / "docs" / "your-task.md"
 
 
-def block(page: str, *, after: str) -> str:
-    """The first Python block below a heading or a line of a page."""
-    text = (ROOT / "docs" / page).read_text()
-    found = re.search(r"^```python\n(.*?)^```", text[text.index(after) :], re.M | re.S)
+def of_page(page: str, after: str) -> pytest.MarkDecorator:
+    """Gives a test, as `code`, the first Python block of a page below (or with) a text."""
+    text = (ROOT / page).read_text()
+    found = [code for code in blocks(ROOT / page, "python")
+             if text.index(after) < text.index(code) + len(code)]  # fmt: skip
     assert found, f"{page}: no block after {after!r}"
-    return found[1]
+    RUN.add((page, found[0]))
+    return pytest.mark.parametrize("code", [found[0]], ids=[f"{page} {after}"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def isolated() -> None:
     try:
         SandboxPool(max_live=1).close()
@@ -33,18 +57,19 @@ def isolated() -> None:
         pytest.skip(f"this machine cannot isolate: {reason}")
 
 
+@of_page("docs/sandbox.md", after="# The sandbox")
 @pytest.mark.nsjail
-def test_the_sandbox_alone(isolated: None) -> None:
+def test_the_sandbox_alone(code: str, isolated: None) -> None:
     names: dict[str, Any] = {}
-    exec(block("sandbox.md", after="# The sandbox"), names)
+    exec(code, names)
     result = names["result"]
     assert (str(result.status), result.value, result.stdout) == ("ok", "42", "hi\n")
 
 
+@of_page("docs/sandbox.md", after="Code written for E2B")
 @pytest.mark.nsjail
-def test_code_written_for_e2b(isolated: None) -> None:
+def test_code_written_for_e2b(code: str, isolated: None) -> None:
     """What each line gives, the comment behind the first of them included."""
-    code = block("sandbox.md", after="Code written for E2B")
     code = re.sub(r"^    (sandbox\..*?)(?:  #.*)?$", r"    seen.append(\1)", code, flags=re.M)
     seen: list[Any] = []
     exec(code, {"seen": seen})
@@ -54,31 +79,97 @@ def test_code_written_for_e2b(isolated: None) -> None:
     assert "home" in listing
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loop() -> dict[str, Any]:
     """What a training loop has when it comes to the loss."""
     torch.manual_seed(0)
     input_ids = torch.randint(5, 200, (3, 12))
     sampled = torch.zeros(3, 12, dtype=torch.bool)
     sampled[:, 4:] = True
+    sampled[1, 7:] = False
     model = tiny.make_model().float()
     advantages = torch.tensor([1.0, -1.0, 0.5])
     return {"model": model, "input_ids": input_ids, "sampled": sampled, "advantages": advantages}
 
 
-def test_the_loss_in_a_plain_loop(loop: dict[str, Any]) -> None:
-    """Against log_softmax: with one update a batch dapo's gradient is that of -mean(A logp)."""
-    exec(block("kernels.md", after="## Plain torch"), loop)
+def dapo_gradient(loop: dict[str, Any]) -> list[torch.Tensor]:
+    """With one update a batch dapo's gradient is that of -mean(A logp): by log_softmax."""
     model, ids, mask = loop["model"], loop["input_ids"], loop["sampled"][:, 1:]
-    grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     logp = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     (-(loop["advantages"][:, None] * logp)[mask].mean()).backward()
-    for ours, p in zip(grads, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, p.grad, rtol=1e-4, atol=1e-6)
+    return [p.grad.clone() for p in model.parameters()]
 
 
-def test_verls_tensors() -> None:
+@of_page("docs/kernels.md", after="## Plain torch")
+def test_the_loss_in_a_plain_loop(code: str, loop: dict[str, Any]) -> None:
+    exec(code, loop)
+    grads = [p.grad.clone() for p in loop["model"].parameters()]
+    torch.testing.assert_close(grads, dapo_gradient(loop), rtol=1e-4, atol=1e-6)
+
+
+@of_page("docs/kernels.md", after="Several micro-batches")
+def test_micro_batches_add_up_to_the_step(code: str, loop: dict[str, Any]) -> None:
+    before, *_ = blocks(ROOT / "docs/kernels.md", "python")
+    exec(before, loop)
+    loop["model"].zero_grad()
+    exec(code, loop)
+    grads = [p.grad.clone() for p in loop["model"].parameters()]
+    torch.testing.assert_close(grads, dapo_gradient(loop), rtol=1e-4, atol=1e-6)
+    assert loop["metrics"]["num_tokens"] == loop["sampled"][:, 1:].sum()
+
+
+@of_page("docs/kernels.md", after="## TRL")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's, about versions
+def test_inside_trl(code: str, tmp_path: Path) -> None:
+    """Loss and gradient are those of TRL's own, for what TRL prepares: two steps on its batches."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    names: dict[str, Any] = {}
+    exec(code, names)
+    ours: Any = names["Trainer"]
+    seen = []
+
+    class Both(ours):  # type: ignore[misc]
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            inputs["tool_mask"] = (inputs["completion_ids"] % 5 != 0).long()
+            pair = [kind._compute_loss(self, model, inputs) for kind in (ours, trl.GRPOTrainer)]
+            of = list(model.parameters())
+            seen.append([(x, torch.autograd.grad(x, of, retain_graph=True)) for x in pair])
+            loss: torch.Tensor = pair[0]
+            return loss
+
+    settings = trl.GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=4, num_iterations=2,
+        per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
+        max_completion_length=8, learning_rate=1e-2, epsilon_high=0.28, loss_type="dapo",
+        report_to=[], save_strategy="no",
+    )  # fmt: skip
+    trainer = Both(
+        model=str(tiny.make_model_dir(tmp_path / "model")),
+        reward_funcs=lambda completions, **_: [sum(map(ord, text)) % 7 for text in completions],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b", "c", "d"]}),
+    )
+    trainer.train()
+    assert len(seen) == 8
+    assert any(float(theirs[0].abs()) > 1e-3 for _, theirs in seen)
+    for mine, theirs in seen:
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@of_page("docs/kernels.md", after="## Liger")
+def test_ligers_entries(code: str) -> None:
+    """They are there; tests/kernels holds what they compute to Liger's own code."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert {"LigerFusedLinearGRPOLoss", "triton_grpo_loss"} <= names.keys()
+
+
+@of_page("docs/kernels.md", after="## verl")
+def test_verls_tensors(code: str) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     log_prob = torch.full((2, 3), -1.0, requires_grad=True)
     of = torch.arange(2).repeat_interleave(3)
@@ -91,19 +182,17 @@ def test_verls_tensors() -> None:
         "weights": term_weights("dapo", of, 2, mask_N=mask.reshape(-1).bool()),
         "response_mask": mask,
     }
-    exec(block("kernels.md", after="## verl"), names)
+    exec(code, names)
     loss: Any = names["loss"]
     assert loss.item() == pytest.approx((-1.0 * 2 + 2.0 * 3) / 5)  # token-mean, ratio 1
 
 
-def test_a_typed_function_is_a_tool() -> None:
+@of_page("docs/agents.md", after="## Typed functions as tools")
+def test_a_typed_function_is_a_tool(code: str) -> None:
     from agentgrpo.envs.tools import Tool, Toolset
 
     names: dict[str, Any] = {}
-    exec(
-        block("agents.md", after="## Typed functions as tools").rstrip() + "\n    return city\n",
-        names,
-    )
+    exec(code.rstrip() + "\n    return city\n", names)
     (schema,) = Toolset([Tool(names["weather"])]).schemas
     said = schema["function"]
     assert said["description"].startswith("The weather of a city.")
@@ -111,8 +200,129 @@ def test_a_typed_function_is_a_tool() -> None:
     assert said["parameters"]["required"] == ["city"]
 
 
-def test_every_import_of_the_documents_exists() -> None:
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        for text in blocks(Path(page), "python"):
-            for line in re.findall(r"^from agentgrpo\S* import .*$", text, re.M):
-                exec(line.split("  #")[0], {})
+@of_page("README.md", after="# guess.py")
+def test_the_readmes_environment_is_played_by_its_config(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file and the command that README.md gives for it; nothing else."""
+    assert len(code.splitlines()) <= 32
+    (tmp_path / "guess.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (command,) = [c for c in commands(ROOT / "README.md") if "init" in c]
+    assert cli.main(command[1:]) == 0
+    config = load_config("guess.toml")
+    env: Any = make_env(config, None)
+    agent = make_agent(config, env)
+    five = training_tasks(config.data, 0, env, answers=False).next(9)
+    (secret,) = [task for task in five if task.spec["secret"] == 5]
+    turns = ["<fn>guess(3)</fn>", "<fn>guess(8)</fn>", "<fn>guess(5)</fn>", "Answer: 5<|im_end|>"]
+    played = play(agent, env, *turns, given=secret)
+    assert [word in shown(played) for word in ("higher", "lower", "right")] == [True] * 3
+    score(Group(task=secret, rollouts=[played]), make_reward(RewardConfig(format=0), env))
+    assert played.rewards == {"solved": 1.0}
+    lazy = play(agent, env, "Answer: 5<|im_end|>", given=secret)
+    assert lazy.rewards == {"solved": 0.0}
+
+
+@of_page("docs/agents.md", after="# lines.py")
+@pytest.mark.nsjail
+def test_the_pages_agent_is_played_by_its_config(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated: None
+) -> None:
+    assert len(code.splitlines()) <= 32
+    (tmp_path / "lines.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ["agent.kind=lines:LineAgent", 'agent.options={prompt="P"}']
+    (tmp_path / "c.toml").write_text('model = "m"\n')
+    config = load_config(str(tmp_path / "c.toml"), [f"out_dir={tmp_path}/run", *settings])
+    with SandboxPool(max_live=2) as pool:
+        env = make_env(config, pool)
+        played = play(make_agent(config, env), env, "x = 6\n", "x * 7\n", "= 42\n")
+    assert shown(played).endswith("x = 6\n(no output)\nx * 7\n42\n= 42\n")
+    assert played.answer == "42"
+
+
+@of_page("docs/agents.md", after="## Without training")
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_playing_without_training(
+    code: str, tmp_path: Path, tiny_model: Path, isolated: None
+) -> None:
+    """In a process of its own; a tiny model in the place of the quickstart's."""
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\n[engine]\nkv_cache_gib = 0.0625\n'
+        "[rollout]\nmax_turns = 1\nmax_turn_tokens = 4\n"
+    )
+    assert '"quickstart"' in code
+    code = code.replace('"quickstart"', repr(str(config)))
+    ran = run_here([sys.executable, "-c", code], tmp_path)
+    assert ran.stdout.strip().endswith(str([None] * 16))
+
+
+def run_here(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command of a reader's, which must succeed."""
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran
+
+
+RUN |= {("docs/your-task.md", code) for code in blocks(YOUR_TASK, "python")}
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_your_task_followed_literally(tmp_path: Path, isolated: None) -> None:
+    """Files as the page has them, its commands in its order; the model in the cache is reused."""
+    for text in blocks(YOUR_TASK, "python"):
+        name = re.match(r"# (\w+\.py)\n", text)
+        assert name, "a python block begins with the name of its file"
+        (tmp_path / name[1]).write_text(text)
+    every = commands(YOUR_TASK)
+    cheap = [c for c in every if c[0] == "python" or c[1] == "init" or "--dry-run" in c]
+    assert [c[0] for c in cheap] == ["python", "agentgrpo", "agentgrpo"]
+    for command in cheap:
+        words = command[1:] if command[0] == "python" else ["-m", *command]
+        ran = run_here([sys.executable, *words], tmp_path)
+    assert "336 training tasks, 64 held out" in ran.stdout
+    assert "WARNING" not in ran.stdout
+
+
+def test_your_tasks_reward(rollout: Callable[..., Rollout]) -> None:
+    """Right, wrong, or without an answer; with a run of code that worked, or without."""
+    (code,) = [text for text in blocks(YOUR_TASK, "python") if "def reward" in text]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    task = Task(id="t", messages=(), spec={"answer": "2"})
+
+    def worth(answer: str | None, calls: int, errors: int) -> dict[str, float]:
+        stats = {"turns": 2.0, "tool_calls": float(calls), "tool_errors": float(errors)}
+        parts: dict[str, float] = names["reward"](rollout(task=task, answer=answer, stats=stats))
+        return parts
+
+    assert worth(" 2\n", 1, 0) == {"answer": 1.0, "counted": 0.1}
+    assert worth("3", 2, 1) == {"answer": 0.0, "counted": 0.1}
+    assert worth(None, 1, 1) == {"answer": 0.0, "counted": 0.0}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_in_toml_blocks_are_accepted(page: Path) -> None:
+    for text in blocks(page, "toml"):
+        table = {"model": "m", "out_dir": "o", **tomllib.loads(text)}
+        RecipeConfig.model_validate(table)
+
+
+def test_every_block_is_run() -> None:
+    there = {
+        (str(page.relative_to(ROOT)), text) for page in PAGES for text in blocks(page, "python")
+    }
+    forgotten = there - RUN
+    assert not forgotten, "\n".join(f"{page}: no test runs\n{text}" for page, text in forgotten)
+    assert not RUN - there

@@ -85,6 +85,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path:
     assert "WARNING" not in out
 
 
+def test_a_dry_run_says_what_is_left_of_a_run(dry_run: DryRun, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
+    _, out, _ = dry_run("steps=4")
+    assert f"out_dir    {tmp_path / 'run'}: continues after step 3" in out
+    _, out, _ = dry_run("steps=3")
+    assert f"out_dir    {tmp_path / 'run'}: 3 steps are done; with a larger steps it goes on" in out
+
+
 def test_a_run_that_would_be_killed_for_its_memory_is_warned(
     dry_run: DryRun, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -175,6 +183,30 @@ def test_an_empty_data_set(dry_run: DryRun, tmp_path: Path) -> None:
 def test_other_columns(dry_run: DryRun, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "target": "2"}\n')
     refused(dry_run(), "no column")
+
+
+def test_a_reward_of_ones_own_reads_what_columns_it_likes(
+    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "rubric": "b"}\n' * 8)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "newcomers_reward.py").write_text("def f(rollout):\n    return {}\n")
+    status, out, err = dry_run("reward.kind=newcomers_reward:f")
+    assert (status, err) == (0, "")
+    assert "4 training tasks, 4 held out" in out
+
+
+def test_a_reward_that_fails_is_known_before_the_run(
+    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = "def f(rollout):\n    return {'answer': float(rollout.answer.strip() == '1')}\n"
+    (tmp_path / "newcomers_broken_reward.py").write_text(broken)
+    status, _, err = dry_run("reward.kind=newcomers_broken_reward:f")
+    assert status == 2
+    assert "reward 'newcomers_broken_reward:f' failed on task" in err
+    assert "answer None: AttributeError" in err
+    assert "`reward` ... `failed on task`" in PAGE
 
 
 def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:

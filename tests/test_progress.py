@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 
 
@@ -16,17 +17,33 @@ def lines_of(*evaluations: tuple[int, float]) -> str:
     out = io.StringIO()
     progress = Progress(12, Console(file=out, highlight=False, soft_wrap=True))
     for step, solved in evaluations:
-        progress.evaluated(
-            step,
-            {"solved": solved, "rollouts": 64, "answered": 1, "tool_errors": 0, "infra_errors": 0},
-        )
+        evaluated(progress, step, solved)
     progress.finished(Path("run"))
     return out.getvalue()
+
+
+def evaluated(progress: Progress, step: int, solved: float) -> None:
+    rest = {"rollouts": 64, "answered": 1, "tool_errors": 0, "infra_errors": 0}
+    progress.evaluated(step, {"solved": solved, **rest})
 
 
 def test_the_end_compares_the_first_and_the_last_evaluation() -> None:
     said = lines_of((0, 0.422), (6, 0.688), (12, 0.844))
     assert "held-out solved: 0.422 after 0 steps, 0.844 after 12" in said
+
+
+def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write(0, eval={"solved": 0.25})
+    log.write(0, rollout={"reward": 1.0})
+    log.write(3, eval={"solved": 0.375})
+    assert log.solved() == {0: 0.25, 3: 0.375}
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out, highlight=False, soft_wrap=True))
+    progress.remember(log.solved())
+    evaluated(progress, 12, 0.5)
+    progress.finished(Path("run"))
+    assert "held-out solved: 0.250 after 0 steps, 0.500 after 12" in out.getvalue()
 
 
 def test_one_evaluation_is_compared_with_nothing() -> None:

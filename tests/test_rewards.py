@@ -13,8 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.rewards import NumericReward, last_number, load_reward, only_number, score
-from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.rewards import (
+    NumericReward,
+    last_number,
+    load_reward,
+    only_number,
+    score,
+    try_reward,
+)
+from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
+from tests.conftest import TASK
 
 
 def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout:
@@ -167,8 +175,9 @@ def test_a_users_reward_is_found_by_name(user_module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_rewards", "reward: expected 'module:function', got 'my_rewards'"),
+        ("my_rewards", "reward: expected 'module:function' .*, got 'my_rewards'"),
         ("my_rewards:", "expected 'module:function'"),
+        ("my_rewards.py:short", r"without .py\), got 'my_rewards.py:short'"),
         (":short", "expected 'module:function'"),
         ("my_rewards.py:a b", "expected 'module:function'"),
         ("my_reward:short", r"no module 'my_reward' \(from 'my_reward:short'\)"),
@@ -187,3 +196,35 @@ def test_an_error_inside_the_users_module_is_shown_as_it_is(user_module: str) ->
         load_reward("needs_more:f")
     with pytest.raises(ZeroDivisionError):
         load_reward("crashes:f")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "{'answer': float(rollout.answer.strip() == 'x')}",
+            r"answer None: AttributeError: .*strip",
+        ),
+        ("{'answer': rollout.task.spec['answr']}", r"answer None: KeyError: 'answr'"),
+        ("{'answer': 1 / (rollout.answer != '42')}", r"answer '42': ZeroDivisionError: "),
+        ("1.0", r"the reward must be \{name: finite number\}, got 1.0"),
+    ],
+)
+def test_a_broken_reward_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    """With the file and the line; by attempts that nobody made."""
+    path = tmp_path / "broken_reward.py"
+    path.write_text(f"def f(rollout):\n    return {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_reward", raising=False)
+    with pytest.raises(ValueError, match=message) as caught:
+        try_reward(load_reward("broken_reward:f"), TASK)
+    if "must be" not in message:
+        assert str(caught.value).startswith("reward 'broken_reward:f' failed on task ")
+        assert str(caught.value).endswith(f"({path}:2)")
+
+
+def test_a_sound_reward_passes() -> None:
+    try_reward(NumericReward(answer=1.0, format=0.1), TASK)
+    try_reward(lambda rollout: {name: rollout.stats[name] for name in COUNTS}, TASK)

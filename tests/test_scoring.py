@@ -15,7 +15,8 @@ import pytest
 
 from agentgrpo.advantages import assign_advantages
 from agentgrpo.config import LossConfig, RewardConfig
-from agentgrpo.scoring import BUILT_IN, RewardError, RolloutView, Scoring
+from agentgrpo.rewards import RewardError
+from agentgrpo.scoring import BUILT_IN, RolloutView, Scoring
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 
 MODULE = """

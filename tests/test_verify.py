@@ -440,3 +440,11 @@ def test_a_line_that_is_no_record_is_named(
         assert verify.main([str(tmp_path)]) == 2
         assert f"error: {path}:2: " in (said := capsys.readouterr().err)
         assert why in said
+
+
+def test_a_folder_of_no_run_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify.main([str(tmp_path)]) == 2
+    said = f"error: {tmp_path}: no run.json, so this is not a run's folder (out_dir)\n"
+    assert capsys.readouterr().err == said

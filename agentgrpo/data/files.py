@@ -23,7 +23,8 @@ def read_tasks(
     path: Path | str,
     *,
     question: str = "question",
-    answer: str | None = "answer",
+    answer: str = "answer",
+    answered: bool = True,
     id: str | None = None,
     shuffle: bool = True,
     seed: int = 0,
@@ -33,7 +34,9 @@ def read_tasks(
     Args:
         path: `*.jsonl` (blank lines are skipped), `*.parquet`, or a directory with a state.json.
         question: the column of the question: text, or a list of {"role", "content"}.
-        answer: the column of the expected answer; None: the environment knows what is right.
+        answer: the column of the expected answer.
+        answered: every row must have one. False: the environment knows what is right, or a reward
+            that reads other columns.
         id: the column of a unique id; None numbers the rows: "name.jsonl:17".
         shuffle: as for RowTasks.
         seed: as for RowTasks.
@@ -43,7 +46,7 @@ def read_tasks(
         ValueError: it is of another kind, has no rows, or one is bad; starts with file:line.
     """
     path = Path(path)
-    columns = [column for column in (question, answer, id) if column is not None]
+    columns = [question, *([answer] if answered else []), *([] if id is None else [id])]
     tasks: dict[str, Task] = {}
     for place, number, value in _reader(path)(path):
         try:
@@ -142,9 +145,9 @@ def _row(value: Any, columns: Iterable[str]) -> dict[str, Any]:
     return row
 
 
-def _spec(row: dict[str, Any], question: str, answer: str | None) -> dict[str, Any]:
+def _spec(row: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
     spec = {column: value for column, value in row.items() if column != question}
-    return spec if answer is None else {**spec, "answer": row[answer]}
+    return {**spec, "answer": row[answer]} if answer in row else spec
 
 
 def _messages(question: Any, *, column: str) -> tuple[dict[str, str], ...]:

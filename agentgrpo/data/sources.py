@@ -71,9 +71,11 @@ def _rows(
             f"data.{key}: expected word_problems, env, a .jsonl or .parquet file or a saved "
             f"dataset's directory, got {name!r}{hint}"
         )
-    answer = config.answer if answers else None
     try:
-        return read_tasks(name, question=config.question, answer=answer, id=config.id, seed=seed)
+        return read_tasks(
+            name, question=config.question, answer=config.answer, answered=answers, id=config.id,
+            seed=seed,
+        )  # fmt: skip
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.{key}: {error}") from None
 

@@ -26,11 +26,11 @@ from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_e
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Fork, Live, Pending
-from agentgrpo.rollout.stats import COUNTS, SamplerStats
+from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.telling import count, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Waiting
-from agentgrpo.types import Group, Int32, Rollout, Status, Task, Treatment
+from agentgrpo.types import COUNTS, Group, Int32, Rollout, Status, Task, Treatment
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Completion

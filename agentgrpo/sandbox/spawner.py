@@ -122,7 +122,7 @@ class Spawner:
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n"
             f"{self.failures_text()}\n"
-            "`python -m agentgrpo.sandbox doctor` looks at this machine in detail"
+            "`agentgrpo sandbox doctor` looks at this machine in detail"
         )
 
     def failures_text(self) -> str:

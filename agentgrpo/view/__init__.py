@@ -1,1 +1,1 @@
-"""A run as one HTML file that needs no server and no network: `python -m agentgrpo.view RUN`."""
+"""A run as one HTML file that needs no server and no network: `agentgrpo view RUN`."""

@@ -30,7 +30,9 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     played = " and ".join(f"{len(run.index['rollouts']):,}" for run in runs)
-    print(f"{output}: {played} rollouts, {len(page) / 2**20:.1f} MiB")  # noqa: T201
+    print(  # noqa: T201
+        f"{output}: {played} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
+    )
     return 0
 
 

@@ -56,7 +56,7 @@ def test_the_same_rows_come_from_every_kind_of_file(rows: Path) -> None:
 def test_bad_rows_are_named_by_file_and_number(rows: Path) -> None:
     with pytest.raises(ValueError, match=rf"{rows.name}:1: no column 'nope'; the row has \['ext"):
         read_tasks(rows, question="nope")
-    assert read_tasks(rows, question="q", answer=None).rows[0].id == f"{rows.name}:1"
+    assert read_tasks(rows, question="q", answered=False).rows[0].id == f"{rows.name}:1"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -108,6 +108,17 @@ def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
         ValueError, match=rf"data\.{key}: .*got 'word_problem'; did you mean word_problems\?"
     ):
         give()
+
+
+def test_answers_that_nobody_reads_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "gold": 7}\n{"question": "b"}\n')
+    config = DataConfig(train=str(path), answer="gold")
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: no column 'gold'"):
+        training_tasks(config, 0)
+    specs = [task.spec for task in training_tasks(config, 0, answers=False).next(2)]
+    assert sorted(map(len, specs)) == [0, 2]
+    assert {"gold": 7, "answer": 7} in specs
 
 
 def test_a_missing_file_names_its_key(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.play import request_seed
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.rollout.stats import COUNTS, SamplerStats
-from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.rollout.stats import SamplerStats
+from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import (

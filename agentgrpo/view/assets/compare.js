@@ -16,8 +16,9 @@ function drawDifferences(runs, main, openPair) {
   const both = [...last[0].keys()].filter((id) => last[1].has(id)).map((id) => last.map((played) => played.get(id)));
   const better = both.filter(([x, y]) => y.reward > x.reward).length, worse = both.filter(([x, y]) => y.reward < x.reward).length;
   const body = h("tbody");
+  const table = h("table", {}, h("thead", {}, h("tr", {}, h("th", { class: "left" }, "task"), h("th", {}, a.name), h("th", {}, b.name), h("th", {}, "change"), h("th", { class: "left" }, `answer of ${a.name}`), h("th", { class: "left" }, `answer of ${b.name}`))), body);
   const same = h("p", { class: "quiet" }, "They earned the same on every one of them.");
-  const draw = (changed) => (same.hidden = !changed || better + worse > 0, body.replaceChildren(...both.filter(([x, y]) => !changed || x.reward !== y.reward).map(([x, y]) => {
+  const draw = (changed) => (same.hidden = !changed || better + worse > 0, table.hidden = !same.hidden, body.replaceChildren(...both.filter(([x, y]) => !changed || x.reward !== y.reward).map(([x, y]) => {
     const open = () => openPair(x, y);
     return h("tr", { tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
       h("td", { style: "white-space: normal" }, a.question(x)), h("td", {}, number(x.reward)), h("td", {}, number(y.reward)), h("td", { class: y.reward > x.reward ? "good" : y.reward < x.reward ? "bad" : "quiet" }, signed(y.reward - x.reward)), h("td", { class: "left mono" }, x.answer ?? "–"), h("td", { class: "left mono" }, y.answer ?? "–"));
@@ -27,7 +28,7 @@ function drawDifferences(runs, main, openPair) {
     h("section", { class: "card" }, h("h2", {}, "Settings that differ"), h("div", { class: "scroll" }, settings)),
     h("section", { class: "card" }, h("h2", {}, "Held-out tasks that both played, at their last evaluation"),
       both.length ? [h("p", {}, `${both.length} tasks: ${b.name} earned more on ${better}, less on ${worse}. `, h("label", {}, h("input", { type: "checkbox", checked: true, onchange: (event) => draw(event.target.checked) }), " only those that differ")), same,
-        h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "task"), h("th", {}, a.name), h("th", {}, b.name), h("th", {}, "change"), h("th", { class: "left" }, "answers"), h("th", {}))), body))]
+        h("div", { class: "scroll" }, table)]
         : h("p", { class: "quiet" }, "They have no held-out task in common."))));
 }
 

@@ -122,9 +122,9 @@ class Run {
 
   has(stream) { return this.recorded.includes(stream); }
 
-  // [{x, y}] of one metric.
+  // [{x, y}] of one metric: after how many steps. A row of a training step is written after it, one of an evaluation has its number.
   series(name) {
-    return this.metrics.filter((row) => typeof row[name] === "number").map((row) => ({ x: row.step + (name.startsWith("eval/") ? 0 : 1), y: row[name] }));
+    return this.metrics.filter((row) => typeof row[name] === "number").map((row) => ({ x: row.step + ("rollout/reward" in row ? 1 : 0), y: row[name] }));
   }
 
   metricNames() { return [...new Set(this.metrics.flatMap((row) => Object.keys(row)))].filter((name) => name !== "step").sort(); }

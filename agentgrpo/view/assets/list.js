@@ -122,9 +122,9 @@ class RolloutList {
     const name = alone || this.sort !== "in order" ? this.run.question(rollout) : `rollout ${rollout.index}`;
     const failed = rollout.stats.tool_errors > 0;
     return h("div", { class: "row", role: "option", id: `r${rollout.id}`, "aria-selected": String(rollout === this.current), "aria-posinset": place + 1, "aria-setsize": this.rows.length, onclick: () => this.pick(rollout) },
-      h("div", {}, h("span", { class: "strip" }, h("i", { style: `--k:${rewardColour(this.run, rollout.reward)}` })), h("span", { class: "what" }, name), h("span", { class: "pill" }, number(rollout.reward))),
+      h("div", {}, h("span", { class: "strip" }, h("i", { style: `--k:${rewardColour(this.run, rollout.reward)}` })), h("span", { class: "what" }, name), h("span", { class: "pill", title: "reward" }, number(rollout.reward))),
       h("div", { class: "small" }, (alone || this.sort !== "in order") && h("span", {}, when(rollout)),
-        rollout.split !== "heldout" && h("span", { class: rollout.advantage > 0 ? "good" : rollout.advantage < 0 ? "bad" : "" }, `adv ${signed(rollout.advantage)}`),
+        rollout.split !== "heldout" && h("span", { class: rollout.advantage > 0 ? "good" : rollout.advantage < 0 ? "bad" : "", title: "advantage: better or worse than the others of its group" }, `adv ${signed(rollout.advantage)}`),
         h("span", {}, plural(tokens(rollout), "token")), rollout.stats.turns !== undefined && h("span", {}, plural(rollout.stats.turns, "turn")),
         failed && h("span", { class: "bad", title: "calls of tools that failed" }, plural(rollout.stats.tool_errors, "error")),
         rollout.status !== "completed" && h("span", { class: "bad" }, words(rollout.status))));

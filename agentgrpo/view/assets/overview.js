@@ -2,15 +2,15 @@
 
 const COLOURS = ["var(--a)", "var(--b)", "var(--c)", "var(--d)"];
 const GRAPHS = [
-  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]]],
-  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]]],
-  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]]],
-  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]]],
-  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]]],
-  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]]],
-  ["Loss", [["learner/loss", "loss"]]],
-  ["Gradient norm", [["learner/grad_norm", "before clipping"]]],
-  ["Sampler against learner, largest |Δ logp|", [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]], { log: true }],
+  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]], { note: "mean of all attempts; held-out tasks are never trained on" }],
+  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]], { note: "attempts whose answer was right" }],
+  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]], { note: "attempts at one task that all earned the same teach nothing" }],
+  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]], { note: "how much the policy writes" }],
+  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]], { note: "calls of tools and runs of code" }],
+  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]], { note: "how undecided it is; 0: it always says the same" }],
+  ["Loss", [["learner/loss", "loss"]], { note: "moves about 0: learning shows in the reward" }],
+  ["Gradient norm", [["learner/grad_norm", "before clipping"]], { note: "longer ones are cut to learner.max_grad_norm" }],
+  ["Sampler against learner, largest |Δ logp|", [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]], { log: true, note: "proof that the sampled policy is the trained one: small" }],
 ];
 
 // A line per run and metric; runs differ by colour when there are two, metrics by dashes then.
@@ -24,13 +24,20 @@ function lines(runs, metrics) {
 }
 
 function timeLines(runs) {
-  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !name.endsWith("/step_s") && !name.endsWith("/total_s"))
-    .filter((name) => runs[0].series(name).length > 1); // not what happens once, at the start
+  const parts = runs[0].metricNames().filter((name) => /^time\/.*_s$/.test(name) && !/\/(step|total|starting)_s$/.test(name))
+    .filter((name) => runs[0].series(name).length > 1); // not what happens once
   const spent = (name) => runs[0].series(name).reduce((sum, point) => sum + point.y, 0);
   parts.sort((a, b) => spent(b) - spent(a)); // the dearest are shown
   const metrics = parts.length ? parts.map((name) => [name, words(name.slice(5, -2))])
     : [["rollout/decode_s", "decoding"], ["rollout/idle_s", "waiting for tools"], ["learner/seconds", "learning"]];
-  return lines(runs, runs.length > 1 ? metrics.slice(0, 2) : metrics.slice(0, 4));
+  return lines(runs, runs.length > 1 ? metrics.slice(0, 2) : metrics.slice(0, 4)).map((line) => ({ ...line, points: summed(line.points) }));
+}
+
+// A step and the evaluation after it are two rows; their seconds add up.
+function summed(points) {
+  const sums = new Map();
+  for (const { x, y } of points) sums.set(x, (sums.get(x) ?? 0) + y);
+  return [...sums].map(([x, y]) => ({ x, y }));
 }
 
 function facts(run) {
@@ -60,16 +67,20 @@ function drawOverview(runs, main) {
     runs.map((run) => h("section", {}, runs.length > 1 && h("h2", {}, run.name), h("div", { class: "facts" }, facts(run)))),
     h("div", { class: "charts" },
       GRAPHS.map(([title, metrics, options]) => chart(title, lines(runs, metrics), options)),
-      chart("Seconds of a step", timeLines(runs))),
+      chart("Seconds of a step", timeLines(runs), { note: "the dearest parts" })),
     h("details", { ontoggle: (event) => event.target.open && !more.children.length && drawMore() },
       h("summary", {}, `${others.length} more metrics`), h("p", {}, filter), more)));
 }
 
 const COLUMNS = [
-  ["reward", "rollout/reward"], ["solved", "rollout/solved"], ["groups", "rollout/groups"], ["live", "rollout/live_groups"],
-  ["turns", "rollout/turns"], ["tokens", "rollout/sampled_tokens"], ["tool calls", "rollout/tool_calls"], ["tool errors", "rollout/tool_errors"],
-  ["broken", "rollout/infra_errors"], ["sampling s", "rollout/decode_s"], ["waiting s", "rollout/idle_s"], ["learning s", "learner/seconds"],
-  ["loss", "learner/loss"], ["grad norm", "learner/grad_norm"], ["entropy", "learner/entropy_mean"], ["max |Δ logp|", "learner/sampler_gap_max"],
+  ["reward", "rollout/reward", "mean of the step's attempts"], ["solved", "rollout/solved", "share of them whose answer was right"],
+  ["groups", "rollout/groups", "tasks played"], ["live", "rollout/live_groups", "groups whose attempts earned different rewards: only these teach"],
+  ["turns", "rollout/turns", "of an attempt"], ["tokens", "rollout/sampled_tokens", "that the policy wrote, an attempt"],
+  ["tool calls", "rollout/tool_calls", "of an attempt"], ["tool errors", "rollout/tool_errors", "of an attempt"],
+  ["broken", "rollout/infra_errors", "attempts that the machine broke: left out"], ["sampling s", "rollout/decode_s", "seconds in which the engine decoded"],
+  ["waiting s", "rollout/idle_s", "seconds in which all attempts waited for their tools"], ["learning s", "learner/seconds", "forward, backward, optimizer"],
+  ["loss", "learner/loss", "moves about 0"], ["grad norm", "learner/grad_norm", "before clipping"],
+  ["entropy", "learner/entropy_mean", "nats a token"], ["max |Δ logp|", "learner/sampler_gap_max", "sampler against learner, nats"],
 ];
 
 function statusBar(row) {
@@ -94,18 +105,18 @@ function drawSteps(runs, main, openStep) {
     let sorted = ["step", 1];
     const body = h("tbody");
     const columns = COLUMNS.filter(([, name]) => rows.some((row) => name in row))
-      .map(([label, name]) => [label, name, alike(rows.map((row) => row[name]))]);
+      .map(([label, name, about]) => [label, name, alike(rows.map((row) => row[name])), about]);
     const draw = () => body.replaceChildren(...[...rows].sort((a, b) => sorted[1] * ((a[sorted[0]] ?? -1e300) - (b[sorted[0]] ?? -1e300))).map((row) => {
       const open = () => openStep(run, row.step);
       return h("tr", { tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open(), title: "show its rollouts" },
         h("td", {}, row.step + 1), h("td", { class: "left" }, statusBar(row)), columns.map(([, name, shown]) => h("td", {}, shown(row[name]))));
     }));
     const sortBy = (name) => { sorted = [name, sorted[0] === name ? -sorted[1] : 1]; draw(); };
-    const heading = (label, name) => h("th", {}, h("button", { type: "button", onclick: () => sortBy(name) }, label));
+    const heading = (label, name, about = null) => h("th", {}, h("button", { type: "button", title: about, onclick: () => sortBy(name) }, label));
     draw();
     return h("section", { class: "card" }, h("h2", {}, runs.length > 1 ? run.name : "Steps"),
       h("div", { class: "scroll" }, h("table", {},
-        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "how rollouts ended"), columns.map(([label, name]) => heading(label, name)))), body)));
+        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "how rollouts ended"), columns.map(([label, name, , about]) => heading(label, name, about)))), body)));
   });
   main.replaceChildren(h("div", { class: "page" }, tables));
 }
