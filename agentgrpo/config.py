@@ -440,6 +440,10 @@ class RewardConfig(Section):
         return {"answer": self.answer, "format": self.format, **named}
 
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of the adapters that vLLM can be started for."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
 
@@ -456,8 +460,27 @@ class LoraConfig(Section):
 
     @property
     def served_rank(self) -> int:
-        """Of the adapters that the sampler has room for; 0: it is given merged weights."""
+        """Of the adapters that the sampler is handed; 0: it is given merged weights."""
         return self.rank if self.serve == "adapter" else 0
+
+    @pydantic.model_validator(mode="after")
+    def _can_be_served(self) -> LoraConfig:
+        room_for_adapters(self.served_rank)
+        return self
+
+
+def room_for_adapters(rank: int) -> int:
+    """The rank that the sampler has room for; 0: it has none.
+
+    Raises:
+        ValueError: vLLM has no room for such adapters.
+    """
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(
+            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}; "
+            "learner.lora.serve = 'merged' has no such limit"
+        )
+    return next(size for size in (0, *LORA_RANKS) if size >= rank)
 
 
 class LearnerConfig(Section):

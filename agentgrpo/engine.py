@@ -46,7 +46,7 @@ from vllm.sampling_params import RequestOutputKind
 from agentgrpo import parallel
 from agentgrpo.agents.base import Schema
 from agentgrpo.agents.tools import ReadCalls, Reading
-from agentgrpo.config import EngineConfig
+from agentgrpo.config import EngineConfig, room_for_adapters
 from agentgrpo.memory import memory
 from agentgrpo.packing import ids_from_list
 from agentgrpo.rollout.branch import token_entropies
@@ -54,8 +54,6 @@ from agentgrpo.types import Float32, Int32, Metrics, Turn
 
 _pack_cpu_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 _ADAPTER = LoRARequest("policy", 1, "in memory")
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -501,13 +499,7 @@ def _completion(output: Any) -> Completion:
 def _lora_settings(rank: int) -> dict[str, Any]:
     if not rank:
         return {}
-    if rank > _LORA_RANKS[-1]:
-        raise ValueError(
-            f"learner.lora.rank: vLLM serves adapters up to rank {_LORA_RANKS[-1]}, got {rank}; "
-            "learner.lora.serve = 'merged' has no such limit"
-        )
-    room = next(size for size in _LORA_RANKS if size >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_adapters(rank)}
 
 
 def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:

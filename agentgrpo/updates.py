@@ -22,6 +22,8 @@ class Update:
     """Rollouts that sample_N of the batches counts."""
     rollouts: Sequence[Rollout] = ()
     """These, where what the learner makes of them is to be recorded."""
+    trained: Sequence[Rollout] = ()
+    """The same as they are trained on, segment by segment: see shared_once()."""
 
     def take(self, sample_N: Int32, turn_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
         """Write what the learner made of a batch's terms to the rollouts they belong to.
@@ -39,7 +41,8 @@ class Update:
             if rollout.learner_logprobs is None or rollout.entropies is None:
                 rollout.learner_logprobs = [None] * len(segments)
                 rollout.entropies = [None] * len(segments)
-            segment = [i for i, s in enumerate(segments) if s.sampled][turn]
+            trained = self.trained[sample_N[own[0]]].all_segments
+            segment = [i for i, s in enumerate(trained) if s.sampled][turn]
             rollout.learner_logprobs[segment] = logp_N[own]
             rollout.entropies[segment] = entropy_N[own]
 
@@ -64,18 +67,24 @@ def plan_updates(
 
 
 def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
-    """Which groups each update of a step trains on, those of them that are trained on."""
-    once = shared_once if config.loss.branch_credit == "hard" else list[Rollout]
+    """Which groups each update of a step is of, with those of their rollouts that it trains on."""
     order = np.arange(len(groups))
     if config.loss.num_mini_batches > 1:
         np.random.default_rng((config.seed, step)).shuffle(order)
     return [
         [
-            Group(task=groups[i].task, rollouts=once(filter(is_trained, groups[i].rollouts)))
+            Group(task=groups[i].task, rollouts=list(filter(is_trained, groups[i].rollouts)))
             for i in sorted(part.tolist())
         ]
         for part in np.array_split(order, config.loss.num_mini_batches)
     ]
+
+
+def as_trained(groups: Iterable[Group], config: TrainConfig) -> list[Group]:
+    """The groups as branch_credit has them trained on; the rollouts themselves stay as they are."""
+    if config.loss.branch_credit == "soft":
+        return list(groups)
+    return [Group(task=group.task, rollouts=shared_once(group.rollouts)) for group in groups]
 
 
 def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
@@ -93,8 +102,8 @@ def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return out
 
 
-def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
-    loss = config.loss
+def _update(groups: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
+    loss, trained = config.loss, as_trained(groups, config)
     weights = token_weights(trained, loss.loss_type, config.rollout.max_sampled_tokens)
     batches = pack_tree(
         trained,
@@ -103,5 +112,9 @@ def _update(trained: list[Group], config: TrainConfig, share_prefixes: bool) -> 
         drop_zero_advantage=not (loss.beta or loss.entropy_coef),
         share_prefixes=share_prefixes,
     )
-    rollouts = [rollout for group in trained for rollout in group.rollouts]
-    return Update(batches=batches, num_samples=len(rollouts), rollouts=rollouts)
+    return Update(
+        batches=batches,
+        num_samples=len(weights),
+        rollouts=[rollout for group in groups for rollout in group.rollouts],
+        trained=[rollout for group in trained for rollout in group.rollouts],
+    )

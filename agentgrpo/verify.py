@@ -46,7 +46,7 @@ from agentgrpo.types import (
     Turn,
     token_hash,
 )
-from agentgrpo.updates import mini_batches, plan_updates
+from agentgrpo.updates import as_trained, mini_batches, plan_updates
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; weights are float32."""
@@ -196,7 +196,7 @@ def step_faults(
     parts = mini_batches(groups, config, step=step)
     updates = plan_updates(groups, config, step=step)
     for number, (part, update) in enumerate(zip(parts, updates, strict=True)):
-        rollouts = [rollout for group in part for rollout in group.rollouts]
+        rollouts = [r for group in as_trained(part, config) for r in group.rollouts]
         weights = _weights(rollouts, config)
         for batch in update.batches:
             faults += [f"update {number}: {f}" for f in _batch_faults(batch, rollouts, weights)]

@@ -22,7 +22,7 @@ from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.updates import plan_updates
-from tests.test_updates import Holder
+from tests.learning.given import Holder
 
 
 def learn(

@@ -20,7 +20,7 @@ from agentgrpo.updates import plan_updates
 from tests import tiny
 from tests.end_to_end.test_run import lines, write_config
 from tests.parallel.test_parallel import torchrun
-from tests.test_updates import Holder
+from tests.learning.given import Holder
 
 
 def recorded(run: Path, step: int) -> list[Group]:
