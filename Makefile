@@ -16,7 +16,7 @@ quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
 	@$(PY) -m agentgrpo.train quickstart $(ARGS)
 
-recipe-demo: $(CPU) $(EXT)
+recipe-demo: $(BASE) $(EXT)
 	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
 	@$(PY) -m agentgrpo.recipe recipe $(ARGS)
 

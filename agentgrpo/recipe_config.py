@@ -96,6 +96,8 @@ class SftConfig(Section):
     epochs: Positive = 3
     batch_size: Positive = 16
     """Examples of one optimizer step."""
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Left out: learner.learning_rate."""
     agent_prompt: bool = True
     """Conversations begin with the agent's own prompt, as rollouts do. False: as they are."""
     too_long: Literal["error", "skip"] = "error"

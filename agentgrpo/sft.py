@@ -261,9 +261,11 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
 
 def settings_of(recipe: RecipeConfig) -> TrainConfig:
     """The run that fine-tuning is: the recipe's, in out_dir/sft, with a loss that is likelihood."""
+    rate = recipe.sft.learning_rate or recipe.learner.learning_rate
     return recipe.of_run(
         out_dir=str(recipe.out_dir / "sft"),
         loss={"loss_type": "dapo", "vllm_importance_sampling_correction": False},
+        **{"learner.learning_rate": rate},
     )
 
 

@@ -187,7 +187,8 @@ def _renamed(tokenizer: Any) -> tuple[Tokenizer, dict[str, str]]:
         for t in spec["added_tokens"]
         if t["special"] or (t["content"][0] == "<" and t["content"][1] in "|\uff5c")
     ]
-    names = {text: f"\U000ffff0{index}\U000ffff0" for index, text in enumerate(spellings)}
+    # another mark at the end than at the beginning: a "42" between two names is no name
+    names = {text: f"\U000ffff0{index}\U000ffff1" for index, text in enumerate(spellings)}
     for token in spec["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = spec["model"]

@@ -1,7 +1,7 @@
 """Time a function and append what was seen to bench/results/NAME.jsonl, one row per variant.
 
 Rows are only ever appended. A row can be traced: it has the machine, the versions and the commit,
-and nothing is written from a tree that differs from its commit.
+and nothing is written from a tree that differs from its commit, or with an older extension.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def append_row(
     """Append one row to bench/results/NAME.jsonl, print it, and return the median.
 
     Raises:
-        RuntimeError: the tree has uncommitted changes outside of bench/results.
+        RuntimeError: the tree has uncommitted changes outside of bench/results, or the C extension
+            is older than its sources.
     """
+    require_built()
     p20, p50, p80 = (float(f"{x:.4g}") for x in np.percentile(values, [20, 50, 80]))
     row = {
         "name": name,
@@ -72,6 +74,21 @@ def append_row(
         file.write(json.dumps(row) + "\n")
     print(f"{name} {variant:32s} {p50:10.4g} {unit}  [{p20:.4g}, {p80:.4g}]  {dict(shape)}")
     return p50
+
+
+def require_built() -> None:
+    """The C extension is that of the tree.
+
+    Raises:
+        RuntimeError: a source is newer.
+    """
+    root = RESULTS.parent.parent
+    built = max((path.stat().st_mtime for path in root.glob("agentgrpo/_C*.so")), default=0.0)
+    newer = [path.name for path in root.glob("csrc/*.[ch]") if path.stat().st_mtime > built]
+    if newer:
+        raise RuntimeError(
+            f"agentgrpo/_C is older than csrc/{newer[0]}: python setup.py build_ext --inplace"
+        )
 
 
 def _device() -> str:

@@ -4,7 +4,8 @@
 
 Each seed's work is in DIR/seed_N and goes on where it was stopped; the tree must stay as it is
 meanwhile. Rows of a seed: quality, efficiency and tool calls of prompting, of the fine-tuned policy
-and of the last stage's, this one with the paired 95 % interval of the gain; wall seconds.
+and of the last stage's, this one with the paired 95 % interval of the gain; wall seconds. Several
+seeds' own rows: a value a seed (`quality of 3 seeds, trained`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,20 @@ def append_rows(report: dict[str, Any], overrides: Sequence[str]) -> None:
     append_row("recipe", "wall_s", [total], unit="s", shape=shape, note=parts)
 
 
+def append_rows_of_all(reports: Sequence[dict[str, Any]], overrides: Sequence[str]) -> None:
+    """The rows of several seeds, in the order of `reports`."""
+    seeds = f"{len(reports)} seeds"
+    shape = {"seeds": len(reports), "tasks": reports[0]["reports"]["trained"]["tasks"]}
+    for name in ("quality", "efficiency", "tool_calls"):
+        for part in reports[0]["reports"]:
+            values = [report["reports"][part]["measures"][name]["value"] for report in reports]
+            append_row(
+                "recipe", f"{name} of {seeds}, {part}", values,
+                unit="calls" if name == "tool_calls" else "share", shape=shape,
+                note=", ".join([*overrides, f"by seed: {[round(value, 3) for value in values]}"]),
+            )  # fmt: skip
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the seeds, append the rows of each as it is done."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -57,10 +72,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--no-rows", action="store_true", help="print only")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(arguments)
+    reports = []
     for seed in args.seeds:
-        report = run_seed(seed, args.folder, args.overrides)
+        reports.append(run_seed(seed, args.folder, args.overrides))
         if not args.no_rows:
-            append_rows(report, args.overrides)
+            append_rows(reports[-1], args.overrides)
+    if len(reports) > 1 and not args.no_rows:
+        append_rows_of_all(reports, args.overrides)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Line:
         ours, other: variants; other is what ours is compared with.
         other_is: `other` in words.
         shape: what the rows' shape must have.
+        note: how the rows' notes must begin.
     """
 
     what: str
@@ -38,9 +39,11 @@ class Line:
     other: str = ""
     other_is: str = ""
     shape: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
 
 
 PACKED = {"rollouts": 512, "tokens": 4096}
+STEP = {"group": 8, "tokens": 2048, "prompt_percent": 67}
 
 LINES = (
     Line(
@@ -70,6 +73,19 @@ LINES = (
     Line(
         "block mask of 8192 tokens", "packing", "blocks", "blocks_torch", "create_block_mask"
     ),
+    Line(
+        "learner's step, a group of 8, prompt two thirds of it, SmolLM2-135M: prefix tree", "step",
+        "tree", "rows", "unshared rows", STEP, "SmolLM2",
+    ),
+    Line(
+        "the same, a random model of Qwen3's shape", "step", "tree", "rows", "unshared rows", STEP,
+        "qwen3",
+    ),
+    Line(
+        "memory of that step, SmolLM2-135M", "step", "tree memory", "rows memory", "unshared rows",
+        STEP, "SmolLM2",
+    ),
+    Line("from a fresh process to its first token", "rollout", "start to first token"),
     Line(
         "64 rollouts, heavy-tailed tools of 1 s on average: time that the engine idles",
         "rollout", "idle: barrier none", "idle: barrier each turn", "a barrier per turn",
@@ -109,16 +125,25 @@ LINES = (
 )  # fmt: skip
 
 
-def newest(name: str, variant: str, shape: Mapping[str, int]) -> dict[str, Any]:
+def newest(line: Line, variant: str) -> dict[str, Any]:
     """The last row of this kind.
 
     Raises:
         LookupError: there is none.
     """
-    rows = map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
-    found = [r for r in rows if r["variant"] == variant and shape.items() <= r["shape"].items()]
+    rows = map(json.loads, (RESULTS / f"{line.name}.jsonl").read_text().splitlines())
+    found = [
+        row
+        for row in rows
+        if row["variant"] == variant
+        and line.shape.items() <= row["shape"].items()
+        and row["note"].startswith(line.note)
+    ]
     if not found:
-        raise LookupError(f"bench/results/{name}.jsonl has no row {variant!r} of shape {shape}")
+        raise LookupError(
+            f"bench/results/{line.name}.jsonl has no row {variant!r} of shape {line.shape} with a "
+            f"note that begins with {line.note!r}"
+        )
     row: dict[str, Any] = found[-1]
     return row
 
@@ -138,10 +163,10 @@ def table() -> str:
     """Markdown."""
     out = ["| measured | here | beside | commit |", "|---|---|---|---|"]
     for line in LINES:
-        ours = newest(line.name, line.ours, line.shape)
+        ours = newest(line, line.ours)
         beside = ""
         if line.other:
-            other = newest(line.name, line.other, line.shape)
+            other = newest(line, line.other)
             beside = f"{quantity(other['p50'], other['unit'])} ({line.other_is})"
         here = quantity(ours["p50"], ours["unit"])
         out.append(f"| {line.what} | {here} | {beside} | {ours['commit']} |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.table import BEGIN, END, LINES, README, newest, quantity, with_table
+from bench.table import BEGIN, END, LINES, README, Line, newest, quantity, with_table
 
 
 def test_readmes_table_is_made_from_the_newest_rows() -> None:
@@ -15,14 +15,21 @@ def test_readmes_table_is_made_from_the_newest_rows() -> None:
 
 
 def test_the_newest_row_of_a_shape_is_taken() -> None:
-    row = newest("packing", "tree", {"prompt": 3072})
+    row = newest(Line("", "packing", "", shape={"prompt": 3072}), "tree")
     assert row["shape"]["prompt"] == 3072
-    assert row["name"] == "packing"
+    assert (row["name"], row["variant"]) == ("packing", "tree")
+
+
+def test_a_lines_note_tells_rows_of_one_shape_apart() -> None:
+    rates = {
+        note: newest(Line("", "step", "", note=note), "tree")["p50"] for note in ("Smol", "qw")
+    }
+    assert len(set(rates.values())) == 2
 
 
 def test_a_row_that_is_not_there_is_an_error() -> None:
     with pytest.raises(LookupError, match="no row 'tree' of shape"):
-        newest("packing", "tree", {"prompt": 7})
+        newest(Line("", "packing", "", shape={"prompt": 7}), "tree")
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ class Zygote:
                 (os.POSIX_SPAWN_DUP2, guest_fd, HOST_FD),
             ]
             defaults = [signal.SIGINT, signal.SIGPIPE]
-            return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
+            return os.posix_spawn(
+                argv[0], argv, env, file_actions=actions, setsigdef=defaults, **_ordinary()
+            )
 
     def _config(self, binds: list[Bind]) -> str:
         if self.rung is Rung.NSJAIL_ONCE:
@@ -274,6 +276,14 @@ class Zygote:
             os.close(self._log)
             self._log = -1
         bare.remove(self._scratch)
+
+
+def _ordinary() -> dict[str, Any]:
+    """For posix_spawn: a trainer's realtime priority is not passed on, sessions would stop the
+    machine with it (and the kernel refuses them a control group).
+    """
+    realtime = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK in (os.SCHED_FIFO, os.SCHED_RR)
+    return {"scheduler": (os.SCHED_OTHER, os.sched_param(0))} if realtime else {}
 
 
 def remove_stale_scratch() -> None:

@@ -251,3 +251,17 @@ def test_many_sessions_leave_nothing_behind() -> None:
         after, groups_after = descriptors()
         assert after == before
         assert groups_after < groups + 200, "a busy machine takes its time to end sessions"
+
+
+@pytest.mark.parametrize("policy", [os.SCHED_RR, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK])
+def test_a_trainers_realtime_priority_is_not_its_sessions(policy: int) -> None:
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(1))
+    except PermissionError:
+        pytest.skip("no realtime priority for this user")
+    try:
+        with SandboxPool(min_idle=0, max_live=1) as pool, pool.acquire() as session:
+            assert session.step("1").value == "1"
+            assert {os.sched_getscheduler(pid) for pid in pids(session)} == {os.SCHED_OTHER}
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
