@@ -197,9 +197,7 @@ def main(arguments: list[str]) -> int:
         config = load_config_of(RecipeConfig, args.config, args.overrides)
         before = None if args.compare is None else read_report(args.compare)
         parallel.start()
-        console = Console(
-            stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0
-        )
+        console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
         player = build_player(config, progress=Progress(config.steps, console))
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201

@@ -45,7 +45,7 @@ class Footprint:
     activations: int
     kv_cache: int
     checkpoint: int
-    """On disk, of one checkpoint: the weights, or the adapter instead, and the optimizer's state."""
+    """On disk: the weights, or the adapter instead, and the optimizer's state."""
     cuda: bool
 
     @property

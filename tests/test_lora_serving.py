@@ -208,9 +208,7 @@ def test_the_footprint_counts_what_both_sides_hold(
     """Rank 4 in room for 8, of every layer; the model below the adapter is there once."""
     learner = make_learner(target_modules=("q_proj", "down_proj"))
     lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ("q_proj", "down_proj")}
-    config = TrainConfig.model_validate(
-        {"model": "m", "out_dir": "o", "learner": {"lora": lora}}
-    )
+    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", "learner": {"lora": lora}})
     held = footprint(config, shapes_in(tiny_model), cuda=False)
     room = [
         x

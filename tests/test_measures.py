@@ -355,4 +355,5 @@ def test_what_is_no_report_is_refused_before_anything_is_played(tmp_path: Path, 
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json: not a report of --report"):
         read_report(tmp_path / "x.json")
-    assert evaluate_main(["quickstart", "--report", "r", "--compare", str(tmp_path / "x.json")]) == 2
+    asked = ["--report", "r", "--compare", str(tmp_path / "x.json")]
+    assert evaluate_main(["quickstart", *asked]) == 2

@@ -123,7 +123,7 @@ def test_what_the_sampler_saw_is_checked_before_the_first_update(
 def test_a_log_probability_that_is_no_number_disagrees_wherever_it_lies(at: int) -> None:
     record = StepRecord()
     assert record.widest_gap == 0.0
-    record.gaps = [np.full(3, 0.1, np.float32), np.zeros(0, np.float32), np.full(2, -0.7, np.float32)]
+    record.gaps = [np.array(gaps, np.float32) for gaps in ([0.1, 0.1], [], [0.2, -0.7])]
     assert record.widest_gap == pytest.approx(0.7)
     record.gaps[at] = np.array([0.1, float("nan")], np.float32)
     assert np.isnan(record.widest_gap)

@@ -13,7 +13,7 @@ import pytest
 from agentgrpo.advantages import assign_advantages
 from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learner import Learner
-from agentgrpo.types import Group, Status
+from agentgrpo.types import Group, Rollout, Status
 from agentgrpo.updates import plan_updates
 from tests.learning.given import (
     DAPO,

@@ -1,0 +1,88 @@
+"""A setting that would do nothing where it stands is refused, with what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.read_config import load_config, load_config_of, shipped_configs
+from agentgrpo.recipe_config import RecipeConfig
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Reads a config that sets nothing, and overrides."""
+    path = tmp_path / "config.toml"
+    path.write_text('model = "m"\nout_dir = "o"\n')
+    return lambda *overrides: load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "need", "then"),
+    [
+        ("learner.lora.alpha=8", "learner.lora.rank above 0", "learner.lora.rank=4"),
+        ("learner.lora.serve=merged", "learner.lora.rank above 0", "learner.lora.rank=4"),
+        (
+            'learner.lora.target_modules=["q_proj"]',
+            "learner.lora.rank above 0",
+            "learner.lora.rank=4",
+        ),
+        (
+            "learner.final_learning_rate=1e-7",
+            'learner.decay = "linear" or "cosine"',
+            "learner.decay=cosine",
+        ),
+        ("loss.sapo_temperature_neg=2", 'loss.loss_type = "sapo"', "loss.loss_type=sapo"),
+        ("loss.vespo_k_pos=3", 'loss.loss_type = "vespo"', "loss.loss_type=vespo"),
+        ("loss.kl_estimator=k1", "loss.beta above 0", "loss.beta=0.1"),
+        ("loss.use_bias_correction_kl=false", "loss.beta above 0", "loss.beta=0.1"),
+        ("reward.strict=true", 'reward.kind = "numeric"', "reward.kind=numeric"),
+        ("reward.decay_sigmas=false", "reward.sigma_tool or", "reward.sigma_length=0.5"),
+        ("rollout.fork_threshold=9", 'rollout.history = "render"', "rollout.history=render"),
+        ("rollout.max_refills=3", "rollout.refill_below above 0", "rollout.refill_below=2"),
+        (
+            "rollout.branching.entropy_weight=0.5",
+            "rollout.branching.initial above 0",
+            "rollout.branching.initial=2",
+        ),
+        (
+            "rollout.branching.aepo_beta=2",
+            'rollout.branching.budget = "aepo"',
+            'rollout.branching={initial=2, budget="aepo", aepo_beta=2}',
+        ),
+    ],
+)
+def test_what_does_nothing_is_refused_until_it_does(
+    load: Callable[..., TrainConfig], override: str, need: str, then: str
+) -> None:
+    key, off = override.partition("=")[0], "reward.kind=text"
+    with pytest.raises(ValueError, match=rf"^{key}: .* does nothing without {need}"):
+        load(off, override)
+    left = [] if then.startswith("rollout.branching={") else [override]
+    load(off, *left, then)
+
+
+def test_bounds_of_a_correction_that_is_off(load: Callable[..., TrainConfig]) -> None:
+    off = "loss.vllm_importance_sampling_correction=false"
+    for rest in ("mode=sequence_mask", "clip_max=3", "clip_min=0.5"):
+        given = f"loss.vllm_importance_sampling_{rest}"
+        load(given)
+        with pytest.raises(ValueError, match=r"does nothing without loss.vllm_importance"):
+            load(off, given)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "key", ["loss.sapo_temperature_pos", "rollout.temperature", "engine.kv_cache_gib"]
+)
+def test_numbers_are_finite(load: Callable[..., TrainConfig], key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"config key {key}: "):
+        load(f"{key}={value}")
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_set_nothing_that_is_not_read(name: str) -> None:
+    assert load_config_of(RecipeConfig, name).steps > 0
