@@ -109,11 +109,16 @@ def footprint(config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1
 
 def _activations(learner: LearnerConfig, shapes: Shapes) -> int:
     """Numbers kept for the backward pass of learner.max_tokens tokens."""
-    hidden = next(shape[1] for name, shape in shapes.items() if "embed_tokens" in name)
+    hidden = _embedding(shapes)[1]
     layers = 1 + max(map(_layer, shapes))
     through = min(layers, learner.trained_layers or layers)
     kept = through + KEPT if learner.gradient_checkpointing else KEPT * through
     return learner.max_tokens * hidden * kept
+
+
+def _embedding(shapes: Shapes) -> tuple[int, ...]:
+    """(vocabulary, hidden size)."""
+    return next(shape for name, shape in shapes.items() if "embed_tokens" in name)
 
 
 def count(shapes: Shapes) -> int:
@@ -139,8 +144,9 @@ def _adapter_count(shapes: Shapes, rank: int, targets: tuple[str, ...] = ()) -> 
 
 
 def _served_count(shapes: Shapes, rank: int) -> int:
-    """Numbers that vLLM has room for: an adapter of every layer, whichever of them have one."""
-    return _adapter_count(shapes, room_for_adapters(rank))
+    """Numbers that vLLM has room for: adapters of every layer, of the embedding and of the head."""
+    room = room_for_adapters(rank)
+    return _adapter_count(shapes, room) + 2 * room * sum(_embedding(shapes))
 
 
 def _is_named(parameter: str, targets: tuple[str, ...]) -> bool:

@@ -154,6 +154,8 @@ class Learner:
         elif self.weights != "shared":
             copied = self._copy(self._named())
             self._engine.weights_loaded()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies are queued, and not done, before
             metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)
         self._engine.reset_prefix_cache()
         return metrics | {"publish_s": time.perf_counter() - started}
