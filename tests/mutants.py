@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant("advantages.py", "if segment.sampled and len(segment.token_ids)]", "if len(segment.token_ids)]"),
     Mutant("advantages.py", "if len(sound) < 2:", "if len(sound) < 1:"),
     Mutant("advantages.py", "if len(sound) < 2:", "if len(sound) < 3:"),
-    Mutant("advantages.py", 'get("answer", 0.0) > 0 for', 'get("answer", 0.0) >= 0 for'),
+    Mutant("advantages.py", 'get(part, 0.0) > 0 for', 'get(part, 0.0) >= 0 for'),
     Mutant("advantages.py", "solved = all(", "solved = any("),
     Mutant("advantages.py", "if not any(rollout.num_sampled", "if any(rollout.num_sampled"),
     # normalisers
@@ -155,7 +155,7 @@ MUTANTS = [
     Mutant("learner.py", "self._optimizer.zero_grad()  # the", "pass  # the"),
     Mutant("learner.py", "to_come = self._optimizer.bytes_to_come", "to_come = 0"),
     Mutant("learner.py", "self._optimizer.to(self.device)", "pass"),
-    Mutant("learner.py", "self.step_count = step\n", "pass\n"),
+    Mutant("learner.py", 'self.step_count = state["step"]\n', 'pass\n'),
     Mutant("learner.py", "load_frozen(reference or model, engine)", "load_frozen(model, engine)"),
     Mutant("learner.py", "return self._adapter.merged()", "return []"),
     Mutant("learner.py", "tokens = sum(len(batch.input_ids_T)", "tokens = sum(len(batch.row_N)"),

@@ -153,7 +153,7 @@ def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters() -> None:
 class BlockWise(torch.optim.AdamW):
     """Keeps what bitsandbytes keeps: moments of 8 bits, scales of blocks, a table of 256 values."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             self.state[p] = {
                 "step": 1, "state1": torch.zeros(p.shape, dtype=torch.uint8),
