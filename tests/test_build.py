@@ -81,7 +81,7 @@ def test_a_plan_is_of_a_loss_and_a_checkpoint_that_would_do(tmp_path: Path) -> N
         planned(config(Path("m"), out_dir=str(tmp_path)))
 
 
-LESS = {
+LESS: dict[str, Any] = {
     "engine": {"kv_cache_gib": 0.25, "max_num_seqs": 8},
     "learner": {"max_tokens": 1024, "gradient_checkpointing": True, "offload_optimizer": True},
     "steps": 900,
