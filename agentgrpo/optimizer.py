@@ -95,7 +95,8 @@ class MasterAdamW:
                 if isinstance(value, Tensor) and value.ndim:
                     state[name] = value.to(device, non_blocking=True)
         for _, master in self._lower():
-            master.data = master.data.to(device, non_blocking=True)
+            own = parallel.mine_of(master)  # to set a DTensor's data leaves its shard where it was
+            own.data = own.data.to(device, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
