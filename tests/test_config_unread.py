@@ -35,24 +35,9 @@ def load(tmp_path: Path) -> Callable[..., TrainConfig]:
             'learner.decay = "linear" or "cosine"',
             "learner.decay=cosine",
         ),
-        ("loss.sapo_temperature_neg=2", 'loss.loss_type = "sapo"', "loss.loss_type=sapo"),
-        ("loss.vespo_k_pos=3", 'loss.loss_type = "vespo"', "loss.loss_type=vespo"),
-        ("loss.kl_estimator=k1", "loss.beta above 0", "loss.beta=0.1"),
-        ("loss.use_bias_correction_kl=false", "loss.beta above 0", "loss.beta=0.1"),
         ("reward.strict=true", 'reward.kind = "numeric"', "reward.kind=numeric"),
         ("reward.decay_sigmas=false", "reward.sigma_tool or", "reward.sigma_length=0.5"),
         ("rollout.fork_threshold=9", 'rollout.history = "render"', "rollout.history=render"),
-        ("rollout.max_refills=3", "rollout.refill_below above 0", "rollout.refill_below=2"),
-        (
-            "rollout.branching.entropy_weight=0.5",
-            "rollout.branching.initial above 0",
-            "rollout.branching.initial=2",
-        ),
-        (
-            "rollout.branching.aepo_beta=2",
-            'rollout.branching.budget = "aepo"',
-            'rollout.branching={initial=2, budget="aepo", aepo_beta=2}',
-        ),
     ],
 )
 def test_what_does_nothing_is_refused_until_it_does(
@@ -61,17 +46,7 @@ def test_what_does_nothing_is_refused_until_it_does(
     key, off = override.partition("=")[0], "reward.kind=text"
     with pytest.raises(ValueError, match=rf"^{key}: .* does nothing without {need}"):
         load(off, override)
-    left = [] if then.startswith("rollout.branching={") else [override]
-    load(off, *left, then)
-
-
-def test_bounds_of_a_correction_that_is_off(load: Callable[..., TrainConfig]) -> None:
-    off = "loss.vllm_importance_sampling_correction=false"
-    for rest in ("mode=sequence_mask", "clip_max=3", "clip_min=0.5"):
-        given = f"loss.vllm_importance_sampling_{rest}"
-        load(given)
-        with pytest.raises(ValueError, match=r"does nothing without loss.vllm_importance"):
-            load(off, given)
+    load(off, override, then)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

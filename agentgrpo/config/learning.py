@@ -243,21 +243,6 @@ class LossConfig(Section):
         return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
     @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> LossConfig:
-        bounds = tuple(f"vllm_importance_sampling_{x}" for x in ("mode", "clip_max", "clip_min"))
-        corrects = self.vllm_importance_sampling_correction
-        for of in ("sapo", "vespo"):
-            own = [key for key in type(self).model_fields if key.startswith(f"{of}_")]
-            right = self.loss_type == of
-            refuse_unread(self, "loss", *own, unless=right, need=f'loss.loss_type = "{of}"')
-        for keys, unless, need in (
-            (("kl_estimator", "use_bias_correction_kl"), self.beta > 0, "loss.beta above 0"),
-            (bounds, corrects, "loss.vllm_importance_sampling_correction = true"),
-        ):
-            refuse_unread(self, "loss", *keys, unless=unless, need=need)
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _credits(self) -> LossConfig:
         if self.multi_objective_aggregation == "normalize_then_sum":
             for key, value, needed in (

@@ -186,22 +186,6 @@ class BranchConfig(Section):
     aepo_beta: Annotated[float, Field(ge=0)] = 1.0
     """See budget."""
 
-    @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> BranchConfig:
-        keys = (
-            *("probability", "entropy_weight", "entropy_tokens", "top_logprobs"),
-            *("consecutive_penalty", "budget"),
-        )
-        refuse_unread(
-            self, "rollout.branching", *keys, unless=self.initial > 0,
-            need="rollout.branching.initial above 0",
-        )  # fmt: skip
-        refuse_unread(
-            self, "rollout.branching", "aepo_beta", unless=self.budget == "aepo",
-            need='rollout.branching.budget = "aepo"',
-        )  # fmt: skip
-        return self
-
 
 class RolloutConfig(Section):
     """How groups of rollouts are played (rollout/sampler.py)."""
@@ -301,10 +285,6 @@ class RolloutConfig(Section):
         refuse_unread(
             self, "rollout", "fork_threshold", unless=self.history == "render",
             need='rollout.history = "render"',
-        )  # fmt: skip
-        refuse_unread(
-            self, "rollout", "max_refills", unless=self.refill_below > 0,
-            need="rollout.refill_below above 0",
         )  # fmt: skip
         if self.branching.initial >= self.group_size:
             raise ValueError(
