@@ -43,10 +43,6 @@ class RewardConfig(Section):
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> RewardConfig:
         refuse_unread(
-            self, "reward", "strict", unless=self.kind in ("auto", "numeric"),
-            need='reward.kind = "numeric"',
-        )  # fmt: skip
-        refuse_unread(
             self, "reward", "decay_sigmas", unless=self.sigma_tool + self.sigma_length > 0,
             need="reward.sigma_tool or reward.sigma_length above 0",
         )  # fmt: skip
