@@ -98,10 +98,11 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
         require_same_run(asked())
     (tmp_path / "run.json").write_text(json.dumps({"config": asked().model_dump(mode="json")}))
     require_same_run(asked(**LESS))
-    for key, sections in {
+    others: dict[str, dict[str, Any]] = {
         "learner.learning_rate": {"learner": {"learning_rate": 1.0}},
         "seed": {"seed": 3},
         "engine.max_model_len": {"engine": {"max_model_len": 512}},
-    }.items():
+    }
+    for key, sections in others.items():
         with pytest.raises(ValueError, match=rf"holds a run with {key} = .*: set it back"):
             require_same_run(asked(**sections))
