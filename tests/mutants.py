@@ -24,7 +24,9 @@ TESTS = {
     "losses.py": ["test_losses.py", "learning"],
     "updates.py": ["learning", "test_train.py"],
     "learner.py": ["learning", "parallel/test_parallel.py"],
-    "optimizer.py": ["test_optimizer.py", "learning/test_machinery.py"],
+    "optimizer.py": [
+        *("test_optimizer.py", "learning/test_machinery.py", "parallel/test_parallel.py"),
+    ],
     "step_record.py": ["learning"],
     "checkpoint.py": ["test_checkpoint.py"],
     "footprint.py": ["test_footprint.py"],

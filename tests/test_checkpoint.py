@@ -86,14 +86,16 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Die before the call-th rename or removal, and skip all cleaning up on the way out."""
-    seen = 0
+    """Die before the call-th rename or in the midst of such a removal; nothing is cleaned up."""
+    seen, remove = 0, shutil.rmtree
 
     def dying(original: Callable[..., object]) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> object:
             nonlocal seen
             seen += 1
             if seen >= call:
+                if original is remove and seen == call:
+                    next(p for p in Path(str(args[0])).rglob("*") if p.is_file()).unlink()
                 raise Killed
             return original(*args, **kwargs)
 
