@@ -10,9 +10,12 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it."""
+    """Write a file under another name, then, when it is on disk, rename it."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
 
 

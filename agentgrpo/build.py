@@ -134,9 +134,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(locked(config.out_dir))
         require_same_run(config)
-        resumed = checkpoint.newest(config.out_dir)
-        if resumed is not None:
-            checkpoint.require_whole(resumed, adapter=config.learner.lora.rank > 0)
+        resumed = _whole_checkpoint(config)
         # an adapter's checkpoint holds no model: its base is config.model
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
@@ -152,13 +150,23 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
     return parts
 
 
+def _whole_checkpoint(config: TrainConfig) -> Path | None:
+    """What the run continues from."""
+    newest = checkpoint.newest(config.out_dir)
+    if newest is not None:
+        checkpoint.require_whole(newest, adapter=config.learner.lora.rank > 0)
+    return newest
+
+
 def planned(config: TrainConfig) -> str:
     """What a run would do, after all checks that it would make; writes nothing.
 
     Raises:
         As build().
     """
+    objective_of(config.loss)
     require_same_run(config)
+    _whole_checkpoint(config)
     stage = set_stage(config)
     with contextlib.closing(stage.pool):
         train = stage.training_tasks(config).next(NUM_LOOKED_AT)
@@ -314,7 +322,7 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
             engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
-            f"a package is missing or broken: {error}; see requirements-cpu.txt"
+            f"a package is missing or broken: {error}; `agentgrpo doctor` has the remedy"
         ) from error
     if engine.device == "cpu":
         stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
@@ -438,10 +446,8 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
     if resumed is None:
         log.cut_back({})
         return log
-    import torch
-
     path = resumed / checkpoint.STATE
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    state = checkpoint.read_state(path, "tasks", "log_offsets", mmap=True)
     tasks.load_state_dict(state["tasks"])
     log.cut_back(state["log_offsets"])
     return log

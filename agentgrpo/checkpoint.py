@@ -6,14 +6,17 @@ every `checkpoints/step_000010` is whole, whenever the process was killed.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 STATE = "agentgrpo_state.pt"
 """Optimizer, data position, log offsets: what a model directory does not hold."""
+REMEDY = "move the checkpoint away to continue from an older one"
 
 
 def newest(out_dir: Path) -> Path | None:
@@ -39,8 +42,56 @@ def require_whole(checkpoint: Path, *, adapter: bool) -> None:
     if missing:
         raise ValueError(
             f"{checkpoint} is not a checkpoint that this run can continue from: "
-            f"{', '.join(missing)} missing or empty; move it away to continue from an older one"
+            f"{', '.join(missing)} missing or empty; {REMEDY}"
         )
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            shapes_in(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; {REMEDY}") from None
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a safetensors file, from its header; no tensor is read.
+
+    Raises:
+        ValueError: it is no such file, or not as long as its header says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, size)))
+            header.pop("__metadata__", None)
+            shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+            end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error!r}") from None
+    if size != 8 + length + end:
+        raise ValueError(f"{path} has {size} bytes, its header says {8 + length + end}")
+    return shapes
+
+
+def read_state(path: Path, *keys: str, mmap: bool = False) -> dict[str, Any]:
+    """What a run's state file holds, on the CPU.
+
+    Args:
+        path: a checkpoint's STATE.
+        keys: that it must have.
+        mmap: leave the tensors in the file, for those who look at the rest.
+
+    Raises:
+        ValueError: it cannot be read, or is something else; names the file.
+    """
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except Exception as error:  # of what is not a state, unpickling makes anything
+        raise ValueError(f"{path} cannot be read as the state of a run: {error}") from error
+    if not isinstance(state, dict) or not state.keys() >= set(keys):
+        raise ValueError(f"{path} cannot be read as the state of a run: no {', '.join(keys)}")
+    return state
 
 
 def step_of(checkpoint: Path) -> int:

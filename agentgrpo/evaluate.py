@@ -6,6 +6,7 @@ too (on the model that its adapter_config.json names; learner.lora.serve says ho
 measured besides, with intervals and by kind of task, is in its "measures" (measures.py, [measures]
 of the config). `--report DIR` writes all of it, per task, as report.json and report.md;
 `--compare DIR/report.json` adds the paired difference to an earlier report on the same tasks.
+Under torchrun every rank plays its share, and there is one report.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo import measures, parallel
 from agentgrpo.arguments import config_parser
+from agentgrpo.atomic import write_json, write_text
 from agentgrpo.endpoints import Endpoint, make_endpoint
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.read_config import load_config_of
@@ -51,8 +53,9 @@ def evaluate(
         The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
         rollouts whose answer was right. Those that the machine broke are counted and left out.
     """
+    own_seed = seed + parallel.RANK_SEED * parallel.rank()
     played, _ = sampler.play(
-        parallel.mine(tasks), attempts, seed=seed, temperature=temperature, filters=filters
+        parallel.mine(tasks), attempts, seed=own_seed, temperature=temperature, filters=filters
     )
     score_all(played, reward)
     groups = parallel.interleave(parallel.gather(played))
@@ -101,6 +104,9 @@ def solved(rollout: Rollout) -> bool:
 def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
     """Play the held-out tasks as the config says; the metrics and measures.report()'s measures.
 
+    On several ranks all must call it: each plays its share of the tasks. The first one asks the
+    judges and gets the report, the others an empty one.
+
     Raises:
         ValueError: a task has no answer to compare with.
         InfrastructureError: the machine broke most rollouts, or a judge does not answer.
@@ -115,6 +121,8 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         temperature=c.temperature,
         filters=config.evaluation.filters,
     )
+    if parallel.rank() > 0:
+        return {}
     judge = _judge(config, c.judge, "measures.judge")
     votes = _judge(config, c.conciseness_judge, "measures.conciseness_judge")
 
@@ -139,24 +147,37 @@ def _judge(config: RecipeConfig, name: str, key: str) -> Endpoint | None:
     return make_endpoint(config.endpoints[name], name)
 
 
-def write_report(folder: Path, report: dict[str, Any], earlier: Path | None) -> None:
-    """report.json and report.md, with the comparison if there is an earlier report.json.
+def read_report(path: Path) -> dict[str, Any]:
+    """An earlier report.json.
 
     Raises:
-        ValueError: the earlier report is none, or is of other tasks.
-        OSError: a file cannot be read or written.
+        ValueError: it is none.
+        OSError: it cannot be read.
     """
-    text = measures.markdown(report)
-    if earlier is not None:
-        try:
-            before = json.loads(earlier.read_text())
-            text += f"\nBefore: {before['model']}\n\n"
-            text += measures.markdown_of_comparison({"before": before, "after": report})
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{earlier}: not a report of --report: {error!r}") from error
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+        measures.markdown(report)
+        measures.rows_of(report)
+        report["model"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a report of --report: {error!r}") from error
+    return report
+
+
+def write_report(folder: Path, report: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """report.json and report.md, with the comparison if there is an earlier report.
+
+    Raises:
+        ValueError: the earlier report is of other tasks; report.json has been written.
+        OSError: a file cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (folder / "report.md").write_text(f"Model: {report['model']}\n\n{text}")
+    write_json(folder / "report.json", report)
+    text = f"Model: {report['model']}\n\n{measures.markdown(report)}"
+    if before is not None:
+        text += f"\nBefore: {before['model']}\n\n"
+        text += measures.markdown_of_comparison({"before": before, "after": report})
+    write_text(folder / "report.md", text)
 
 
 def main(arguments: list[str]) -> int:
@@ -174,17 +195,18 @@ def main(arguments: list[str]) -> int:
     from agentgrpo.progress import Progress
 
     try:
-        parallel.start()
         config = load_config_of(RecipeConfig, args.config, args.overrides)
-        quiet = Progress(config.steps, Console(stderr=True, highlight=False, soft_wrap=True))
-        player = build_player(config, progress=quiet)
+        before = None if args.compare is None else read_report(args.compare)
+        parallel.start()
+        console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
+        player = build_player(config, progress=Progress(config.steps, console))
     except (ValueError, OSError, SandboxUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     try:
         report = evaluate_recipe(config, player)
         if args.report and parallel.rank() == 0:
-            write_report(args.report, report, args.compare)
+            write_report(args.report, report, before)
     except (ValueError, OSError, InfrastructureError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
+from agentgrpo import checkpoint, parallel
 from agentgrpo.agreement import require_agreement
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.kernels.checks import backend_for
@@ -154,6 +154,8 @@ class Learner:
         elif self.weights != "shared":
             copied = self._copy(self._named())
             self._engine.weights_loaded()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies are queued, and not done, before
             metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)
         self._engine.reset_prefix_cache()
         return metrics | {"publish_s": time.perf_counter() - started}
@@ -161,12 +163,12 @@ class Learner:
     def rehearse(self, num_tokens: int) -> None:
         """Forward and backward over one row of num_tokens tokens, all of them loss terms.
 
-        Changes nothing. What the optimizer has yet to allocate is held meanwhile.
+        Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile.
 
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
-        to_come = 0 if self.step_count else 8 * sum(p.numel() for p in self.trained)
+        to_come = self._optimizer.bytes_to_come
         held = torch.empty(to_come, dtype=torch.uint8, device=self.device)
         try:
             scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
@@ -201,20 +203,16 @@ class Learner:
             self._adapter.save(folder)
             return
         # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
-        state = {name: parallel.whole(p).to("cpu", copy=True) for name, p in self._plain()}
+        state = {name: parallel.on_first_host(p, copy=True) for name, p in self._plain()}
         if parallel.rank() == 0:
             self.model.save_pretrained(folder, state_dict=state)
 
-    def state(self, **more: Any) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: optimizer, step count, and `more`.
-
-        On several ranks all must call it; each gets all of it.
-        """
-        return {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}
-
     def save_state(self, path: Path, **more: Any) -> None:
-        """Write state(); on several ranks all must call it, the first one writes."""
-        state = self.state(**more)
+        """Write what a resumed run needs besides the weights: optimizer, step count, and `more`.
+
+        On several ranks all must call it; the first one writes.
+        """
+        state = {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}
         if parallel.rank() == 0:
             torch.save(state, path)
 
@@ -224,21 +222,15 @@ class Learner:
         Raises:
             ValueError: the file is of a run that trained other parameters, or no such file.
         """
+        state = checkpoint.read_state(path, "optimizer", "step")
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            optimizer, step = state["optimizer"], state["step"]
-        except (RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-            raise ValueError(f"{path} cannot be read as the state of a run: {error}") from error
-        except Exception as error:  # pickle has an error of its own, without a common base
-            raise ValueError(f"{path} is no state of a run: {error}") from error
-        try:
-            self._optimizer.load_state_dict(optimizer)
+            self._optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{path} is of a run with other trained parameters: {error}"
             ) from error
-        self.step_count = step
-        return dict(state)
+        self.step_count = state["step"]
+        return state
 
     def step(self, updates: Sequence[Update]) -> Metrics:
         """The optimizer updates of one step, each on all of its batches together.
@@ -265,8 +257,8 @@ class Learner:
             for index, update in enumerate(live):
                 self._update(run, index, update, first_pass=epoch == 0)
         self.step_count += 1
+        self._optimizer.zero_grad()  # the engine's cache needs the room
         if self._config.offload_optimizer:
-            self._optimizer.zero_grad()
             self._optimizer.to("cpu")
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective)
@@ -334,9 +326,8 @@ class Learner:
         run.norms.append(self._optimizer.step(max_grad_norm=self._config.max_grad_norm))
 
     def _require_agreement(self, run: StepRecord) -> None:
-        widest = max((float(np.abs(gap).max()) for gap in run.gaps if len(gap)), default=0.0)
         require_agreement(
-            parallel.largest(widest), self._dlogp_limit, where="on the sampled tokens"
+            parallel.largest(run.widest_gap), self._dlogp_limit, where="on the sampled tokens"
         )
 
     def _loss_of(

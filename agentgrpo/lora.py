@@ -8,7 +8,7 @@ the merged weights of the adapted layers, copied in place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ class Adapter:
         saved: a folder that save() wrote, to go on from. None: B = 0, the model as it was.
 
     Raises:
-        ValueError: peft is missing, no layer has such a name, or `saved` holds no adapter of this
-            rank.
+        ValueError: peft is missing, no layer has such a name or only the head has, or `saved` holds
+            no adapter of this rank.
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
@@ -43,6 +43,7 @@ class Adapter:
             import peft
         except ImportError as error:
             raise ValueError(f"learner.lora needs the package peft: {error}") from error
+        _require_layers(model, config.target_modules)
         model.requires_grad_(False)
         if saved is not None:
             self._require_same(saved, config)
@@ -122,6 +123,24 @@ class Adapter:
                 f"{saved} holds an adapter of rank {then.r} and alpha {then.lora_alpha}, "
                 f"learner.lora says {config.rank} and {config.alpha}"
             )
+
+
+def _require_layers(model: Any, targets: Sequence[str]) -> None:
+    """Each of `targets` names linear layers below the head; peft passes over one that names none.
+
+    The head is read by its weight alone (linear_logp): an adapter of its own would not be seen.
+    """
+    head = model.get_output_embeddings()
+    linear = {
+        f".{name}": module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    for target in targets:
+        found = [module for name, module in linear.items() if name.endswith(f".{target}")]
+        if not found or head in found:
+            what = "the head cannot have an adapter" if found else "no linear layer has this name"
+            raise ValueError(f"learner.lora.target_modules: {what}: {target!r}")
 
 
 def put_in_place(engine: Engine, adapter: SavedAdapter, base: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo import parallel
+from agentgrpo.atomic import write_text
 from agentgrpo.records import rollout_record
 from agentgrpo.trackers import Tracker
 from agentgrpo.types import Group, Metrics
@@ -71,10 +72,7 @@ class RunLog:
         """Write run.json: the resolved config, what was chosen, and the versions."""
         if parallel.rank() > 0:
             return
-        text = json.dumps(record, indent=1, default=str)
-        partial = self._out_dir / ".run.json.partial"
-        partial.write_text(text + "\n")
-        partial.replace(self._out_dir / "run.json")
+        write_text(self._out_dir / "run.json", json.dumps(record, indent=1, default=str) + "\n")
 
     def offsets(self) -> dict[str, int]:
         """The files' lengths in bytes, after all of it has reached the disk."""

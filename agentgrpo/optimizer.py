@@ -18,6 +18,8 @@ from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 
 _EXACT = (torch.float32, torch.float64)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
+"""What the optimizers keep of each number of a parameter, by torch's names and bitsandbytes'."""
 
 
 class MasterAdamW:
@@ -52,6 +54,14 @@ class MasterAdamW:
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that the first step will take for the moments; 0 once they are there."""
+        if self._adamw.state:
+            return 0
+        width = 8 if isinstance(self._adamw, torch.optim.AdamW) else 2
+        return width * sum(parallel.mine_of(p).numel() for p in self._parameters)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in (*self._parameters, *self._masters):
@@ -85,15 +95,19 @@ class MasterAdamW:
                 if isinstance(value, Tensor) and value.ndim:
                     state[name] = value.to(device, non_blocking=True)
         for _, master in self._lower():
-            master.data = master.data.to(device, non_blocking=True)
+            own = parallel.mine_of(master)  # to set a DTensor's data leaves its shard where it was
+            own.data = own.data.to(device, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, and the masters of parameters that are not float32; whole, on every rank."""
+        """Moments, and the masters of parameters that are not float32: whole, in host memory.
+
+        On several ranks all must call it; the first one gets the tensors, the others None for each.
+        """
         return {
-            "adamw": tree_map(_whole, self._adamw.state_dict()),
-            "masters": [parallel.whole(master) for _, master in self._lower()],
+            "adamw": tree_map(_on_first_host, self._adamw.state_dict()),
+            "masters": [parallel.on_first_host(master) for _, master in self._lower()],
         }
 
     @torch.no_grad()
@@ -119,7 +133,7 @@ class MasterAdamW:
         return [(p, master) for p, master in pairs if master is not p]
 
     def _mine(self, index: int, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim:
+        if name not in _MOMENTS:  # a count; bitsandbytes' scales of blocks
             return value
         if index >= len(self._masters) or value.shape != self._masters[index].shape:
             want = tuple(self._masters[index].shape) if index < len(self._masters) else "none"
@@ -131,12 +145,17 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
     """The optimizer that a config asks for.
 
     Raises:
-        ValueError: adamw_8bit without a GPU or without bitsandbytes.
+        ValueError: adamw_8bit without a GPU, without bitsandbytes or on several ranks.
     """
     adamw: Any = None
     if config.optimizer == "adamw_8bit":  # NEVER RUN yet: it needs a GPU
         if not torch.cuda.is_available():
             raise ValueError("learner.optimizer = 'adamw_8bit' needs a CUDA device")
+        if parallel.world_size() > 1:
+            raise ValueError(
+                "learner.optimizer = 'adamw_8bit' works on whole tensors, and each of "
+                f"{parallel.world_size()} ranks holds a part of every one: use 'adamw'"
+            )
         try:
             adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit
         except ImportError as error:
@@ -148,5 +167,5 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
     )
 
 
-def _whole(value: Any) -> Any:
-    return parallel.whole(value) if isinstance(value, Tensor) else value
+def _on_first_host(value: Any) -> Any:
+    return parallel.on_first_host(value) if isinstance(value, Tensor) else value

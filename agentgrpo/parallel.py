@@ -187,6 +187,21 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered.detach()
 
 
+def on_first_host(tensor: Tensor, *, copy: bool = False) -> Tensor | None:
+    """All of a tensor in the first rank's host memory, None on the others. All must call it."""
+    full = whole(tensor)
+    return full.to("cpu", copy=copy) if rank() == 0 else None
+
+
+def mine_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, or all of one that is not sharded."""
+    if world_size() == 1:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def sharded_like(tensor: Tensor, example: Tensor) -> Tensor:
     """This rank's part of a whole tensor, sharded as the example is."""
     if world_size() == 1:

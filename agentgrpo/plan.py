@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentgrpo import checkpoint, machine
+from agentgrpo import checkpoint, machine, parallel
 from agentgrpo.config import TrainConfig
 from agentgrpo.footprint import (
     ALLOCATORS,
@@ -97,7 +97,7 @@ def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, 
     if not shapes:
         yield "model", f"{model}: its size is not known before it is loaded"
         return
-    held = footprint(config, shapes, cuda=device == "cuda")
+    held = footprint(config, shapes, cuda=device == "cuda", ranks=parallel.world_size())
     changed = "of an adapter" if config.learner.lora.rank else "of them"
     yield (
         "model",
@@ -119,7 +119,8 @@ def memory_warnings(config: TrainConfig, model: str) -> list[str]:
         return []
     free = machine.memory_bytes()[1] / GIB
     card = machine.gpu_memory_bytes() if cuda else None
-    return list(_short_of_memory(footprint(config, shapes, cuda=cuda), free=free, card=card))
+    held = footprint(config, shapes, cuda=cuda, ranks=parallel.world_size())
+    return list(_short_of_memory(held, free=free, card=card))
 
 
 def _short_of_memory(held: Footprint, *, free: float, card: int | None) -> Iterator[str]:
@@ -135,10 +136,11 @@ def _short_of_memory(held: Footprint, *, free: float, card: int | None) -> Itera
 
 
 def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:
-    disk = config.keep_checkpoints * held.checkpoint / GIB
+    disk = (config.keep_checkpoints + 1) * held.checkpoint / GIB
     there = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
     left = shutil.disk_usage(there).free / GIB
-    yield "disk", f"{disk:.1f} GiB for {config.keep_checkpoints} checkpoints, {left:.0f} GiB free"
+    kept = f"{config.keep_checkpoints} checkpoints and the next while it is written"
+    yield "disk", f"{disk:.1f} GiB for {kept}, {left:.0f} GiB free"
     if disk > left:
         yield "WARNING", "the checkpoints do not fit: a lower keep_checkpoints, or another out_dir"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
 from agentgrpo.memory import memory, out_of_memory, release
 from agentgrpo.types import Metrics
@@ -91,7 +92,12 @@ def _fits(learner: Rehearsal, num_tokens: int) -> bool:
 
 
 def largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
-    """How many packed tokens below max_tokens one pass can have, found by trying, in words."""
+    """How many packed tokens below max_tokens one pass can have, found by trying, in words.
+
+    On several ranks nothing is tried: the others wait in the pass that failed on this one.
+    """
+    if parallel.world_size() > 1:
+        return "fewer may (on several ranks it is not tried how many)"
     fits, fails = 0, -(-max_tokens // GRAIN)
     while fails - fits > 1:
         middle = (fits + fails) // 2

@@ -1,4 +1,4 @@
-"""The sections that a recipe has besides those of a training run (config.py).
+"""The sections that a recipe has besides those of a training run (config/).
 
 One file holds a whole recipe: data flywheel -> fine-tuning -> curriculum -> measures. What they
 share (model, agent, environment, engine, learner) is said once, in the sections of a run.

@@ -34,8 +34,11 @@ def locked(out_dir: Path) -> Iterator[IO[str]]:
 
 
 MAY_CHANGE = {
-    "out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints",
+    "out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints", "trackers",
     "engine.tensor_parallel_size",
+    # what a run that ran out of memory is told to lower, and what else changes rounding at most
+    "engine.kv_cache_gib", "engine.max_num_seqs", "engine.enforce_eager", "learner.max_tokens",
+    "learner.gradient_checkpointing", "learner.offload_optimizer",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise than it was started with."""
 

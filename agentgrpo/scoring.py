@@ -9,7 +9,8 @@ A function takes a RolloutView and returns one of
     a number                        the part of the reward named after the function
     {name: number}                  several parts
     a list of SpanReward            rewards of single turns or lines, named by themselves
-    None                            this rollout cannot be scored: it leaves its group's baseline
+    None                            this rollout cannot be scored: it leaves its group's baseline,
+                                    as one that the machine broke, also with on_error = "raise"
 
 each times the function's weight. It may be `async def`: those of all rollouts of a step wait for
 one another's network, not in line. One that raises is the machine's failure, not the policy's: the
@@ -223,16 +224,21 @@ class Scoring:
                 value = function.call(view)
                 if inspect.isawaitable(value):
                     value = await value
-                _add(rollout, function, value)
+                if value is not None:
+                    _add(rollout, function, value)
+                    continue
+                said = "it returned None: the rollout cannot be scored"
             except Exception as error:
-                message = (
-                    f"task {rollout.task.id}, rollout {index}: reward function {function.name}: "
-                    f"{type(error).__name__}: {error}"
-                )
+                said = f"{type(error).__name__}: {error}"
                 if self._raise:
-                    raise RewardError(message) from error
-                rollout.status, rollout.error = Status.INFRA_ERROR, message
-                return
+                    raise RewardError(_message(rollout, index, function, said)) from error
+            rollout.status = Status.INFRA_ERROR
+            rollout.error = _message(rollout, index, function, said)
+            return
+
+
+def _message(rollout: Rollout, index: int, function: _Function, said: str) -> str:
+    return f"task {rollout.task.id}, rollout {index}: reward function {function.name}: {said}"
 
 
 def _load(name: str, weight: float) -> _Function:
@@ -249,8 +255,6 @@ def _load(name: str, weight: float) -> _Function:
 
 def _add(rollout: Rollout, function: _Function, value: Any) -> None:
     """Put what a function returned where it belongs, times its weight."""
-    if value is None:
-        raise ValueError("it returned None: the rollout cannot be scored")
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         parts = dict(value)
     elif isinstance(value, Sequence) and all(isinstance(span, SpanReward) for span in value):

@@ -38,7 +38,7 @@ class Setting:
 
 
 def settings(section: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Setting]:
-    """Every key, in the order of config.py; a section's own keys before its inner sections."""
+    """Every key, in the order of config/; a section's own keys before its inner sections."""
     inner = []
     for key, field in section.model_fields.items():
         kind = field.annotation
@@ -73,7 +73,7 @@ def as_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Made from `agentgrpo/config.py` by `python -m agentgrpo.settings > docs/config.md`:",
+        "Made from `agentgrpo/config/` by `python -m agentgrpo.settings > docs/config.md`:",
         "change them there. A config file is TOML and holds what differs from the defaults; on the",
         "command line a setting is `section.key=value`. A key that does not exist is refused, and",
         "the nearest one named.",

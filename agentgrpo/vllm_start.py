@@ -28,12 +28,10 @@ import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM
 
 from agentgrpo import parallel
-from agentgrpo.config import EngineConfig
+from agentgrpo.config import EngineConfig, room_for_adapters
 
 pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 """vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
 
 
 class EngineStartError(ValueError):
@@ -101,13 +99,7 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
 def _lora_settings(rank: int) -> dict[str, Any]:
     if not rank:
         return {}
-    if rank > _LORA_RANKS[-1]:
-        raise ValueError(
-            f"learner.lora.rank: vLLM serves adapters up to rank {_LORA_RANKS[-1]}, got {rank}; "
-            "learner.lora.serve = 'merged' has no such limit"
-        )
-    room = next(size for size in _LORA_RANKS if size >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_adapters(rank)}
 
 
 def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:

@@ -62,7 +62,8 @@ class _Terms(NamedTuple):
     @classmethod
     def of(cls, rows_N: Tensor, targets_N: Tensor, vocab: int) -> _Terms:
         if bool((rows_N[1:] > rows_N[:-1]).all()):  # flat packing: nothing is shared
-            return cls(rows_N, torch.arange(len(rows_N), device=rows_N.device), targets_N, None)
+            own = torch.arange(len(rows_N), device=rows_N.device)
+            return cls(rows_N, own, targets_N.contiguous(), None)
         rows_U, row_of_term = torch.unique(rows_N, return_inverse=True)
         keys, pair_of_term = torch.unique(row_of_term * vocab + targets_N, return_inverse=True)
         return cls(rows_U, keys // vocab, keys % vocab, pair_of_term)

@@ -94,9 +94,10 @@ class Objective:
         _check_clipping(self)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             _above(name, getattr(self, name), 0.0)
-        for name in ("beta", "entropy_coef"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)}")
+        for name in ("beta", "entropy_coef", "off_policy_mask_threshold"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name}: expected a finite number, got {value}")
         if self.importance_sampling_level != "token" and self.loss_type in ("vespo", "gmpo"):
             raise ValueError(
                 "importance_sampling_level: vespo and gmpo weigh sequences by their own rule, "
@@ -171,7 +172,9 @@ def _check_clipping(objective: Objective) -> None:
         objective.vllm_importance_sampling_clip_min,
         objective.vllm_importance_sampling_clip_max,
     )
-    if smallest is not None and largest is not None and not 0 <= smallest <= largest:
+    _above("vllm_importance_sampling_clip_max", largest, 0.0)
+    highest = math.inf if largest is None else largest
+    if smallest is not None and not 0 <= smallest <= highest:
         raise ValueError(
-            f"vllm_importance_sampling_clip_min: expected 0 .. clip_max ({largest}), got {smallest}"
+            f"vllm_importance_sampling_clip_min: expected 0 .. clip_max ({highest}), got {smallest}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.build import Stage, start_engine
+from agentgrpo.build import Stage, planned, start_engine
 from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.models import check_model, resolve_model
+from agentgrpo.run_dir import require_same_run
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
-    return TrainConfig.model_validate({"model": str(model), "out_dir": "unused", **sections})
+    return TrainConfig.model_validate({"model": str(model), "out_dir": "unused"} | sections)
 
 
 @pytest.mark.parametrize(("layers", "fits"), [(1, True), (2, True), (3, False)])
@@ -89,3 +91,41 @@ def test_an_import_is_announced_and_made_once(
         assert resolve_model("package:small", said.append) == str(folder)
     assert said == [f"model: written once to {folder}"]
     assert made == [folder] * 2  # the import itself looks whether it is whole
+
+
+def test_a_plan_is_of_a_loss_and_a_checkpoint_that_would_do(tmp_path: Path) -> None:
+    """As the run itself finds, before it looks at the sandbox."""
+    asked = config(Path("m"), loss={"loss_type": "cispo"})
+    with pytest.raises(ValueError, match=r"loss\.epsilon_high: cispo needs it"):
+        planned(asked)
+    damaged = tmp_path / "checkpoints" / "step_000003"
+    damaged.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"step_000003 is not a checkpoint that this run can"):
+        planned(config(Path("m"), out_dir=str(tmp_path)))
+
+
+LESS: dict[str, Any] = {
+    "engine": {"kv_cache_gib": 0.25, "max_num_seqs": 8},
+    "learner": {"max_tokens": 1024, "gradient_checkpointing": True, "offload_optimizer": True},
+    "steps": 900,
+    "trackers": ["tensorboard"],
+}
+
+
+def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_path: Path) -> None:
+    def asked(**sections: Any) -> TrainConfig:
+        return config(Path("m"), **{"out_dir": str(tmp_path), **sections})
+
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=r"is of no run of ours \(no run.json\)"):
+        require_same_run(asked())
+    (tmp_path / "run.json").write_text(json.dumps({"config": asked().model_dump(mode="json")}))
+    require_same_run(asked(**LESS))
+    others: dict[str, dict[str, Any]] = {
+        "learner.learning_rate": {"learner": {"learning_rate": 1.0}},
+        "seed": {"seed": 3},
+        "engine.max_model_len": {"engine": {"max_model_len": 512}},
+    }
+    for key, sections in others.items():
+        with pytest.raises(ValueError, match=rf"holds a run with {key} = .*: set it back"):
+            require_same_run(asked(**sections))

@@ -86,14 +86,16 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Die before the call-th rename or removal, and skip all cleaning up on the way out."""
-    seen = 0
+    """Die before the call-th rename or in the midst of such a removal; nothing is cleaned up."""
+    seen, remove = 0, shutil.rmtree
 
     def dying(original: Callable[..., object]) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> object:
             nonlocal seen
             seen += 1
             if seen >= call:
+                if original is remove and seen == call:
+                    next(p for p in Path(str(args[0])).rglob("*") if p.is_file()).unlink()
                 raise Killed
             return original(*args, **kwargs)
 
@@ -185,20 +187,54 @@ WHOLE = {"config.json", "model-00001-of-00002.safetensors", checkpoint.STATE}
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", checkpoint.STATE}
 
 
+def write_part(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file({"w": torch.zeros(3, 4), "b": torch.zeros(5)}, path, metadata={"format": "pt"})
+    else:
+        path.write_text("x")
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapter: bool) -> None:
     names = ADAPTER if adapter else WHOLE
     for name in names:
-        (tmp_path / name).write_text("x")
+        write_part(tmp_path / name)
     checkpoint.require_whole(tmp_path, adapter=adapter)
     for name in names:
         (tmp_path / name).unlink()
         said = "*.safetensors" if name.startswith("model") else name
-        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move it away"):
+        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move the che"):
             checkpoint.require_whole(tmp_path, adapter=adapter)
-        (tmp_path / name).write_text("x")
+        write_part(tmp_path / name)
     (tmp_path / checkpoint.STATE).write_text("")
     with pytest.raises(ValueError, match=f"{checkpoint.STATE} missing or empty"):
         checkpoint.require_whole(tmp_path, adapter=adapter)
     with pytest.raises(ValueError, match="is not a checkpoint that this run can continue from"):
         checkpoint.require_whole(tmp_path, adapter=not adapter)
+
+
+@pytest.mark.parametrize("kept", [1, 7, 8, 20, -1])
+def test_weights_that_were_cut_short_are_told_before_a_model_is_loaded(
+    tmp_path: Path, kept: int
+) -> None:
+    for name in WHOLE:
+        write_part(tmp_path / name)
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    assert checkpoint.shapes_in(path) == {"w": (3, 4), "b": (5,)}
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model-00001.*; move the checkpoint away"):
+        checkpoint.require_whole(tmp_path, adapter=False)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, mmap: bool) -> None:
+    path = tmp_path / checkpoint.STATE
+    torch.save({"step": 3, "tasks": {"at": 1}, "moments": torch.arange(4)}, path)
+    assert checkpoint.read_state(path, "step", "tasks", mmap=mmap)["tasks"] == {"at": 1}
+    with pytest.raises(ValueError, match=rf"{path} cannot be read as the state .*: no optimizer"):
+        checkpoint.read_state(path, "optimizer", mmap=mmap)
+    whole = path.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], b"not a state", b"\x80\x04N."):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{path} cannot be read as the state"):
+            checkpoint.read_state(path, "step", mmap=mmap)

@@ -58,7 +58,9 @@ def test_trained_parameters_are_those_the_learner_leaves_unfrozen(layers: int | 
     assert trained_count(shapes_of(config), LearnerConfig(trained_layers=layers)) == want
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
+@pytest.mark.parametrize(
+    "targets", [(), ("q_proj", "v_proj"), ("self_attn.o_proj", "1.mlp.up_proj")]
+)
 def test_an_adapters_parameters_are_pefts(targets: tuple[str, ...]) -> None:
     peft = pytest.importorskip("peft")
     config = qwen3.config("0.6b")
@@ -100,6 +102,44 @@ def test_what_settings_add(sections: dict[str, Any], name: str, factor: int) -> 
     shapes = shapes_of(qwen3.config("0.6b"))
     held = footprint(make_config(**sections), shapes, cuda=True)
     assert getattr(held, name) == factor * count(shapes)
+
+
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_an_adapter_is_held_beside_one_copy_of_the_weights_or_two(serve: str) -> None:
+    """A merged one needs the learner's own; rank 12 is served from room for 16."""
+    shapes = shapes_of(qwen3.config("0.6b"))
+    n = count(shapes)
+    held = footprint(
+        make_config(learner={"lora": {"rank": 12, "serve": serve}}, loss={"beta": 0.1}),
+        shapes, cuda=True,
+    )  # fmt: skip
+    a = held.trained
+    assert 0 < a < n / 20
+    assert held.weights == 2 * n
+    assert held.copies == (2 * n if serve == "merged" else 0), "the KL's reference is no copy"
+    vocab, hidden = shapes["model.embed_tokens.weight"]
+    room = 2 * 16 * (a // 12 + 2 * (vocab + hidden))
+    assert held.adapter == 4 * a + (room if serve == "adapter" else 0)
+    assert (held.optimizer, held.gradients, held.checkpoint) == (8 * a, 4 * a, 12 * a)
+    assert held.peak == held.weights + held.copies + held.adapter + 12 * a + held.activations
+    assert "adapter 0." in held.listed()
+
+
+def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
+    """docs/scale.md: P b of the engine, P b / W of weights and gradients, 12 P / W of moments."""
+    shapes = shapes_of(qwen3.config("8b"))
+    n = count(shapes)
+    sections: dict[str, Any] = {"loss": {"beta": 0.1}, "engine": {"tensor_parallel_size": 4}}
+    held = footprint(make_config(**sections), shapes, cuda=True, ranks=8)
+    assert held.weights == 2 * n // 4
+    assert held.copies == 2 * n // 8 + 2 * n, "the KL's reference is whole on each"
+    assert (held.optimizer, held.gradients) == (12 * n // 8, 6 * n // 8)
+    assert held.checkpoint == 14 * n
+    adapted = {"learner": {"lora": {"rank": 8}}}
+    one, eight = (footprint(make_config(**adapted), shapes, cuda=True, ranks=w) for w in (1, 8))
+    assert one.copies == 0
+    assert eight.copies == 2 * n // 8
+    assert one.adapter - eight.adapter == 4 * one.trained - 4 * one.trained // 8
 
 
 def test_checkpointing_and_frozen_layers_keep_less() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from agentgrpo.agreement import Disagreement, check_agreement, probe_prompts
-from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.engine import Engine
+from agentgrpo.footprint import footprint, shapes_in
 from agentgrpo.learner import Learner
 from agentgrpo.lora import put_in_place
 from agentgrpo.models import SavedAdapter, base_of, resolve_model, saved_adapter
@@ -266,3 +267,26 @@ def test_vllms_own_llm_can_be_asked_for_the_policy(
 def test_ranks_that_vllm_has_no_room_for_are_refused_before_it_starts(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match=r"learner\.lora\.rank: .* up to rank 512, got 513"):
         Engine(tiny_model, EngineConfig(max_model_len=256), lora_rank=513)
+
+
+def test_the_footprint_counts_what_both_sides_hold(
+    make_learner: Callable[..., Learner], served: Engine, tiny_model: Path
+) -> None:
+    """Rank 4 in room for 8, of every layer; the model below the adapter is there once."""
+    learner = make_learner(target_modules=("q_proj", "down_proj"))
+    lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ("q_proj", "down_proj")}
+    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", "learner": {"lora": lora}})
+    held = footprint(config, shapes_in(tiny_model), cuda=False)
+    room = [
+        x
+        for module in served.model.modules()
+        for side in ("lora_a_stacked", "lora_b_stacked")
+        for x in getattr(module, side, ())
+    ]
+    assert held.adapter == sum(x.nbytes for x in [*room, *learner.trained])
+    trained = {id(p) for p in learner.trained}
+    base = [p for p in learner.model.parameters() if id(p) not in trained]
+    assert held.weights == sum(p.nbytes for p in base)
+    assert held.copies == 0
+    theirs = {p.untyped_storage().data_ptr() for p in served.model.parameters()}
+    assert all(p.untyped_storage().data_ptr() in theirs for p in base)

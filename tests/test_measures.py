@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from agentgrpo import measures
 from agentgrpo.endpoints import ScriptedEndpoint
 from agentgrpo.envs.base import InfrastructureError
-from agentgrpo.evaluate import write_report
+from agentgrpo.evaluate import main as evaluate_main
+from agentgrpo.evaluate import read_report, write_report
 from agentgrpo.measures import (
     TaskRow,
     conciseness,
@@ -333,7 +334,7 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     assert read["kinds"]["k"]["tasks"] == 2
     assert read["kinds"]["k"]["measures"]["solved"]["value"] == 1.0
     later = report(rows([1.0, 1.0, 0.0, 1.0]), model="m1")
-    write_report(tmp_path / "b", later, tmp_path / "a" / "report.json")
+    write_report(tmp_path / "b", later, read_report(tmp_path / "a" / "report.json"))
     text = (tmp_path / "b" / "report.md").read_text()
     assert text.startswith("Model: m1\n")
     assert "| measure | all tasks (4) |" in text
@@ -342,6 +343,17 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     assert "| l | 2 | 0.500 | 0.500 |" in text
     assert "| solved | 0.500 [0.150, 0.850] | 0.750 [0.301, 0.954] | 0.250 [" in text
     assert markdown_of_comparison({"before": earlier, "after": later}) in text
-    (tmp_path / "x.json").write_text("[]")
+    other = report(rows([1.0, 0.0]), model="m2")
+    with pytest.raises(ValueError, match="got 4 and 2"):
+        write_report(tmp_path / "c", other, earlier)
+    kept = json.loads((tmp_path / "c" / "report.json").read_text())
+    assert kept == other, "what was played for is not lost with the comparison"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no json", '{"model": "m", "per_task": []}'])
+def test_what_is_no_report_is_refused_before_anything_is_played(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json: not a report of --report"):
-        write_report(tmp_path / "b", later, tmp_path / "x.json")
+        read_report(tmp_path / "x.json")
+    asked = ["--report", "r", "--compare", str(tmp_path / "x.json")]
+    assert evaluate_main(["quickstart", *asked]) == 2

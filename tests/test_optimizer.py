@@ -144,7 +144,34 @@ def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters() -> None:
     optimizer.zero_grad()
     optimizer.to("meta")
     assert {p.device.type for p in params} == {"cpu"}
-    for moments in optimizer.state_dict()["adamw"]["state"].values():
+    for moments in optimizer._adamw.state.values():
         assert moments["exp_avg"].is_meta
         assert moments["exp_avg_sq"].is_meta
         assert moments["step"].device.type == "cpu", "AdamW wants its count there"
+
+
+class BlockWise(torch.optim.AdamW):
+    """Keeps what bitsandbytes keeps: moments of 8 bits, scales of blocks, a table of 256 values."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {
+                "step": 1, "state1": torch.zeros(p.shape, dtype=torch.uint8),
+                "absmax1": torch.ones(1), "qmap1": torch.linspace(0, 1, 256),
+            }  # fmt: skip
+
+
+def test_state_that_is_not_of_single_numbers_is_restored_as_it_was() -> None:
+    params = parameters(torch.float32)
+    optimizer = MasterAdamW(params, lr=1e-3, weight_decay=0.0, adamw=BlockWise)
+    feed(params, gradients(0))
+    optimizer.step(max_grad_norm=1.0)
+    resumed = MasterAdamW(parameters(torch.float32), lr=1e-3, weight_decay=0.0, adamw=BlockWise)
+    resumed.load_state_dict(optimizer.state_dict())
+    (first, _) = resumed._adamw.state.values()
+    assert first["absmax1"].tolist() == [1.0]
+    assert first["qmap1"].shape == (256,)
+    state = optimizer.state_dict()
+    state["adamw"]["state"][1]["state1"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"state1 of parameter 1: \(3,\), expected \(11,\)"):
+        resumed.load_state_dict(state)

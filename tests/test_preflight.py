@@ -125,3 +125,12 @@ def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
     for then, now in zip(before, learner.model.parameters(), strict=True):
         assert torch.equal(then, now)
     assert metrics["rss_gib"] > 0
+
+
+def test_on_several_ranks_nothing_more_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait in the pass that failed here: another one would be of another size."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    machine = Machine(room=1000)
+    with pytest.raises(DoesNotFit, match=r"max_tokens 4096 does not fit in memory: fewer may"):
+        preflight(machine, machine, max_tokens=4096)
+    assert machine.tried == [4096]

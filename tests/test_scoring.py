@@ -164,7 +164,6 @@ def test_async_functions_wait_for_one_another_not_in_line() -> None:
     ("function", "said"),
     [
         ("crash", "'price'"),
-        ("nothing", "it returned None: the rollout cannot be scored"),
         ("text", "expected a finite number as text, got 'high'"),
         ("endless", "expected a finite number as endless, got inf"),
         ("beyond", r"expected a finite value on tokens within \[0, 47\)"),
@@ -183,6 +182,17 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
     again = played("bad")
     with pytest.raises(RewardError, match=where):
         scored({f"mine:{function}": 1.0}, fine, again, on_error="raise")
+
+
+@pytest.mark.parametrize("on_error", ["drop", "raise"])
+def test_a_function_may_say_that_a_rollout_cannot_be_scored(on_error: str) -> None:
+    """Which is its answer, and no failure of its own."""
+    (rollout,) = scored({"mine:nothing": 1.0}, played(), on_error=on_error)
+    assert rollout.status is Status.INFRA_ERROR
+    assert rollout.error == (
+        "task q7, rollout 0: reward function nothing: it returned None: "
+        "the rollout cannot be scored"
+    )
 
 
 def test_what_cannot_be_scored_leaves_the_baseline() -> None:

@@ -18,7 +18,7 @@ NAMES = [f"{setting.section}.{setting.key}".lstrip(".") for setting in settings(
 
 @pytest.mark.parametrize("setting", list(settings()), ids=NAMES)
 def test_every_key_says_what_it_means_and_takes(setting: Setting) -> None:
-    assert setting.text, f"{setting.section}.{setting.key} has no docstring in config.py"
+    assert setting.text, f"{setting.section}.{setting.key} has no docstring in agentgrpo/config"
     assert setting.kind
 
 

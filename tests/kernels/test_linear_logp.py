@@ -187,6 +187,24 @@ def test_one_output_alone(which: str, backend: Backend) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("kind", ["flat", "shared rows"])
+def test_every_input_may_be_a_view_with_gaps(kind: str, backend: Backend) -> None:
+    tensors = make_head(5)
+    terms = [torch.tensor(ids, device=DEVICE) for ids in TERMS[kind]]
+
+    def with_gaps(x: Tensor) -> Tensor:
+        return torch.stack([x, x.flip(0)], -1)[..., 0]
+
+    want = results(linear_logp, tensors, *terms, backend=backend)
+    hidden, weight, bias = map(with_gaps, tensors)
+    rows, targets = map(with_gaps, terms)
+    assert not any(x.is_contiguous() for x in (hidden, weight, bias, rows, targets))
+    value, entropy = linear_logp(hidden, weight, rows, targets, bias_V=bias, backend=backend)
+    torch.testing.assert_close(value, want[0])
+    torch.testing.assert_close(entropy, want[1])
+
+
+@BOTH
 def test_backward_twice(backend: Backend) -> None:
     """The first turns the kept logits into their gradient; the second computes them anew."""
     hidden, weight, _ = make_head(33)

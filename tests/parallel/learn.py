@@ -22,7 +22,7 @@ from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.updates import plan_updates
-from tests.test_updates import Holder
+from tests.learning.given import Holder
 
 
 def learn(
@@ -47,6 +47,8 @@ def learn(
     )  # fmt: skip
     if saved is not None:
         trained.load_state(saved / "state.pt")
+    to_come = parallel.total(trained._optimizer.bytes_to_come)
+    trained.rehearse(64)
     groups = pickle.loads((here / "groups.pickle").read_bytes())
     rows, batches = [], []
     for _ in range(2):
@@ -55,7 +57,7 @@ def learn(
         rows.append(trained.step(updates))
     trained.publish()
     record = {
-        "rows": rows, "batches": batches, "ranks": trained.describe()["ranks"],
+        "rows": rows, "batches": batches, "to_come": to_come, "ranks": trained.describe()["ranks"],
         "score": trained.score(groups[0].rollouts[0].token_ids).tolist(),
         "norms": {k: v.norm().item() for k, v in sorted(engine.weights.items())},
     }  # fmt: skip

@@ -104,6 +104,7 @@ def test_two_ranks_are_one(records: dict[str, Record], case: str) -> None:
     one, two = records[f"{case}-one"], records[f"{case}-two"]
     assert (one["ranks"], two["ranks"]) == (1, 2)
     assert any(count % 2 for count in one["batches"]), "one rank has a batch less"
+    assert one["to_come"] == two["to_come"] > 0, "each rank takes moments of its shards alone"
     assert_same(one, two)
 
 
@@ -152,3 +153,29 @@ def test_the_largest_is_nan_if_any_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isnan(parallel.largest(0.0))
     monkeypatch.setattr(parallel, "gather", lambda value: [1.0, 3.0, 2.0])
     assert parallel.largest(0.0) == 3.0
+
+
+SHARDED = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from agentgrpo import parallel
+from agentgrpo.optimizer import MasterAdamW
+
+parallel.start()
+whole = torch.zeros(4, dtype=torch.bfloat16)
+mine = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+optimizer = MasterAdamW([mine], lr=1.0, weight_decay=0.0)
+torch.Tensor.to = lambda self, *_, **__: self + 1  # elsewhere, where it can be told from here
+optimizer.to("elsewhere")
+with torch.no_grad():
+    assert optimizer._masters[0].to_local().tolist() == [1.0, 1.0]
+parallel.stop()
+"""
+
+
+def test_a_sharded_master_moves_with_its_shard(tmp_path: Path) -> None:
+    """On a GPU, to host memory while rollouts are generated."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    ran = torchrun(2, str(tmp_path / "sharded.py"))
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -19,8 +19,8 @@ from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
 from tests import tiny
 from tests.end_to_end.test_run import lines, write_config
+from tests.learning.given import Holder
 from tests.parallel.test_parallel import torchrun
-from tests.test_updates import Holder
 
 
 def recorded(run: Path, step: int) -> list[Group]:

@@ -37,11 +37,11 @@ TESTS = {
         "rollout/test_episodes.py",
         "agents/test_inline.py",
     ],
-    "step_record.py": ["test_updates.py"],
+    "step_record.py": ["learning/test_mismatch.py", "learning/test_whole_rollouts.py"],
     "rollout/delta.py": ["rollout/test_delta.py", "rollout/test_templates.py"],
     "rollout/encoding.py": ["rollout/test_delta.py", "rollout/test_templates.py"],
     "scoring.py": ["test_scoring.py"],
-    "updates.py": ["test_updates.py"],
+    "updates.py": ["learning/test_mismatch.py", "learning/test_plans.py"],
     "verify.py": ["test_verify.py"],
 }
 
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant("updates.py", "np.lexsort((turn_N, sample_N))", "np.argsort(sample_N, kind='stable')"),
     Mutant("updates.py", "np.lexsort((turn_N, sample_N))", "np.lexsort((sample_N, turn_N))"),
     Mutant("updates.py", "rollout.entropies[segment] = entropy_N[own]", "rollout.entropies[segment] = logp_N[own]"),
-    Mutant("updates.py", "enumerate(segments) if s.sampled]", "enumerate(segments)]"),
+    Mutant("updates.py", "enumerate(trained) if s.sampled]", "enumerate(trained)]"),
     Mutant("updates.py", ").any(0)) + 1", ").all(0)) + 1"),
     # the proof
     Mutant("verify.py", "if turn.row not in turns:", "if False:"),

@@ -1,29 +1,15 @@
-"""Every setting of a run, with its default and its reason. read_config.py fills it from TOML."""
+"""How tasks are played: engine, agent, environment, rollouts, sandbox, data."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
+from agentgrpo.config.section import NotNegative, Positive, Section, is_set, refuse_unread
 from agentgrpo.types import Status, Treatment
-
-Positive = Annotated[int, Field(ge=1, strict=True)]
-NotNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-
-
-class Section(pydantic.BaseModel):
-    """A frozen group of settings that knows no other keys."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-def _is_set(section: Section, key: str) -> bool:
-    """Whether a key has another value than its default."""
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 class Message(Section):
@@ -137,7 +123,7 @@ class AgentConfig(Section):
                 f"got {self.kind!r}"
             )
         unread = type(self).model_fields.keys() - {"kind", *(known or ("options",))}
-        wrong = [key for key in sorted(unread) if _is_set(self, key)]
+        wrong = [key for key in sorted(unread) if is_set(self, key)]
         if wrong:
             raise ValueError(f"agent.{wrong[0]}: an agent of kind {self.kind!r} does not read it")
         return self
@@ -296,6 +282,10 @@ class RolloutConfig(Section):
                 "rollout.history 'render' and rollout.branching.initial "
                 f"{self.branching.initial} exclude each other: branches share what was appended"
             )
+        refuse_unread(
+            self, "rollout", "fork_threshold", unless=self.history == "render",
+            need='rollout.history = "render"',
+        )  # fmt: skip
         if self.branching.initial >= self.group_size:
             raise ValueError(
                 f"rollout.branching.initial must be below rollout.group_size {self.group_size}, "
@@ -394,7 +384,7 @@ class DataConfig(Section):
     def _reads_its_keys(self) -> DataConfig:
         for source, keys in (("train", ("levels", "promote_at")), ("heldout", ("heldout_levels",))):
             for key in keys:
-                if getattr(self, source) != "word_problems" and _is_set(self, key):
+                if getattr(self, source) != "word_problems" and is_set(self, key):
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
                         f"and it is {getattr(self, source)!r}; leave it at its default, "
@@ -402,277 +392,4 @@ class DataConfig(Section):
                     )
         if self.heldout == "split" and self.train in ("word_problems", "env"):
             raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")
-        return self
-
-
-class RewardConfig(Section):
-    """What a rollout is worth besides what its environment gives it, in parts (rewards.py)."""
-
-    kind: str = "auto"
-    """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
-    match and token F1), none, or your own `module:function`. auto: numeric, or none where the
-    environment judges by itself."""
-    answer: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Weight of a right final answer."""
-    format: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """Weight of having acted without an error and then answered in the asked form."""
-    strict: bool = False
-    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
-    and ending with the right one does not pay."""
-    tool_cost: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Taken off for every call of a tool and every run of code."""
-    sigma_tool: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
-    (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
-    sigma_length: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How much a standard deviation of sampled tokens above the group's mean costs."""
-    decay_sigmas: pydantic.StrictBool = True
-    """Both sigmas fall linearly to 0 at the run's last step."""
-
-    functions: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
-    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
-    on_error: Literal["drop", "raise"] = "drop"
-    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of the parts, by name."""
-        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
-        return {"answer": self.answer, "format": self.format, **named}
-
-
-class LoraConfig(Section):
-    """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
-
-    rank: NotNegative = 0
-    """Of the adapters; 0: none."""
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
-    """The update is alpha / rank * B A."""
-    target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get one; empty: all but the head."""
-    serve: Literal["adapter", "merged"] = "adapter"
-    """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
-    below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
-    which may decode faster and fits every layer, but needs a second copy of the model."""
-
-    @property
-    def served_rank(self) -> int:
-        """Of the adapters that the sampler has room for; 0: it is given merged weights."""
-        return self.rank if self.serve == "adapter" else 0
-
-
-class LearnerConfig(Section):
-    """The optimizer and what it may change (learner.py)."""
-
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
-    """At its highest."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From learning_rate after the warm-up to final_learning_rate after the last step."""
-    final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """After the last step, if it decays."""
-    warmup_steps: NotNegative = 0
-    """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled, as AdamW has it."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Longer gradients are scaled down to this norm."""
-    trained_layers: Positive | None = None
-    """Train the last so many transformer layers and nothing else; None trains everything."""
-    lora: LoraConfig = LoraConfig()
-    max_tokens: Positive = 2048
-    """Packed tokens of one forward and backward pass, at least engine.max_model_len. With
-    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, gmpo,
-    vespo, sequence and geometric corrections, the off-policy mask) all rows of a rollout must fit;
-    one that does not is named, and the run stops before the update."""
-    gradient_checkpointing: pydantic.StrictBool = False
-    """Keep the layers' inputs only and compute the rest again in the backward pass."""
-    offload_optimizer: pydantic.StrictBool = False
-    """CUDA: the optimizer's state waits in host memory while rollouts are generated."""
-
-    def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """The learning rate of a step, counted from 0, of total_steps."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return self.learning_rate
-        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        left = max(0.0, 1 - done)
-        if self.decay == "cosine":
-            left = 0.5 * (1 - math.cos(math.pi * left))
-        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
-
-
-class LossConfig(Section):
-    """The objective, under TRL's names (kernels/objective.py has papers and formulas)."""
-
-    loss_type: Literal[
-        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"
-    ] = "dapo"
-    """Also chooses the normaliser, always of the whole update: mean over rollouts of their token
-    means (grpo, sapo, gmpo), over tokens (dapo, bnpo, cispo, vespo), a constant per rollout
-    (dr_grpo), per rollout (luspo)."""
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """sequence: GSPO."""
-    epsilon: float | None = None
-    """Lower clip range. None: 0.2 (0.4 in log space for gmpo)."""
-    epsilon_high: float | None = None
-    """Upper clip range; None: epsilon. For cispo the bound itself, and required."""
-    delta: float | None = None
-    """Bound of the unclipped ratio (two-sided clipping)."""
-    clip_ratio_c: float | None = None
-    """Dual clip (verl's name)."""
-    sapo_temperature_pos: float = 1.0
-    """Of the soft gate for tokens of positive advantage (sapo)."""
-    sapo_temperature_neg: float = 1.05
-    """The same for negative advantage."""
-    vespo_k_pos: float = 2.0
-    """Exponent of the weight for sequences of positive advantage (vespo)."""
-    vespo_lambda_pos: float = 3.0
-    """Decay of that weight."""
-    vespo_k_neg: float = 3.0
-    """Exponent for negative advantage."""
-    vespo_lambda_neg: float = 2.0
-    """Decay for negative advantage."""
-    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
-    lora the policy without its adapter. 0: none, and no copy."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
-    use_bias_correction_kl: pydantic.StrictBool = True
-    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
-    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """Weight of the entropy bonus."""
-    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Train on this share of the step's tokens only, those of highest entropy."""
-    off_policy_mask_threshold: float | None = None
-    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
-    from the policy that sampled them. None: none are."""
-    num_iterations: Positive = 1
-    """Passes over the rollouts of a step."""
-    num_mini_batches: Positive = 1
-    """Optimizer updates per pass, each on its share of the groups. With more than one update in all
-    the ratio leaves 1 and clipping begins."""
-    old_logps: Literal["recomputed", "sampler"] = "recomputed"
-    """What the ratio is taken to. recomputed: the policy before the step, on the learner's own path
-    (of the first forward pass if there is one update, else of an extra one); the difference to the
-    sampler is corrected for below. sampler: as recorded, and never an extra pass; the difference is
-    then a part of the ratio and clipped with it."""
-    vllm_importance_sampling_correction: pydantic.StrictBool = True
-    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
-    vllm_importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
-        "geometric_truncate", "geometric_mask",
-    ] = "token_truncate"  # fmt: skip
-    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
-    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
-    """Upper bound of the weight."""
-    vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
-    """Lower bound of the weight."""
-
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide centred rewards by the standard deviation of the group, of the whole step, or not
-    (Dr. GRPO). true and false are group and none, as in TRL."""
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group, or of the others in it (RLOO)."""
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize"
-    )
-    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself."""
-    span_credit: Literal["rollout", "return_to_go"] = "rollout"
-    """Rewards of single turns or lines (Rollout.span_rewards) count for the whole rollout, or only
-    for what was sampled before they were given (advantages.py has the estimator)."""
-    branch_credit: Literal["soft", "hard"] = "soft"
-    """What ARPO's branches share counts in each of them, with its advantage (soft), or once, with
-    the mean of their advantages (hard)."""
-
-    @pydantic.field_validator("scale_rewards", mode="before")
-    @classmethod
-    def _scale(cls, value: Any) -> Any:
-        return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
-
-    @pydantic.model_validator(mode="after")
-    def _credits(self) -> LossConfig:
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            for key, value, needed in (
-                ("span_credit", self.span_credit, "rollout"),
-                ("scale_rewards", self.scale_rewards, "group"),
-            ):
-                if value != needed:
-                    raise ValueError(
-                        f"{key} must be {needed!r} with multi_objective_aggregation = "
-                        f"'normalize_then_sum', got {value!r}"
-                    )
-        return self
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer updates on the rollouts of one step."""
-        return self.num_iterations * self.num_mini_batches
-
-
-class TrainConfig(Section):
-    """A whole run."""
-
-    model: str
-    """Model directory, hub name, or package:NAME for a model inside an installed package."""
-    out_dir: Path
-    """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
-    steps: Positive = 200
-    """Optimizer steps."""
-    seed: NotNegative = 0
-    """Of the data's order and of what is sampled."""
-    save_every: Positive = 50
-    """Steps between checkpoints; the last step is always saved."""
-    keep_checkpoints: Positive = 2
-    """Older ones are removed."""
-    eval_every: NotNegative = 25
-    """Steps between held-out evaluations besides the first and the last; 0: only those two."""
-    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
-
-    preflight: Literal["auto", "always", "never"] = "auto"
-    """Before the first step, play through the largest forward and backward pass and one sleep, to
-    learn at once what does not fit. auto: on CUDA; a CPU would swap rather than say so."""
-
-    engine: EngineConfig = EngineConfig()
-    agent: AgentConfig = AgentConfig()
-    env: EnvConfig = EnvConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    sandbox: SandboxConfig = SandboxConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    learner: LearnerConfig = LearnerConfig()
-    loss: LossConfig = LossConfig()
-
-    def seed_of(self, step: int, refill: int) -> int:
-        """The seed of what is sampled in a step: another in each, the same in every repetition."""
-        return (self.seed * 1_000_003 + step) * 101 + refill
-
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> TrainConfig:
-        if self.rollout.max_turn_tokens >= self.engine.max_model_len:
-            raise ValueError(
-                f"rollout.max_turn_tokens must be below engine.max_model_len "
-                f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
-            )
-        if self.loss.num_mini_batches > self.rollout.tasks_per_step:
-            raise ValueError(
-                f"loss.num_mini_batches must be at most rollout.tasks_per_step "
-                f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
-            )
-        if self.learner.lora.rank and self.learner.trained_layers is not None:
-            raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
-        if self.learner.lora.rank and self.engine.sleep_level == 2:
-            raise ValueError(
-                "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
-                f"learner.lora.rank {self.learner.lora.rank}"
-            )
-        if self.learner.max_tokens < self.engine.max_model_len:
-            raise ValueError(
-                f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
-                f"{self.engine.max_model_len}, got {self.learner.max_tokens}"
-            )
         return self

@@ -1,0 +1,53 @@
+"""Every setting of a run, with its default and its reason. read_config.py fills it from TOML."""
+
+from agentgrpo.config.learning import (
+    LORA_RANKS,
+    LearnerConfig,
+    LoraConfig,
+    LossConfig,
+    RewardConfig,
+    room_for_adapters,
+)
+from agentgrpo.config.playing import (
+    FILTERS,
+    AgentConfig,
+    BranchConfig,
+    DataConfig,
+    EngineConfig,
+    EnvConfig,
+    EvaluationConfig,
+    Message,
+    RolloutConfig,
+    SandboxConfig,
+)
+from agentgrpo.config.run import (
+    TrainConfig,
+)
+from agentgrpo.config.section import (
+    NotNegative,
+    Positive,
+    Section,
+)
+
+__all__ = [
+    "FILTERS",
+    "LORA_RANKS",
+    "AgentConfig",
+    "BranchConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EnvConfig",
+    "EvaluationConfig",
+    "LearnerConfig",
+    "LoraConfig",
+    "LossConfig",
+    "Message",
+    "NotNegative",
+    "Positive",
+    "RewardConfig",
+    "RolloutConfig",
+    "SandboxConfig",
+    "Section",
+    "TrainConfig",
+    "room_for_adapters",
+]

@@ -1,0 +1,261 @@
+"""What is learned from: reward, optimizer, adapter, objective."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from agentgrpo.config.section import NotNegative, Positive, Section, refuse_unread
+
+
+class RewardConfig(Section):
+    """What a rollout is worth besides what its environment gives it, in parts (rewards.py)."""
+
+    kind: str = "auto"
+    """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
+    match and token F1), none, or your own `module:function`. auto: numeric, or none where the
+    environment judges by itself."""
+    answer: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of a right final answer."""
+    format: Annotated[float, Field(ge=0)] = 0.1
+    """Weight of having acted without an error and then answered in the asked form."""
+    strict: bool = False
+    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
+    and ending with the right one does not pay."""
+    tool_cost: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off for every call of a tool and every run of code."""
+    sigma_tool: Annotated[float, Field(ge=0)] = 0.0
+    """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
+    (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
+    sigma_length: Annotated[float, Field(ge=0)] = 0.0
+    """How much a standard deviation of sampled tokens above the group's mean costs."""
+    decay_sigmas: pydantic.StrictBool = True
+    """Both sigmas fall linearly to 0 at the run's last step."""
+
+    functions: dict[str, float] = {}
+    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> RewardConfig:
+        refuse_unread(
+            self, "reward", "decay_sigmas", unless=self.sigma_tool + self.sigma_length > 0,
+            need="reward.sigma_tool or reward.sigma_length above 0",
+        )  # fmt: skip
+        return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the parts, by name."""
+        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
+        return {"answer": self.answer, "format": self.format, **named}
+
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of the adapters that vLLM can be started for."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
+
+    rank: NotNegative = 0
+    """Of the adapters; 0: none."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is alpha / rank * B A."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get one; empty: all but the head."""
+    serve: Literal["adapter", "merged"] = "adapter"
+    """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
+    below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
+    which may decode faster and fits every layer, but needs a second copy of the model."""
+
+    @property
+    def served_rank(self) -> int:
+        """Of the adapters that the sampler is handed; 0: it is given merged weights."""
+        return self.rank if self.serve == "adapter" else 0
+
+    @pydantic.model_validator(mode="after")
+    def _can_be_served(self) -> LoraConfig:
+        refuse_unread(
+            self, "learner.lora", "alpha", "target_modules", "serve", unless=self.rank > 0,
+            need="learner.lora.rank above 0",
+        )  # fmt: skip
+        room_for_adapters(self.served_rank)
+        return self
+
+
+def room_for_adapters(rank: int) -> int:
+    """The rank that the sampler has room for; 0: it has none.
+
+    Raises:
+        ValueError: vLLM has no room for such adapters.
+    """
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(
+            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}; "
+            "learner.lora.serve = 'merged' has no such limit"
+        )
+    return next(size for size in (0, *LORA_RANKS) if size >= rank)
+
+
+class LearnerConfig(Section):
+    """The optimizer and what it may change (learner.py)."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """At its highest."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From learning_rate after the warm-up to final_learning_rate after the last step."""
+    final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """After the last step, if it decays."""
+    warmup_steps: NotNegative = 0
+    """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, as AdamW has it."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are scaled down to this norm."""
+    trained_layers: Positive | None = None
+    """Train the last so many transformer layers and nothing else; None trains everything."""
+    lora: LoraConfig = LoraConfig()
+    max_tokens: Positive = 2048
+    """Packed tokens of one forward and backward pass, at least engine.max_model_len. With
+    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, gmpo,
+    vespo, sequence and geometric corrections, the off-policy mask) all rows of a rollout must fit;
+    one that does not is named, and the run stops before the update."""
+    gradient_checkpointing: pydantic.StrictBool = False
+    """Keep the layers' inputs only and compute the rest again in the backward pass."""
+    offload_optimizer: pydantic.StrictBool = False
+    """CUDA: the optimizer's state waits in host memory while rollouts are generated."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> LearnerConfig:
+        refuse_unread(
+            self, "learner", "final_learning_rate", unless=self.decay != "constant",
+            need='learner.decay = "linear" or "cosine"',
+        )  # fmt: skip
+        return self
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of a step, counted from 0, of total_steps."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.learning_rate
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        left = max(0.0, 1 - done)
+        if self.decay == "cosine":
+            left = 0.5 * (1 - math.cos(math.pi * left))
+        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
+
+
+class LossConfig(Section):
+    """The objective, under TRL's names (kernels/objective.py has papers and formulas)."""
+
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"
+    ] = "dapo"
+    """Also chooses the normaliser, always of the whole update: mean over rollouts of their token
+    means (grpo, sapo, gmpo), over tokens (dapo, bnpo, cispo, vespo), a constant per rollout
+    (dr_grpo), per rollout (luspo)."""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """sequence: GSPO."""
+    epsilon: float | None = None
+    """Lower clip range. None: 0.2 (0.4 in log space for gmpo)."""
+    epsilon_high: float | None = None
+    """Upper clip range; None: epsilon. For cispo the bound itself, and required."""
+    delta: float | None = None
+    """Bound of the unclipped ratio (two-sided clipping)."""
+    clip_ratio_c: float | None = None
+    """Dual clip (verl's name)."""
+    sapo_temperature_pos: float = 1.0
+    """Of the soft gate for tokens of positive advantage (sapo)."""
+    sapo_temperature_neg: float = 1.05
+    """The same for negative advantage."""
+    vespo_k_pos: float = 2.0
+    """Exponent of the weight for sequences of positive advantage (vespo)."""
+    vespo_lambda_pos: float = 3.0
+    """Decay of that weight."""
+    vespo_k_neg: float = 3.0
+    """Exponent for negative advantage."""
+    vespo_lambda_neg: float = 2.0
+    """Decay for negative advantage."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
+    lora the policy without its adapter. 0: none, and no copy."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
+    use_bias_correction_kl: pydantic.StrictBool = True
+    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Train on this share of the step's tokens only, those of highest entropy."""
+    off_policy_mask_threshold: float | None = None
+    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
+    from the policy that sampled them. None: none are."""
+    num_iterations: Positive = 1
+    """Passes over the rollouts of a step."""
+    num_mini_batches: Positive = 1
+    """Optimizer updates per pass, each on its share of the groups. With more than one update in all
+    the ratio leaves 1 and clipping begins."""
+    old_logps: Literal["recomputed", "sampler"] = "recomputed"
+    """What the ratio is taken to. recomputed: the policy before the step, on the learner's own path
+    (of the first forward pass if there is one update, else of an extra one); the difference to the
+    sampler is corrected for below. sampler: as recorded, and never an extra pass; the difference is
+    then a part of the ratio and clipped with it."""
+    vllm_importance_sampling_correction: pydantic.StrictBool = True
+    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+        "geometric_truncate", "geometric_mask",
+    ] = "token_truncate"  # fmt: skip
+    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
+    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
+    """Upper bound of the weight."""
+    vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
+    """Lower bound of the weight."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide centred rewards by the standard deviation of the group, of the whole step, or not
+    (Dr. GRPO). true and false are group and none, as in TRL."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What a reward is compared with: the mean of its group, or of the others in it (RLOO)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
+    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself."""
+    span_credit: Literal["rollout", "return_to_go"] = "rollout"
+    """Rewards of single turns or lines (Rollout.span_rewards) count for the whole rollout, or only
+    for what was sampled before they were given (advantages.py has the estimator)."""
+    branch_credit: Literal["soft", "hard"] = "soft"
+    """What ARPO's branches share counts in each of them, with its advantage (soft), or once, with
+    the mean of their advantages (hard)."""
+
+    @pydantic.field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _scale(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+    @pydantic.model_validator(mode="after")
+    def _credits(self) -> LossConfig:
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            for key, value, needed in (
+                ("span_credit", self.span_credit, "rollout"),
+                ("scale_rewards", self.scale_rewards, "group"),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f"{key} must be {needed!r} with multi_objective_aggregation = "
+                        f"'normalize_then_sum', got {value!r}"
+                    )
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates on the rollouts of one step."""
+        return self.num_iterations * self.num_mini_batches

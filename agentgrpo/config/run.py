@@ -1,0 +1,86 @@
+"""A whole run, and what its sections must agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
+from agentgrpo.config.playing import (
+    AgentConfig,
+    DataConfig,
+    EngineConfig,
+    EnvConfig,
+    EvaluationConfig,
+    RolloutConfig,
+    SandboxConfig,
+)
+from agentgrpo.config.section import NotNegative, Positive, Section
+
+
+class TrainConfig(Section):
+    """A whole run."""
+
+    model: str
+    """Model directory, hub name, or package:NAME for a model inside an installed package."""
+    out_dir: Path
+    """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
+    steps: Positive = 200
+    """Optimizer steps."""
+    seed: NotNegative = 0
+    """Of the data's order and of what is sampled."""
+    save_every: Positive = 50
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: Positive = 2
+    """Older ones are removed."""
+    eval_every: NotNegative = 25
+    """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the numbers of metrics.jsonl go too, each by its own library (trackers.py)."""
+
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Before the first step, play through the largest forward and backward pass and one sleep, to
+    learn at once what does not fit. auto: on CUDA; a CPU would swap rather than say so."""
+
+    engine: EngineConfig = EngineConfig()
+    agent: AgentConfig = AgentConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    learner: LearnerConfig = LearnerConfig()
+    loss: LossConfig = LossConfig()
+
+    def seed_of(self, step: int, refill: int) -> int:
+        """The seed of what is sampled in a step: another in each, the same in every repetition."""
+        return (self.seed * 1_000_003 + step) * 101 + refill
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> TrainConfig:
+        if self.rollout.max_turn_tokens >= self.engine.max_model_len:
+            raise ValueError(
+                f"rollout.max_turn_tokens must be below engine.max_model_len "
+                f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
+            )
+        if self.loss.num_mini_batches > self.rollout.tasks_per_step:
+            raise ValueError(
+                f"loss.num_mini_batches must be at most rollout.tasks_per_step "
+                f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
+            )
+        if self.learner.lora.rank and self.learner.trained_layers is not None:
+            raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
+        if self.learner.lora.rank and self.engine.sleep_level == 2:
+            raise ValueError(
+                "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
+                f"learner.lora.rank {self.learner.lora.rank}"
+            )
+        if self.learner.max_tokens < self.engine.max_model_len:
+            raise ValueError(
+                f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
+                f"{self.engine.max_model_len}, got {self.learner.max_tokens}"
+            )
+        return self

@@ -1,0 +1,43 @@
+"""What all sections of a config have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pydantic
+from pydantic import Field
+
+Positive = Annotated[int, Field(ge=1, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+class Section(pydantic.BaseModel):
+    """A frozen group of settings that knows no other keys; its numbers are finite."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def is_set(section: Section, key: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def refuse_unread(section: Section, path: str, *keys: str, unless: bool, need: str) -> None:
+    """Refuse keys that are set and would do nothing.
+
+    Args:
+        section: whose keys they are.
+        path: its name in a config, for the message.
+        keys: that are read in some settings only.
+        unless: these are such settings.
+        need: what would make them be.
+
+    Raises:
+        ValueError: one has another value than its default, and is not read.
+    """
+    wrong = [key for key in keys if is_set(section, key)]
+    if wrong and not unless:
+        value = getattr(section, wrong[0])
+        raise ValueError(f"{path}.{wrong[0]}: {value!r} does nothing without {need}")

@@ -1,0 +1,91 @@
+"""`agentgrpo evaluate` under torchrun: the tasks are divided, the report is one and the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from agentgrpo import evaluate as evaluation
+from agentgrpo import parallel
+from agentgrpo.evaluate import evaluate, evaluate_recipe
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.types import Group, Task
+from tests import tiny
+from tests.end_to_end.test_run import write_config
+from tests.parallel.test_parallel import torchrun
+
+TASKS = [Task(id=name, messages=(), spec={}) for name in "abcde"]
+
+
+class Watched:
+    """A sampler that remembers what it was asked to play."""
+
+    def __init__(self) -> None:
+        self.played: list[tuple[str, int]] = []
+
+    def play(self, tasks: list[Task], group_size: int, *, seed: int, **_: Any) -> Any:
+        self.played += [(task.id, seed) for task in tasks]
+        return [Group(task=task, rollouts=[]) for task in tasks], None
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_rank_plays_its_tasks_with_seeds_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", str(rank))
+    shares = [[Group(task=t, rollouts=[]) for t in TASKS[r::3]] for r in range(3)]
+    monkeypatch.setattr(parallel, "gather", lambda value: shares)
+    sampler = Watched()
+    groups, _ = evaluate(cast(Any, sampler), TASKS, lambda r: {}, seed=7)
+    seed = 7 + rank * parallel.RANK_SEED
+    assert sampler.played == [(task.id, seed) for task in TASKS[rank::3]]
+    assert [group.task.id for group in groups] == list("abcde"), "in their order, on every rank"
+
+
+def test_the_first_rank_alone_asks_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for each rank would cost as much again, and the reports would differ."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: ([], {}))
+    config: Any = type("Config", (), {"seed": 0, "measures": None, "evaluation": None})
+    config.measures = type("Measures", (), {"attempts": 1, "temperature": 0.0})
+    config.evaluation = type("Evaluation", (), {"filters": {}})
+    player: Any = type("Player", (), {"sampler": None, "heldout": [], "reward": None})
+    assert evaluate_recipe(config, player) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.timeout(900)
+def test_two_ranks_report_what_one_does(tmp_path: Path) -> None:
+    try:
+        SandboxPool(max_live=1).close()
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+    config = str(write_config(tmp_path, tiny.make_agent_dir(tmp_path / "model", steps=60)))
+    shown, written = {}, {}
+    for ranks in (1, 2):
+        folder = tmp_path / f"by-{ranks}"
+        asked = [config, "data.num_heldout=3", "--report", str(folder)]
+        ran = torchrun(ranks, "-m", "agentgrpo.evaluate", *asked)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        shown[ranks] = json.loads(ran.stdout)  # which it is not, if both ranks print
+        written[ranks] = json.loads((folder / "report.json").read_text())
+        assert ran.stderr.count("engine: starting vLLM") == 1, "the first rank alone speaks"
+    assert [row["id"] for row in written[1]["per_task"]] == [
+        row["id"] for row in written[2]["per_task"]
+    ]
+    assert written[2]["tasks"] == 3
+    for name in ("per_task", "kinds", "measures", "reward", "solved", "sampled_tokens"):
+        assert written[2][name] == written[1][name], name
+    assert shown[2]["measures"] == shown[1]["measures"]
+
+
+def test_a_damaged_config_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("modle = 1")
+    ran = torchrun(2, "-m", "agentgrpo.evaluate", str(tmp_path / "c.toml"))
+    assert ran.returncode != 0
+    assert "unknown config key modle; did you mean model?" in ran.stderr
