@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentgrpo.config import LossConfig
+from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.types import Group, Segment
 from agentgrpo.updates import plan_updates
@@ -25,6 +25,13 @@ WHOLE: dict[str, dict[str, Any]] = {
     "off-policy mask": {"off_policy_mask_threshold": 0.02},
 }
 """Objectives that read the terms of a rollout together."""
+
+
+def with_budget(loss: LossConfig, max_tokens: int) -> TrainConfig:
+    """A budget below engine.max_model_len, which a user could not set."""
+    config = run_config(loss)
+    learner = config.learner.model_copy(update={"max_tokens": max_tokens})
+    return config.model_copy(update={"learner": learner})
 
 
 def forked(groups: Sequence[Group]) -> None:
@@ -48,7 +55,7 @@ def test_what_is_read_of_a_whole_rollout_does_not_depend_on_the_batches(
     loss = LossConfig(**{"num_iterations": 2, **WHOLE[case]})
     seen = {}
     for budget in (1000, 34):
-        config = run_config(loss, max_tokens=budget)
+        config = with_budget(loss, budget)
         learner = make_learner(loss)
         updates = plan_updates(groups, config, step=0)
         metrics = learner.step(updates)
@@ -72,7 +79,7 @@ def test_the_mismatch_of_a_rollout_is_that_of_all_its_rows(
     )  # fmt: skip
     seen = []
     for budget in (1000, 20):
-        config = run_config(loss, max_tokens=budget)
+        config = with_budget(loss, budget)
         updates = plan_updates(groups, config, step=0)
         seen.append((len(updates[0].batches), make_learner(loss).step(updates)))
     (one, want), (many, got) = seen
