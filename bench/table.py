@@ -54,6 +54,19 @@ LINES = (
         "quickstart: widest log-probability gap, sampler to learner", "quickstart", "max_dlogp"
     ),
     Line(
+        "recipe, three seeds: held-out quality after fine-tuning on the flywheel's data, greedy",
+        "recipe", "quality of 3 seeds, tuned", "quality of 3 seeds, prompting", "prompting",
+    ),
+    Line(
+        "the same after two stages of RL on top", "recipe", "quality of 3 seeds, trained",
+        "quality of 3 seeds, prompting", "prompting",
+    ),
+    Line(
+        "the same: answer quality per tool call", "recipe", "efficiency of 3 seeds, trained",
+        "efficiency of 3 seeds, prompting", "prompting",
+    ),
+    Line("recipe: the whole of a seed", "recipe", "wall_s"),
+    Line(
         "loss of 384 positions, all sampled, head frozen", "loss",
         "ours, frozen head, 100.0% sampled", "TRL 1.16 chunked, frozen head, 100.0% sampled",
         "TRL 1.16, chunked",
@@ -116,6 +129,11 @@ LINES = (
         "plain subprocess",
     ),
     Line("sandbox: acquire from the pool", "sandbox", "acquire from the pool"),
+    Line(
+        "sandbox: sessions from four threads (create, three steps, destroy)", "sandbox",
+        "sessions (create, 3 steps, destroy)", "sessions (3 runs): nsjail per call",
+        "nsjail per run", {"threads": 4},
+    ),
     Line(
         "sandbox: one step, 200 sessions live", "sandbox", "step round trip", shape={"live": 200}
     ),
