@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agentgrpo import machine
+from agentgrpo import checkpoint, machine
 from agentgrpo.plan import memory_warnings
 from agentgrpo.read_config import load_config
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
@@ -85,8 +86,12 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path:
     assert "WARNING" not in out
 
 
-def test_a_dry_run_says_what_is_left_of_a_run(dry_run: DryRun, tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
+def test_a_dry_run_says_what_is_left_of_a_run(
+    dry_run: DryRun, tmp_path: Path, tiny_model: Path
+) -> None:
+    saved = tmp_path / "run" / "checkpoints" / "step_000003"
+    shutil.copytree(tiny_model, saved)
+    (saved / checkpoint.STATE).write_text("of a learner")
     _, out, _ = dry_run("steps=4")
     assert f"out_dir    {tmp_path / 'run'}: continues after step 3" in out
     _, out, _ = dry_run("steps=3")

@@ -174,12 +174,13 @@ def test_the_readmes_own_environment_runs(tmp_path: Path, monkeypatch: pytest.Mo
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     section = readme.split("## Your own agent, environment or reward")[1].split("\n## ")[0]
     (source,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    (toml,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    (settings,) = re.findall(r"agentgrpo init MODEL env -o guess.toml (.*)", section)
     assert len(source.splitlines()) <= 30
     (tmp_path / "guess.py").write_text(source)
-    (tmp_path / "guess.toml").write_text(f"model = 'm'\nout_dir = 'o'\n{toml}")
+    made = "model = 'm'\nout_dir = 'o'\ndata.train = 'env'\ndata.heldout = 'env'\n"
+    (tmp_path / "guess.toml").write_text(made)
     monkeypatch.syspath_prepend(tmp_path)
-    c = load_config(tmp_path / "guess.toml")
+    c = load_config(tmp_path / "guess.toml", settings.split())
     env: Any = make_env(c, pool=None)
     agent = make_agent(c, env)
     (first, *_) = env.tasks("train")

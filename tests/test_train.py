@@ -402,7 +402,7 @@ def test_the_parts_are_closed_after_a_bug_too(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nosuch"], "error: config 'nosuch' is neither a file nor one of the shipped configs"),
+        (["nosuch"], "error: config 'nosuch' is neither a file nor the name of a shipped config"),
         (
             ["quickstart", "lerner.max_tokens=9"],
             "error: unknown config key lerner; did you mean learner?",
