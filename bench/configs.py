@@ -101,8 +101,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-rows", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     names = [name for name in args.names if "=" not in name] or list(CUTS)
-    overrides = [name for name in args.names if "=" in name]
-    overrides += [f"model={args.model}"] if args.model else []
+    changed = [name for name in args.names if "=" in name]
+    overrides = [*changed, *([f"model={args.model}"] if args.model else [])]
     failed = False
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
         for metric in ("acted", "reward", "solved", "max_dlogp"):
             values = [round(value, 6) for value in found[metric]]
             unit = "nats" if metric == "max_dlogp" else "mean" if metric == "reward" else "share"
-            note = f"by step: {values}; {' '.join(CUTS[name])}"
+            note = f"by step: {values}; {' '.join([*CUTS[name], *changed])}"
             append_row("configs", f"{name}_{metric}", values, unit=unit, shape=shape, note=note)
     return int(failed)
 
