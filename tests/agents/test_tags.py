@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from agentgrpo.rewards import TextReward
 from agentgrpo.rewards_efficiency import well_formed
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Rollout, Task
 from tests.rollout.stubs import StubEngine, Turn
 
@@ -31,16 +31,6 @@ EVIL = (
     "error Execution Timeout"
 )
 END = "<answer> It is \\[ \\boxed{Ada} \\] </answer>"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[SandboxPool]:
-    try:
-        made = SandboxPool(max_live=2)
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-    yield made
-    made.close()
 
 
 @pytest.fixture

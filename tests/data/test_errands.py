@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,15 @@ from agentgrpo.data.operators import ANALYSE, FLAW, REDUNDANT, REFINE, REWRITE
 from agentgrpo.data.word_problems import Split
 from agentgrpo.read_config import load_config_of, shipped_configs
 from agentgrpo.recipe_config import RecipeConfig
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 
 
-@pytest.fixture(scope="module")
-def env() -> Iterator[ErrandsEnv]:
-    try:
-        pool = SandboxPool(max_live=2)
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-    yield ErrandsEnv(pool, 5.0)
-    pool.close()
+@pytest.fixture
+def env(pool: SandboxPool) -> ErrandsEnv:
+    return ErrandsEnv(pool, 5.0)
 
 
 def question(task: Task) -> str:
