@@ -57,13 +57,31 @@ def send_order(
         raise InvalidArgumentException(
             f"command and environment are {len(text)} bytes, at most {MAX_ORDER} can be passed"
         )
-    control = socket.socket(fileno=os.dup(session.status))
-    with control:
+    _send(session, ORDER.pack(len(argv), len(env)) + text, fds)
+
+
+def _send(session: Channels, order: bytes, fds: Sequence[int]) -> None:
+    with socket.socket(fileno=os.dup(session.status)) as control:
         control.settimeout(1.0)
         try:
-            socket.send_fds(control, [ORDER.pack(len(argv), len(env)) + text], list(fds))
+            socket.send_fds(control, [order], list(fds))
         except OSError as error:
             raise SandboxNotFoundException(f"the session is over: {error}") from error
+
+
+def signal_all(session: Channels, number: int) -> None:
+    """Have a session's init send a signal to every other process of it, at once; wait until it did.
+
+    Raises:
+        SandboxNotFoundException: the session is over.
+        SetupFailed: it has no processes, or no namespace that says which are its own.
+        SandboxInfraError: it ended meanwhile.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            _send(session, ORDER.pack(0, number), [theirs.fileno()])
+        await_ready(ours, 0)
 
 
 def await_program(status: socket.socket) -> int:

@@ -1,21 +1,27 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
+import contextlib
 import os
 import select
 import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Self
 
 from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import Group
-from agentgrpo.sandbox.channels import Channels, pid_of
-from agentgrpo.sandbox.errors import NotSupportedException, SandboxNotFoundException
+from agentgrpo.sandbox.channels import Channels, SetupFailed, pid_of
+from agentgrpo.sandbox.errors import (
+    NotSupportedException,
+    SandboxInfraError,
+    SandboxNotFoundException,
+)
 from agentgrpo.sandbox.history import Recorded, ReplayDiverged, digest
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.program import signal_all
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.template import check_environment
 
@@ -431,6 +437,24 @@ class Session:
             if self._channels is not None:
                 self._over_memory_kib = kib
                 self._channels.signal()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For the watchdog: none of the session's processes runs or forks meanwhile.
+
+        Of no effect on a session that is over, or that has no process namespace.
+        """
+        with self._closing:
+            if self._channels is None or self.degraded:
+                yield
+                return
+            with contextlib.suppress(SandboxNotFoundException, SandboxInfraError, SetupFailed):
+                signal_all(self._channels, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(SandboxNotFoundException, SandboxInfraError, SetupFailed):
+                    signal_all(self._channels, signal.SIGCONT)
 
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""

@@ -2,7 +2,9 @@
 
 The address space limit holds for each process; ten of them may use ten times as much. A thread adds
 up what the processes of each session use and kills a session that is over its limit. It looks every
-50 ms, less often when looking at all of them takes long.
+50 ms, less often when looking at all of them takes long. Where processes end while it looks, it
+stops all of the session for another look: memory that is handed from process to process faster than
+they can be looked at would else never be seen whole.
 """
 
 import os
@@ -17,26 +19,38 @@ from agentgrpo.sandbox.session import Session
 INTERVAL_S = 0.05
 SHARE = 0.1
 """Of the time, at most this much is spent looking."""
+ENDING_MS = 20
+"""Waited at most for processes that were ending when all others were stopped."""
 PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
 UNIX_KIB = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text()) >> 10
 """What a unix socket can hold at most: how much it does, the kernel does not tell."""
 
 
-def private_kib(pid: int) -> int:
-    """Memory of a process that no file backs, pages shared with its parent counted in full."""
+def private_kib(pid: int) -> int | None:
+    """Memory of a process that no file backs, pages shared with its parent counted in full.
+
+    None if it has ended. A process outlives its main thread, of which the kernel then says 0: any
+    other thread says it.
+    """
     try:
-        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        for thread in (pid, *map(int, os.listdir(f"/proc/{pid}/task"))):
+            resident, shared = Path(f"/proc/{pid}/task/{thread}/statm").read_text().split()[1:3]
+            if resident != "0":
+                return (int(resident) - int(shared)) * PAGE_KIB
     except OSError:
-        return 0
-    return (int(resident) - int(shared)) * PAGE_KIB
+        return None
+    return 0
 
 
-def proportional_kib(pid: int) -> int:
-    """Memory of a process, each page divided by the number of processes that share it."""
+def proportional_kib(pid: int) -> int | None:
+    """Memory of a process, each page divided by the number of processes that share it.
+
+    None if it has ended; private_kib() if its main thread has.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
-        return 0
+        return private_kib(pid)
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
 
 
@@ -61,16 +75,23 @@ def socket_kib(pid: int) -> int:
     return total >> 10
 
 
-def used_kib(init: int, enough_kib: int) -> int:
+def used_kib(init: int, enough_kib: int) -> int | None:
     """What a session uses; not exact while it is below enough_kib, where exactness costs too much.
 
     Forks share pages: their sum is an upper bound, which is cheap; only if that is too much is
-    every page counted once.
+    every page counted once. None if a process ended meanwhile: its memory may be its child's now,
+    and that child started too late to be counted.
     """
     pids = process_tree(init)
     sockets = socket_kib(init)
-    bound = sockets + sum(map(private_kib, pids))
-    return bound if bound <= enough_kib else sockets + sum(map(proportional_kib, pids))
+    for measure in (private_kib, proportional_kib):
+        each = [measure(pid) for pid in pids]
+        if None in each:
+            return None
+        used = sockets + sum(filter(None, each))
+        if used <= enough_kib:
+            break
+    return used
 
 
 class MemoryWatchdog:
@@ -93,9 +114,21 @@ class MemoryWatchdog:
             started = time.thread_time()
             for session in self._sessions():
                 used = used_kib(session.init_pid, self._limit_kib)
-                if used > self._limit_kib:
+                if used is None:
+                    used = self._used_at_rest(session)
+                if used is not None and used > self._limit_kib:
                     session.end_for_memory(used)
             pause = max(INTERVAL_S, (time.thread_time() - started) / SHARE)
+
+    def _used_at_rest(self, session: Session) -> int | None:
+        """used_kib() with nothing running; what was ending already gets some time for it."""
+        with session.held():
+            for _ in range(ENDING_MS):
+                used = used_kib(session.init_pid, self._limit_kib)
+                if used is not None:
+                    return used
+                time.sleep(0.001)
+        return None
 
     def close(self) -> None:
         """Stop watching."""
