@@ -59,7 +59,7 @@ num_heldout = 4
 [reward]
 sigma_tool = 0.2
 [learner]
-learning_rate = 1e-3
+learning_rate = 1e-5
 [endpoints.critic]
 kind = "script"
 function = "recipe_scripts:critic"
@@ -75,6 +75,7 @@ concurrency = 4
 step_hints = ["<code>"]
 trajectory_hints = ["<code>"]
 [sft]
+learning_rate = 1e-5
 epochs = 1
 batch_size = 4
 [curriculum]
@@ -95,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except SandboxUnavailable as reason:
         pytest.skip(f"this machine cannot isolate: {reason}")
     made = tmp_path_factory.mktemp("recipe")
-    tiny.make_agent_dir(made / "agent", steps=150)
+    tiny.make_agent_dir(made / "agent", steps=300)  # right about every second time
     for name, count, seed in (("train", 40, 0), ("heldout", 4, 1)):
         rows = tiny.sums(count, seed=seed)
         (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
