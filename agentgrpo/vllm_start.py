@@ -29,6 +29,7 @@ from vllm import LLM
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
+from agentgrpo.memory import out_of_memory
 
 pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 """vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""
@@ -46,6 +47,7 @@ def start(
     Raises:
         EngineStartError: vLLM refused.
         ValueError: it has no adapters of that rank.
+        RuntimeError, MemoryError: as memory.out_of_memory() knows them.
     """
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -57,6 +59,8 @@ def start(
         ):
             llm = LLM(str(model), seed=seed, **settings)
     except Exception as error:  # vLLM, the model's code and what both import: of any kind
+        if out_of_memory(error):
+            raise
         raise EngineStartError(_explain_start(error, model, config)) from error
     finally:
         torch.set_num_threads = set_num_threads
