@@ -26,12 +26,15 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
         return
     asked = False
     words: SimpleQueue[str] = SimpleQueue()
-    teller = threading.Thread(target=lambda: (line := words.get()) and say(line), daemon=True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+    def tell() -> None:
+        if line := words.get():
+            say(line)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked
@@ -41,6 +44,7 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
             "stopping after this step, then saving. Ctrl-C again stops at once, without saving"
         )
 
+    teller = threading.Thread(target=tell, daemon=True)
     teller.start()
     for number in SIGNALS:
         signal.signal(number, on_signal)

@@ -55,6 +55,10 @@ NOT_HERE = {
 }
 ELSEWHERE = {
     "make test": (".ci/run", "make test"),
+    "agentgrpo train CONFIG": (
+        "tests/end_to_end/test_run.py",
+        '"-m", "agentgrpo.train", str(config)',
+    ),
     "agentgrpo sandbox selftest": (
         "tests/sandbox/test_nobody.py",
         '"agentgrpo.sandbox", "selftest"',
@@ -86,7 +90,7 @@ SAYS = {
 """What tells that a command did what the page promises, besides its exit status."""
 FIRST_STEP = r"step 1/\d+ (?s:.*)saved (?s:.*)The same command continues from the last checkpoint"
 
-CONFIG = """
+RECIPE = """
 model = "MODEL"
 out_dir = "runs/sums"
 [data]
@@ -131,10 +135,10 @@ def make_standin(folder: Path) -> None:
     }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
-    with torch.no_grad():  # one number of the hidden state decides: a token in four ends the turn
+    with torch.no_grad():  # one number of the hidden state decides, nearly always for the end
         model.model.norm.weight.copy_(torch.eye(64)[0])
         model.model.embed_tokens.weight[:, 0] = 1.0
-        model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 2.2
+        model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0
     model.save_pretrained(folder)
     write_tokenizer(told, folder)
     marker = {"source": source.name, "sha256": _sha256(source)}
@@ -211,14 +215,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     (folder / ".venv").symlink_to(sys.prefix)
     for page in PAGES:
         for code in blocks(page, "python"):
-            if name := re.match(r".*# (\w+\.py)\n", code):
-                (folder / name[1]).write_text(code)
+            if file := re.match(r".*# (\w+\.py)\n", code):
+                (folder / file[1]).write_text(code)
     for name in ("MODEL", "CHECKPOINT"):
         (folder / name).symlink_to(model)
     rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
     (folder / "sums.jsonl").write_text(rows)
-    for name in ("CONFIG", "recipe.toml"):
-        (folder / name).write_text(CONFIG)
+    (folder / "recipe.toml").write_text(RECIPE)
     (folder / "requirements.txt").write_text(f"{make_numpy(folder)}\n")
     (folder / "tools.py").write_text("def double(x):\n    return 2 * x\n")
     return Reader(folder)
@@ -228,7 +231,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 def quickstart(reader: Reader) -> str:
     """What `make quickstart` trains with, on small steps; runs/quickstart is there then."""
     small = "rollout.tasks_per_step=1 rollout.group_size=2 rollout.refill_below=0"
-    said = reader.types(f"python -m agentgrpo.train quickstart {small}")
+    said = reader.types(f"python -m agentgrpo.train quickstart {small} data.num_heldout=4")
     (reader.folder / "RUN").symlink_to("runs/quickstart")
     return said
 
@@ -266,6 +269,7 @@ def shape_of(line: str) -> str:
     line = re.sub(r"\d+([m/])\d+", r"#\1#", line.strip())
     line = re.sub(r"(?:~|\.venv|runs)?(?:/[\w.~-]+)+", "PATH", line)
     line = re.sub(r"(?<![A-Za-z\d])\d+(?:,\d{3})*(?:\.[\d.]+)?(?:e-\d+)?", "N", line)
+    line = re.sub(r"look at it: \S+", "look at it: agentgrpo", line)  # or where it is called from
     line = re.sub(r"rung .*, python", "rung R, memory_limit M, python", line)
     return line.removesuffix(":")
 
