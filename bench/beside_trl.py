@@ -117,6 +117,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from agentgrpo.policy import freeze_all_but
     from agentgrpo.rollout.sampler import Sampler
     from agentgrpo.scoring import score_all
+    from agentgrpo.vllm_start import plain_cpu_weights
 
     stage = set_stage(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size
@@ -149,15 +150,18 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
             use_vllm=True, vllm_mode="colocate", vllm_max_model_length=config.engine.max_model_len,
             report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
         )  # fmt: skip
-        trainer = GRPOTrainer(
-            model=model,
-            processing_class=stage.chat.tokenizer,
-            reward_funcs=lambda earned, **_: earned,
-            args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}] * 99),
-            rollout_func=rollout_func,
-            callbacks=[_clock(seen["seconds"])],
-        )
+        with plain_cpu_weights():  # else vLLM packs them away on CPU, and TRL cannot sync
+            trainer = GRPOTrainer(
+                model=model,
+                processing_class=stage.chat.tokenizer,
+                reward_funcs=lambda earned, **_: earned,
+                args=arguments,
+                train_dataset=Dataset.from_list(
+                    [{"prompt": [{"role": "user", "content": "x"}]}] * 99
+                ),
+                rollout_func=rollout_func,
+                callbacks=[_clock(seen["seconds"])],
+            )
         trainer.train()
     stage.pool.close()
     return seen
