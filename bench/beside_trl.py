@@ -51,8 +51,9 @@ class WholeBatch:
     ) -> None:  # fmt: skip
         from vllm import SamplingParams
 
+        # without its seed: on CPU vLLM fails if one is given and a prompt is read in parts
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=list(stop),
+            max_tokens=max_tokens, temperature=temperature, stop=list(stop),
             stop_token_ids=list(stop_token_ids), include_stop_str_in_output=True, logprobs=0,
         )  # fmt: skip
         self._waiting.append((request_id, prompt_ids, params))
