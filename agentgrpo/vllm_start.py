@@ -53,7 +53,7 @@ def start(
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with (
-            _plain_cpu_weights(),
+            plain_cpu_weights(),
             _weights_stay_awake(config.weights != "copy"),
             _shared_memory_of_this_run(),
         ):
@@ -123,7 +123,7 @@ def use_plain_weight(layer: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _plain_cpu_weights() -> Any:
+def plain_cpu_weights() -> Any:
     """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -1,7 +1,7 @@
 """What a session was asked and what it showed, so that another can be brought to the same state."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentgrpo.sandbox.errors import SandboxException
 from agentgrpo.sandbox.result import Status, StepResult
@@ -13,8 +13,7 @@ class ReplayDiverged(SandboxException):
     """A session's steps cannot be repeated, or showed something else the second time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """One step: what was sent, and a hash of what it showed."""
 
     fields: tuple[bytes, ...]
@@ -37,6 +36,8 @@ def digest(result: StepResult) -> int:
     error = result.error
     name, value = (error.name, error.value) if error is not None else (None, None)
     told = (result.stdout, result.stderr, result.value, name, value)
-    if any(text and "0x" in text for text in told):
-        told = tuple(text and _ADDRESS.sub("0x", text) for text in told)  # type: ignore[assignment]
-    return hash((result.status, result.state_lost, result.more, told))
+    for text in told:
+        if text and "0x" in text:
+            told = tuple(text and _ADDRESS.sub("0x", text) for text in told)  # type: ignore[assignment]
+            break
+    return hash((str(result.status), result.state_lost, result.more, told))
