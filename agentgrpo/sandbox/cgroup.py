@@ -113,7 +113,7 @@ def memory_bounds() -> Iterator[tuple[int, int]]:
             if limit != "max":
                 stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
                 pages = sum(int(stat[name]) for name in layout.file_pages)
-                yield int(limit), max(0, int((group / layout.memory_used).read_text()) - pages)
+                yield int(limit), int((group / layout.memory_used).read_text()) - pages
 
 
 class Group:
