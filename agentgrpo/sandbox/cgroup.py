@@ -108,11 +108,11 @@ def memory_bounds() -> Iterator[tuple[int, int]]:
     mounted = _mounted()
     layout, own = (V1, mounted["memory"]) if "memory" in mounted else (V2, mounted.get(""))
     for group in () if own is None else (own, *own.parents):
-        with contextlib.suppress(FileNotFoundError):  # above the mount, or v2's root
+        with contextlib.suppress(OSError):  # above the mount, or v2's root, or not ours to read
             limit = (group / layout.memory_limit).read_text().strip()
             if limit != "max":
                 stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-                pages = sum(int(stat[name]) for name in layout.file_pages)
+                pages = sum(int(stat.get(name, 0)) for name in layout.file_pages)
                 yield int(limit), int((group / layout.memory_used).read_text()) - pages
 
 
