@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from agentgrpo.sandbox import Limits, SandboxPool, Session, StepLoop, Template
+from agentgrpo.sandbox import Limits, SandboxPool, Session, Status, StepLoop, Template
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.jail import find_nsjail
@@ -204,12 +204,17 @@ def bench_live(count: int) -> None:
 
 def bench_loop(count: int, seconds: float = 3.0) -> None:
     """Steps of many live sessions, all kept busy by one host thread."""
-    with SandboxPool(min_idle=0, max_live=count) as pool, live(pool, count) as sessions:
+    limits = Limits(steps=1_000_000)
+    with (
+        SandboxPool(limits=limits, min_idle=0, max_live=count) as pool,
+        live(pool, count) as sessions,
+    ):
         loop = StepLoop()
         owner = {loop.submit(session, "x += 1"): session for session in sessions}
         done, stop = 0, time.monotonic() + seconds
         while time.monotonic() < stop:
-            for tag, _ in loop.wait():
+            for tag, result in loop.wait():
+                assert result.status is Status.OK, result
                 session = owner.pop(tag)
                 owner[loop.submit(session, "x += 1")] = session
                 done += 1
