@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentgrpo import _C
+
 OWNER = "agentgrpo-sandbox"
 TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 HOST_LEAF = "agentgrpo-host"
@@ -112,14 +114,14 @@ class Group:
         paths = dict.fromkeys(self._directories.values())
         return [os.open(path / self._layout.attach, flags) for path in paths]
 
-    def oom_kills(self) -> int:
-        """Processes that the memory limit has killed since the group was made."""
-        _, found, after = os.pread(self._events, 4096, 0).partition(b"\noom_kill ")
-        return int(after.partition(b"\n")[0]) if found else 0
+    def counts(self) -> tuple[int, int]:
+        """Processes that the memory limit has killed since the group was made, and processes and
+        threads in it now, those included that nobody has waited for.
 
-    def processes(self) -> int:
-        """Processes and threads in the group now, those included that nobody has waited for."""
-        return int(os.pread(self._count, 64, 0))
+        Raises:
+            OSError: they cannot be read.
+        """
+        return _C.sandbox_group_counts(self._events, self._count)
 
     def peak_kib(self) -> int | None:
         """The largest amount of memory charged, None where the kernel does not tell."""
@@ -228,7 +230,7 @@ class Cgroups:
         """A group without processes, for one session. Give it back when the session is killed."""
         with self._lock:
             for i, group in enumerate(self._used[:4]):  # the oldest first; a kill takes a moment
-                if group.processes() == 0:
+                if group.counts()[1] == 0:
                     del self._used[i]
                     group.reset()
                     return group

@@ -1,7 +1,7 @@
 """What a session was asked and what it showed, so that another can be brought to the same state."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentgrpo.sandbox.errors import SandboxException
 from agentgrpo.sandbox.result import Status, StepResult
@@ -13,8 +13,7 @@ class ReplayDiverged(SandboxException):
     """A session's steps cannot be repeated, or showed something else the second time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """One step: what was sent, and a hash of what it showed."""
 
     fields: tuple[bytes, ...]

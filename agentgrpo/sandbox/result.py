@@ -41,9 +41,12 @@ class StepError:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepResult:
-    """Everything one step showed, and what it cost."""
+    """Everything one step showed, and what it cost.
+
+    Not to be changed, but not frozen: that would take four times as long to make.
+    """
 
     status: Status
     stdout: str = ""

@@ -25,6 +25,7 @@ from agentgrpo.sandbox.program import signal_all
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.template import check_environment
 
+_U32, _HEAD = struct.Struct("<I"), struct.Struct("<II")
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
 CLOSED = "the session was closed"
@@ -63,21 +64,23 @@ class MalformedAnswer(Exception):
 
 def encode_request(number: int, fields: list[bytes]) -> bytes:
     """``length, id, count, (length, bytes)*``, little endian."""
-    body = struct.pack("<II", number, len(fields))
-    body += b"".join(struct.pack("<I", len(field)) + field for field in fields)
-    return struct.pack("<I", len(body)) + body
+    parts = [b"", _HEAD.pack(number, len(fields))]
+    for field in fields:
+        parts += (_U32.pack(len(field)), field)
+    parts[0] = _U32.pack(sum(map(len, parts)))
+    return b"".join(parts)
 
 
 def decode_answer(body: bytes) -> list[bytes]:
     """The fields of an answer whose length and id have been checked already."""
-    (count,) = struct.unpack_from("<I", body, 4)
+    (count,) = _U32.unpack_from(body, 4)
     fields, at = [], 8
     if not 1 <= count <= 64:
         raise MalformedAnswer(f"{count} fields")
     for _ in range(count):
         if at + 4 > len(body):
             raise MalformedAnswer("truncated")
-        (size,) = struct.unpack_from("<I", body, at)
+        (size,) = _U32.unpack_from(body, at)
         if at + 4 + size > len(body):
             raise MalformedAnswer("truncated")
         fields.append(body[at + 4 : at + 4 + size])
@@ -129,7 +132,7 @@ class Session:
         """What ran since it was handed out, for replay()."""
         self._channels: Channels | None = channels
         self._group = group
-        self._oom_before = group.oom_kills() if group is not None else 0
+        self._oom_before = group.counts()[0] if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
         self._steps = 0
@@ -348,11 +351,11 @@ class Session:
         """What the control group says of the step: processes killed for memory, or left behind."""
         if self._group is None:
             return
-        killed = self._group.oom_kills()
+        killed, processes = self._group.counts()
         facts["oom_kills"], self._oom_before = killed - self._oom_before, killed
         if facts["oom_kills"]:
             facts["max_memory_kib"] = self._group.peak_kib()
-        facts["processes_left"] = max(0, self._group.processes() - 2)
+        facts["processes_left"] = max(0, processes - 2)
 
     def _cpu_seconds(self) -> float:
         try:  # the clock of another process, see clock_getcpuclockid(3)

@@ -1,9 +1,12 @@
 """Templates: built once, found by name, rebuilt when what they are made of changes."""
 
+import ctypes
+import mmap
 from pathlib import Path
 
 import pytest
 
+from agentgrpo import _C
 from agentgrpo.sandbox import (
     Limits,
     NotFoundException,
@@ -130,3 +133,23 @@ def test_limits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().err
     with pytest.raises(NotFoundException):
         find_template("other")
+
+
+def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
+    """A fork copies one entry for each, in place of 512."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "bulky.py").write_text("kept = [bytes(1000) for _ in range(40_000)]")
+    bulk = mmap.mmap(-1, 6 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    bulk.write(bytes(6 << 20))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(bulk))
+    if _C.sandbox_collapse(start, start + len(bulk)) == 0:
+        pytest.skip("this kernel makes no huge pages on demand (MADV_COLLAPSE, Linux 6.1)")
+    template = Template(site_dirs=(str(site),), preload=("bulky",))
+    with SandboxPool(template=template, zygotes=1, min_idle=0) as pool, pool.acquire() as session:
+        stat = Path(f"/proc/{session.init_pid}/stat").read_text()
+        zygote = stat.rpartition(")")[2].split()[1]
+        rollup = Path(f"/proc/{zygote}/smaps_rollup").read_text()
+        huge = next(line for line in rollup.splitlines() if line.startswith("AnonHugePages:"))
+        assert int(huge.split()[1]) >= 20 << 10
+        assert session.step("import bulky; len(bulky.kept)").value == "40000"

@@ -63,23 +63,20 @@ def reseed() -> None:
         torch.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
-def read_exactly(count: int) -> bytes:
-    """The next count bytes of the request pipe; the process ends when the host has closed it."""
-    data = b""
-    while len(data) < count:
-        more = read(REQUEST_FD, count - len(data))
+def receive() -> tuple[int, list[bytes]]:
+    """The next request: its number and its fields. The host sends one after the other's answer, so
+    what there is to read is of one. The process ends when the host has closed the pipe.
+    """
+    body, length = b"", 12
+    while len(body) < length:
+        more = read(REQUEST_FD, 1 << 16)
         if not more:
             _exit(0)
-        data += more
-    return data
-
-
-def receive() -> tuple[int, list[bytes]]:
-    """The next request: its number and its fields."""
-    (length,) = unpack_u32(read_exactly(4))
-    body = read_exactly(length)
-    number, count = unpack_head(body)
-    fields, at = [], 8
+        body += more
+        if len(body) >= 4:
+            length = 4 + unpack_u32(body)[0]
+    number, count = unpack_head(body, 4)
+    fields, at = [], 12
     for _ in range(count):
         (size,) = unpack_u32(body, at)
         fields.append(body[at + 4 : at + 4 + size])
@@ -270,10 +267,21 @@ def rehearse() -> None:
     """Run a few cells of ours, in the zygote: what Python does only the first times (specialize
     byte code, fill caches) is then done once, and not in pages that every session has to copy.
     """
+    global REQUEST_FD, RESPONSE_FD
+    theirs = REQUEST_FD, RESPONSE_FD
+    (REQUEST_FD, ask), (answer, RESPONSE_FD) = os.pipe(), os.pipe()
     trial = Interpreter(1 << 10, 1 << 10)
     for _ in range(20):
+        reseed()
         for cell in (b"x = 1 + 1\nprint(x, end='')", b"x", b"1 / 0"):
-            trial.serve([b"run", cell])
+            body = HEAD.pack(7, 2) + U32.pack(3) + b"run" + U32.pack(len(cell)) + cell
+            write(ask, U32.pack(len(body)) + body)
+            number, fields = receive()
+            send(number, trial.serve(fields))
+            read(answer, 1 << 16)
+    for fd in (REQUEST_FD, RESPONSE_FD, ask, answer):
+        os.close(fd)
+    REQUEST_FD, RESPONSE_FD = theirs
     line_cache.clear()
 
 

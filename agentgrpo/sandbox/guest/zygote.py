@@ -161,6 +161,16 @@ def prepare(settings: dict[str, Any]) -> None:
     gc.freeze()
 
 
+def collapse(extension: Any) -> None:
+    """Back private memory by huge pages, where the kernel can: every session's two forks copy one
+    entry in place of 512.
+    """
+    with open("/proc/self/maps") as maps:
+        for span, access, _, _, inode, *name in map(str.split, maps.readlines()):
+            if (access, inode) == ("rw-p", "0") and name in ([], ["[heap]"]):
+                extension.sandbox_collapse(*(int(bound, 16) for bound in span.split("-")))
+
+
 def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None:
     """Answer spawn requests; returns only in a new session's interpreter."""
     host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
@@ -186,6 +196,7 @@ def main() -> None:
         sizes = settings["value_bytes"], settings["traceback_bytes"]
         interpreter = loop["prepare"](settings["python_env"], *sizes)
         prepare(settings)
+        collapse(extension)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)

@@ -317,9 +317,9 @@ def sparse_file(s: Session) -> None:
 
 @on_session
 def fork_bomb(s: Session) -> None:
-    """A fork bomb meets the process limit; the session or the interrupt ends it."""
+    """A fork bomb meets the limit of processes or memory; at the latest its deadline ends it."""
     code = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
-    expect(s.step(code, 0.5), TIMEOUT, KILLED)
+    expect(s.step(code, 0.5), TIMEOUT, KILLED, Status.OOM)
 
 
 @on_session
