@@ -106,6 +106,7 @@ def test_the_verifiers_environment_pays_what_the_policy_answers() -> None:
     said = {"role": "assistant", "content": "That is 386."}
     assert right([asked, told, said], "386") == right([said], "386") == 1.0
     assert right([asked, told], "386") == 0.0, "what the tool says is no answer"
+    assert right([], "386") == 0.0, "a first turn that its budget cut"
     assert right([asked, told, said], "38") == right([asked], "386") == 0.0
     assert called([asked, told, said]) == 1.0
     assert called([said]) == 0.0

@@ -16,9 +16,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 def right(completion: Messages, answer: str) -> float:
     """Whether the last message is the policy's and its last number the right one."""
-    last = completion[-1]
-    said = last_number(last["content"] or "") if last["role"] == "assistant" else None
-    return float(said is not None and said == int(answer))
+    if not completion or completion[-1]["role"] != "assistant":
+        return 0.0
+    return float(last_number(completion[-1]["content"] or "") == int(answer))
 
 
 def called(completion: Messages) -> float:
