@@ -30,19 +30,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("rollout.tasks_per_step=6", "data.num_heldout=4", "learner.decay=constant")
 CUTS: Mapping[str, Sequence[str]] = {
     "code_format": (*SMALL, "steps=8"),
-    "console": (*SMALL, "steps=6"),
+    "console": (*SMALL, "steps=5"),
     "frozen_lake": (*SMALL, "steps=6"),
     "inline": (*SMALL, "steps=6"),
     "quickstart": (*SMALL, "steps=6"),
     "reasoning_gym": (*SMALL, "steps=6"),
     "tools": (*SMALL, "steps=6"),
-    "search": (*SMALL, "steps=5", "rollout.tasks_per_step=4"),
+    "search": (*SMALL, "steps=5"),
     "unit_tests": (*SMALL, "steps=6"),
-    "mcp": (*SMALL, "steps=5", "rollout.tasks_per_step=4"),
-    "verifiers": (*SMALL, "steps=5", "rollout.tasks_per_step=4"),
-    "tau2_retail": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
-    "tau2_telecom": (*SMALL, "steps=3", "rollout.tasks_per_step=3", "data.num_heldout=2"),
-    "tau_bench": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
+    "mcp": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
+    "verifiers": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
+    "tau2_retail": (*SMALL, "steps=3", "rollout.tasks_per_step=3", "data.num_heldout=1"),
+    "tau2_telecom": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
+    "tau_bench": (*SMALL, "steps=4", "rollout.tasks_per_step=3", "data.num_heldout=1"),
 }
 MOVES: Mapping[str, Sequence[str]] = dict.fromkeys(CUTS, ("reward",)) | {
     "code_format": ("acted", "reward"),
