@@ -83,18 +83,23 @@ def test_the_search_finds_every_answer_by_the_name_in_the_question(tmp_path: Pat
         assert row["answer"] in env.reset(task()).step(call).text, row
 
 
-def test_the_server_answers(tmp_path: Path) -> None:
+def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("mcp", reason="mcp is in requirements-cpu.txt")
     from agentgrpo.envs.mcp import McpEnv
 
     examples.write(tmp_path)
     env = McpEnv(sys.executable, [str(tmp_path / "server.py")])
-    action = CallTools((ToolCall("calculate", {"expression": "12*31+14"}),))
+    calls = [ToolCall("calculate", {"expression": text}) for text in ("12*31+14", "12*")]
     with EpisodeRunner(1) as runner:
         episode = env.reset(task())
-        observation = runner.step(episode, action).result()
+        observation = runner.step(episode, CallTools(tuple(calls))).result()
         runner.close(episode).result()
-    assert observation.outputs == ("386",)
+    right, wrong = observation.outputs
+    assert right == "386"
+    assert wrong == "Error executing tool calculate"
+    assert capfd.readouterr().err == ""
 
 
 def test_the_verifiers_environment_pays_what_the_policy_answers() -> None:

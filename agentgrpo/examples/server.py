@@ -4,7 +4,8 @@ from mcp.server.mcpserver import MCPServer
 
 from agentgrpo.envs.calculator import calculate
 
-server = MCPServer("calculator")
+# a tool's exception is the policy's answer: no traceback of it on the terminal
+server = MCPServer("calculator", log_level="CRITICAL")
 server.tool()(calculate)
 
 if __name__ == "__main__":
