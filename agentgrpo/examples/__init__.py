@@ -24,6 +24,7 @@ def files() -> dict[str, str]:
     questions = (
         {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}
         for task in almanac.lookups("train")
+        if task.id.endswith("/person")  # SmolLM2-135M does not tell which fact is asked for
     )
     here = Path(__file__).parent
     return {
