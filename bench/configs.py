@@ -36,11 +36,11 @@ CUTS: Mapping[str, Sequence[str]] = {
     "quickstart": (*SMALL, "steps=6"),
     "reasoning_gym": (*SMALL, "steps=6"),
     "tools": (*SMALL, "steps=6"),
-    "search": (*SMALL, "steps=5", "rollout.tasks_per_step=4"),
+    "search": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
     "unit_tests": (*SMALL, "steps=6"),
     "mcp": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
     "verifiers": (*SMALL, "steps=6", "rollout.tasks_per_step=4"),
-    "tau2_retail": (*SMALL, "steps=2", "rollout.tasks_per_step=3", "data.num_heldout=1"),
+    "tau2_retail": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
     "tau2_telecom": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
     "tau_bench": (*SMALL, "steps=3", "rollout.tasks_per_step=3", "data.num_heldout=1"),
 }
