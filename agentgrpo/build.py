@@ -31,7 +31,7 @@ from agentgrpo.models import (
     resolve_model,
     saved_adapter,
 )
-from agentgrpo.plan import memory_warnings, plan
+from agentgrpo.plan import memory_warnings, plan, require_room_to_sample
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
@@ -169,6 +169,7 @@ def planned(config: TrainConfig) -> str:
     _whole_checkpoint(config)
     stage = set_stage(config)
     with contextlib.closing(stage.pool):
+        require_room_to_sample(config, stage.model)
         train = stage.training_tasks(config).next(NUM_LOOKED_AT)
         prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
         return "the plan, nothing was trained:\n" + plan(config, stage, prompts)
@@ -310,6 +311,7 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     Raises:
         As build().
     """
+    require_room_to_sample(config, stage.model)
     stage.progress.say(f"engine: starting vLLM on {stage.model}")
     served = config.learner.lora.serve == "adapter"
     if stage.adapter is not None and served:

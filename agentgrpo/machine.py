@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from agentgrpo.sandbox.cgroup import memory_bounds
 from agentgrpo.sandbox.doctor import Check
 
 CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart` does)"
@@ -59,10 +61,25 @@ def cpu_count() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """The machine's memory: all of it, and what is available now."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
-    return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    """Memory that this process may use: all of it, and what is available now.
+
+    The machine's, or what the tightest bound leaves of it: a control group (a container's, a
+    batch system's), or a limit of the address space (`ulimit -v`).
+    """
+    machine = _kib("/proc/meminfo")
+    bounds = [(machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024)]
+    bounds += [(limit, limit - used) for limit, used in memory_bounds()]
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        bounds.append((addresses, addresses - _kib("/proc/self/status")["VmSize"] * 1024))
+    totals, free = zip(*bounds, strict=True)
+    return min(totals), max(0, min(free))
+
+
+def _kib(path: str) -> dict[str, int]:
+    """The numbers of a file of /proc that it gives in KiB."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}
 
 
 def package_checks(

@@ -93,19 +93,52 @@ def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, 
     named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield "device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}"
-    shapes = shapes_in(Path(model)) or shapes_named(model)
-    if not shapes:
+    held = _held(config, model)
+    if held is None:
         yield "model", f"{model}: its size is not known before it is loaded"
         return
-    held = footprint(config, shapes, cuda=device == "cuda", ranks=parallel.world_size())
     changed = "of an adapter" if config.learner.lora.rank else "of them"
     yield (
         "model",
         f"{Path(model).name}: {held.parameters:,} parameters, {held.trained:,} {changed} trained",
     )
     yield "memory", held.listed()
-    yield from (("WARNING", text) for text in _short_of_memory(held, free=free, card=card))
+    yield from (("WARNING", text) for text in _short_of_memory(held))
     yield from _disk(config, held)
+
+
+def _held(config: TrainConfig, model: str) -> Footprint | None:
+    """What a run will hold here; None where that is not known before the model is loaded."""
+    shapes = shapes_in(Path(model)) or shapes_named(model)
+    if not any("embed_tokens" in name for name in shapes):
+        return None
+    cuda = machine.has_nvidia_gpu()
+    return footprint(config, shapes, cuda=cuda, ranks=parallel.world_size())
+
+
+def require_room_to_sample(config: TrainConfig, model: str) -> None:
+    """Refuse what vLLM has no room for: it would say so in its own words, after loading the model,
+    or be ended by Linux, since a control group's limit is met only where memory is written to.
+
+    Raises:
+        ValueError: weights and KV cache exceed what is free, or the card; names what to lower.
+    """
+    held = _held(config, model)
+    if held is None:
+        return
+    card = machine.gpu_memory_bytes() if held.cuda else None
+    if held.cuda and card is None:
+        return
+    total, free = machine.memory_bytes() if card is None else (card, card)
+    need = held.weights + held.kv_cache
+    if need > free:
+        raise ValueError(
+            f"no room for vLLM: weights {held.weights / GIB:.2f} + KV cache "
+            f"{held.kv_cache / GIB:.2f} = {need / GIB:.2f} GiB are needed to start it, and "
+            f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free{' on the card' if card else ''}; "
+            f"a lower engine.kv_cache_gib (it is {config.engine.kv_cache_gib:g}), or a smaller "
+            "model, needs less"
+        )
 
 
 def memory_warnings(config: TrainConfig, model: str) -> list[str]:
@@ -113,26 +146,27 @@ def memory_warnings(config: TrainConfig, model: str) -> list[str]:
 
     On a CPU it would not be told otherwise: Linux ends a process that uses too much without a word.
     """
-    cuda = machine.has_nvidia_gpu()
-    shapes = shapes_in(Path(model)) or shapes_named(model)
-    if not shapes:
-        return []
-    free = machine.memory_bytes()[1] / GIB
-    card = machine.gpu_memory_bytes() if cuda else None
-    held = footprint(config, shapes, cuda=cuda, ranks=parallel.world_size())
-    return list(_short_of_memory(held, free=free, card=card))
+    held = _held(config, model)
+    return [] if held is None else list(_short_of_memory(held))
 
 
-def _short_of_memory(held: Footprint, *, free: float, card: int | None) -> Iterator[str]:
+def _short_of_memory(held: Footprint) -> Iterator[str]:
     advice = (
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
         "learner.max_tokens or engine.kv_cache_gib, or a smaller model"
     )
-    need = f"{held.peak / GIB:.1f} GiB are needed"
-    if not held.cuda and held.peak / GIB > free:
-        yield f"{need} at least, more than the {free:.1f} GiB that are free: {advice}"
+    need, free = held.peak / GIB, machine.memory_bytes()[1] / GIB
+    if not held.cuda and need > free:
+        yield (
+            f"{need:.1f} GiB are needed at least, more than the {free:.1f} GiB that are free: "
+            f"{advice}"
+        )
+    card = machine.gpu_memory_bytes() if held.cuda else None
     if card is not None and held.peak > ALLOCATORS * card:
-        yield f"{need}, more than {ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB: {advice}"
+        yield (
+            f"{need:.1f} GiB are needed, more than {ALLOCATORS:.0%} of the card's "
+            f"{card / GIB:.0f} GiB: {advice}"
+        )
 
 
 def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
+from agentgrpo.machine import memory_bytes
 from agentgrpo.memory import memory, out_of_memory, release
 from agentgrpo.types import Metrics
 
@@ -118,8 +119,9 @@ def to_learn(config: TrainConfig, learner: Rehearsal) -> str:
 def to_sample(config: TrainConfig) -> str:
     """What to set lower when memory ran out for vLLM."""
     engine = config.engine
+    total, free = (size / 2**30 for size in memory_bytes())
     return (
         f"a lower engine.kv_cache_gib (it is {engine.kv_cache_gib:g}) or engine.max_num_seqs "
-        f"({engine.max_num_seqs}), or a smaller model; `agentgrpo train CONFIG --dry-run` adds up "
-        "what is needed"
+        f"({engine.max_num_seqs}), or a smaller model; {free:.1f} of the host's {total:.1f} GiB "
+        "are free now, and `agentgrpo train CONFIG --dry-run` adds up what is needed"
     )

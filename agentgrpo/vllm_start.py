@@ -29,6 +29,7 @@ from vllm import LLM
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
+from agentgrpo.memory import out_of_memory
 
 pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 """vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""
@@ -46,17 +47,20 @@ def start(
     Raises:
         EngineStartError: vLLM refused.
         ValueError: it has no adapters of that rank.
+        RuntimeError, MemoryError: as memory.out_of_memory() knows them.
     """
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with (
-            _plain_cpu_weights(),
+            plain_cpu_weights(),
             _weights_stay_awake(config.weights != "copy"),
             _shared_memory_of_this_run(),
         ):
             llm = LLM(str(model), seed=seed, **settings)
     except Exception as error:  # vLLM, the model's code and what both import: of any kind
+        if out_of_memory(error):
+            raise
         raise EngineStartError(_explain_start(error, model, config)) from error
     finally:
         torch.set_num_threads = set_num_threads
@@ -119,7 +123,7 @@ def use_plain_weight(layer: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _plain_cpu_weights() -> Any:
+def plain_cpu_weights() -> Any:
     """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -51,8 +51,9 @@ class WholeBatch:
     ) -> None:  # fmt: skip
         from vllm import SamplingParams
 
+        # without its seed: on CPU vLLM fails if one is given and a prompt is read in parts
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=list(stop),
+            max_tokens=max_tokens, temperature=temperature, stop=list(stop),
             stop_token_ids=list(stop_token_ids), include_stop_str_in_output=True, logprobs=0,
         )  # fmt: skip
         self._waiting.append((request_id, prompt_ids, params))
@@ -117,6 +118,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from agentgrpo.policy import freeze_all_but
     from agentgrpo.rollout.sampler import Sampler
     from agentgrpo.scoring import score_all
+    from agentgrpo.vllm_start import plain_cpu_weights
 
     stage = set_stage(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size
@@ -149,15 +151,18 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
             use_vllm=True, vllm_mode="colocate", vllm_max_model_length=config.engine.max_model_len,
             report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
         )  # fmt: skip
-        trainer = GRPOTrainer(
-            model=model,
-            processing_class=stage.chat.tokenizer,
-            reward_funcs=lambda earned, **_: earned,
-            args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}] * 99),
-            rollout_func=rollout_func,
-            callbacks=[_clock(seen["seconds"])],
-        )
+        with plain_cpu_weights():  # else vLLM packs them away on CPU, and TRL cannot sync
+            trainer = GRPOTrainer(
+                model=model,
+                processing_class=stage.chat.tokenizer,
+                reward_funcs=lambda earned, **_: earned,
+                args=arguments,
+                train_dataset=Dataset.from_list(
+                    [{"prompt": [{"role": "user", "content": "x"}]}] * 99
+                ),
+                rollout_func=rollout_func,
+                callbacks=[_clock(seen["seconds"])],
+            )
         trainer.train()
     stage.pool.close()
     return seen

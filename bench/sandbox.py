@@ -266,8 +266,8 @@ def footprint(pool: SandboxPool) -> dict[str, int]:
         "control groups": len(groups._all) if groups is not None else 0,
         "mounts": sum(Path(f"/proc/{pid}/mountinfo").read_text().count("\n")
                       for zygote in zygotes for pid in (own, *process_tree(zygote))),
-        "KiB of this process": private_kib(own),
-        "KiB of the zygotes": sum(private_kib(p) for z in zygotes for p in process_tree(z)),
+        "KiB of this process": private_kib(own) or 0,
+        "KiB of the zygotes": sum(private_kib(p) or 0 for z in zygotes for p in process_tree(z)),
     }  # fmt: skip
 
 

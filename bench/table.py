@@ -54,6 +54,10 @@ LINES = (
         "quickstart: widest log-probability gap, sampler to learner", "quickstart", "max_dlogp"
     ),
     Line(
+        "quickstart's step of 96 rollouts on two cores that did other work too", "beside_trl",
+        "here", "TRL 1.16.0", "TRL 1.16, vLLM colocated",
+    ),
+    Line(
         "recipe, three seeds: held-out quality after fine-tuning on the flywheel's data, greedy",
         "recipe", "quality of 3 seeds, tuned", "quality of 3 seeds, prompting", "prompting",
     ),

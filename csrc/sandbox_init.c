@@ -248,13 +248,17 @@ obey(const struct sandbox_bounds *bounds)
     }
 }
 
-static void
+/* Reaps what has ended, but not for ever while more does. Returns whether there may be more. */
+static int
 reap(pid_t interpreter)
 {
     struct sandbox_report message = {.kind = SANDBOX_REPORT_EXIT};
     struct rusage used;
-    pid_t pid;
-    while ((pid = wait4(-1, &message.value, WNOHANG, &used)) > 0) {
+    for (int turn = 0; turn < 256; turn++) {
+        const pid_t pid = wait4(-1, &message.value, WNOHANG, &used);
+        if (pid <= 0) {
+            return 0;
+        }
         message.max_rss_kib = used.ru_maxrss;
         message.cpu_us = (used.ru_utime.tv_sec + used.ru_stime.tv_sec) * 1000000 +
                          used.ru_utime.tv_usec + used.ru_stime.tv_usec;
@@ -270,6 +274,7 @@ reap(pid_t interpreter)
             }
         }
     }
+    return 1;
 }
 
 /* The life of PID 1. SIGCHLD is blocked already, so that no end goes unseen. */
@@ -293,14 +298,14 @@ sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds 
     const int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
     struct pollfd watched[] = {{.fd = signals, .events = POLLIN},
                                {.fd = CONTROL, .events = POLLIN}};
-    for (;;) {
-        if (poll(watched, 2, -1) < 0 && errno != EINTR) {
+    for (int more = 0;;) {
+        if (poll(watched, 2, more ? 0 : -1) < 0 && errno != EINTR) {
             leave(SANDBOX_EXIT_SETUP);
         }
         struct signalfd_siginfo info;
         while (read(signals, &info, sizeof info) > 0) {
         }
-        reap(interpreter);
+        more = reap(interpreter);
         if (watched[1].revents != 0) {
             obey(bounds);
         }

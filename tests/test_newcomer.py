@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import checkpoint, machine
+from agentgrpo.footprint import GIB
 from agentgrpo.plan import memory_warnings
 from agentgrpo.read_config import load_config
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
@@ -41,7 +42,10 @@ def isolated() -> None:
 def dry_run(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], isolated: None
 ) -> DryRun:
-    """Runs `agentgrpo train --dry-run` on SUMS with settings of its own; status, out, err."""
+    """Runs `agentgrpo train --dry-run` on SUMS with settings of its own; status, out, err.
+
+    dry=False: `agentgrpo train`.
+    """
     rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
     (tmp_path / "rows.jsonl").write_text(rows)
     path = tmp_path / "c.toml"
@@ -51,8 +55,8 @@ def dry_run(
         "[engine]\nkv_cache_gib = 0.0625\n"
     )
 
-    def run(*overrides: str) -> tuple[int, str, str]:
-        status = main([str(path), "--dry-run", *overrides])
+    def run(*overrides: str, dry: bool = True) -> tuple[int, str, str]:
+        status = main([str(path), *["--dry-run"][: int(dry)], *overrides])
         said = capsys.readouterr()
         return status, said.out, said.err
 
@@ -101,13 +105,32 @@ def test_a_dry_run_says_what_is_left_of_a_run(
 def test_a_run_that_would_be_killed_for_its_memory_is_warned(
     dry_run: DryRun, tiny_model: Path, tmp_path: Path
 ) -> None:
-    _, out, _ = dry_run("engine.kv_cache_gib=100000")
-    said = r"100000\.0 GiB are needed at least, more than the \d+\.\d GiB that are free: fewer"
+    long_rows = "learner.max_tokens=10000000000"
+    _, out, _ = dry_run(long_rows)
+    said = r"\d{5}\.\d GiB are needed at least, more than the \d+\.\d GiB that are free: fewer"
     assert re.search(rf"WARNING +{said} learner\.trained_layers", out)
-    config = load_config(tmp_path / "c.toml", ["engine.kv_cache_gib=100000"])
+    config = load_config(tmp_path / "c.toml", [long_rows])
     (warning,) = memory_warnings(config, str(tiny_model))
     assert re.match(said, warning)
     assert memory_warnings(load_config(tmp_path / "c.toml"), str(tiny_model)) == []
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
+) -> None:
+    """Weights of 0.0004 GiB and the cache, where 3 of 4 GiB are free: in a container, say."""
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (4 * GIB, 3 * GIB))
+    answer = dry_run("engine.kv_cache_gib=3.5", dry=dry)
+    refused(answer, "no room for vLLM")
+    weights = sum(p.numel() for p in tiny.make_model().parameters()) * 4 / GIB
+    assert answer[2] == (
+        f"error: no room for vLLM: weights {weights:.2f} + KV cache 3.50 = 3.50 GiB are needed to "
+        "start it, and 3.00 of 4.00 GiB are free; a lower engine.kv_cache_gib (it is 3.5), or a "
+        "smaller model, needs less\n"
+    )
+    assert "starting vLLM" not in answer[1]
+    assert dry_run("engine.kv_cache_gib=2.99")[0] == 0
 
 
 def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:

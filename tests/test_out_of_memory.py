@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import resource
+import subprocess
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +18,20 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import TrainConfig
+from agentgrpo import machine
+from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.engine import Engine
+from agentgrpo.footprint import GIB
+from agentgrpo.learner import Learner
 from agentgrpo.memory import OutOfMemory, explained
 from agentgrpo.preflight import to_learn, to_sample
 from agentgrpo.train import CONTINUE, run
+from tests import tiny
 from tests.test_preflight import Machine
 from tests.test_train import FakeRun
 
-PAGE = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
 def hosts() -> None:
@@ -146,8 +158,90 @@ def test_a_run_ends_with_one_line_and_can_be_continued(
     assert short.calls[-1] == "close"
 
 
+STARVED = """
+import resource, sys
+from agentgrpo.runtime import prepare_environment
+prepare_environment()
+import agentgrpo.engine  # what vLLM maps when it is imported is not to count
+from agentgrpo import machine, train
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+taken = machine._kib("/proc/self/status")["VmSize"] * 1024
+resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]), hard))
+sys.exit(train.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    """The real one, in a process whose address space ends at the size of its KV cache."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in tiny.sums(9)))
+    (tmp_path / "c.toml").write_text(
+        f'model = "{tiny_model}"\nout_dir = "run"\n'
+        '[data]\ntrain = "rows.jsonl"\nheldout = "split"\nnum_heldout = 1\n'
+        "[engine]\nmax_model_len = 256\nkv_cache_gib = 1.5\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", STARVED, str(int(1.6 * GIB)), "c.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if "cannot isolate" in ran.stderr:
+        pytest.skip(ran.stderr)
+    assert "engine: starting vLLM" in ran.stdout, "what was free was enough until then"
+    assert ran.returncode == 2
+    assert re.fullmatch(
+        r"error: out of memory while starting vLLM: a lower engine\.kv_cache_gib \(it is 1\.5\) or "
+        r"engine\.max_num_seqs \(128\), or a smaller model; [\d.]+ of the host's [\d.]+ GiB are "
+        r"free now, .*\(.*allocate memory.*\)\n",
+        ran.stderr,
+    ), ran.stderr
+
+
+@contextlib.contextmanager
+def room_for(more: int) -> Iterator[None]:
+    """This process may map so many bytes more."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = machine._kib("/proc/self/status")["VmSize"] * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_learner_that_finds_no_memory_says_what_fits(
+    engine: Engine, tiny_model: Path, config: TrainConfig
+) -> None:
+    """The real one: it is tried what number of tokens does, and that number does."""
+    learner = Learner(
+        tiny_model, engine, LearnerConfig(), LossConfig(),
+        total_steps=1, temperature=1.0, weights="shared", dlogp_limit=1e-3,
+    )  # fmt: skip
+    config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**13)})
+    with (
+        room_for(GIB // 8),
+        pytest.raises(OutOfMemory) as caught,
+        explained("learning", lambda: to_learn(config, learner)),
+    ):
+        learner.rehearse(config.learner.max_tokens)
+    said = re.match(
+        r"out of memory while learning: learner\.max_tokens is 8192, and (\d+) tokens do; fewer "
+        r"learner\.trained_layers.*\(.*allocate memory.*\)$",
+        str(caught.value),
+    )
+    assert said, caught.value
+    fits = int(said[1])
+    assert 128 <= fits < 2**13
+    with room_for(GIB // 8):
+        learner.rehearse(fits)
+
+
 def test_the_page_has_every_kind() -> None:
     for message in (
+        "no room for vLLM",
         "out of memory while learning",
         "out of memory while generating",
         "out of memory while waking the engine",

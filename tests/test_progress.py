@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
+from agentgrpo.interrupt import stop_after_step
 from agentgrpo.metrics import RunLog
 from agentgrpo.progress import Progress
 
@@ -131,6 +134,37 @@ def test_the_time_of_a_phase_goes_by_its_first_word() -> None:
     lap = progress.lap()
     assert lap.keys() == {"starting_s", "playing_s", "preflight_s", "total_s"}
     assert lap["total_s"] == sum(seconds for name, seconds in lap.items() if name != "total_s")
+
+
+class Interrupted(io.StringIO):
+    """A terminal at which Ctrl-C is pressed in the midst of the first line."""
+
+    pressed = False
+
+    def write(self, text: str) -> int:
+        if not self.pressed:
+            self.pressed = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_a_signal_in_the_midst_of_a_line_is_told_of_once_and_the_line_too() -> None:
+    terminal = Interrupted()
+    progress = Progress(1, Console(file=terminal, soft_wrap=True))
+    with stop_after_step(progress.say) as stopping:
+        assert not stopping()
+        progress.say("one")
+        assert stopping()
+    told, one = sorted(line.split("s  ")[1] for line in terminal.getvalue().splitlines())[::-1]
+    assert told.startswith("stopping after this step, then saving.")
+    assert one == "one"
+
+
+def test_nothing_is_told_where_nobody_asked() -> None:
+    told: list[str] = []
+    with stop_after_step(told.append) as stopping:
+        assert not stopping()
+    assert told == []
 
 
 def test_a_step_without_any_gradient_says_what_to_change() -> None:

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Layout:
     processes: str
     attach: str
     swap_is_total: bool  # v1 limits memory + swap together, v2 swap alone
+    memory_used: str
+    file_pages: tuple[str, ...]  # lines of memory.stat: what is given back when it is wanted
 
 
 V1 = Layout(
@@ -47,6 +49,8 @@ V1 = Layout(
     "pids.current",
     "tasks",  # one thread attaches itself; cgroup.procs would wait up to 15 ms for all processors
     True,
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
 )
 V2 = Layout(
     "memory.max",
@@ -56,6 +60,8 @@ V2 = Layout(
     "pids.current",
     "cgroup.procs",
     False,
+    "memory.current",
+    ("active_file", "inactive_file"),
 )
 
 
@@ -93,6 +99,21 @@ def _mounted() -> dict[str, Path]:
                 inside = os.path.relpath(path, root) if path.startswith(root) else "."
                 found[controller] = Path(point, inside)
     return found
+
+
+def memory_bounds() -> Iterator[tuple[int, int]]:
+    """What bounds the memory of this process: of each control group around it that has a limit,
+    the limit and how much of it is used for good, in bytes. File pages are not: they can go.
+    """
+    mounted = _mounted()
+    layout, own = (V1, mounted["memory"]) if "memory" in mounted else (V2, mounted.get(""))
+    for group in () if own is None else (own, *own.parents):
+        with contextlib.suppress(OSError):  # above the mount, or v2's root, or not ours to read
+            limit = (group / layout.memory_limit).read_text().strip()
+            if limit != "max":
+                stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+                pages = sum(int(stat.get(name, 0)) for name in layout.file_pages)
+                yield int(limit), int((group / layout.memory_used).read_text()) - pages
 
 
 class Group:

@@ -36,6 +36,8 @@ def digest(result: StepResult) -> int:
     error = result.error
     name, value = (error.name, error.value) if error is not None else (None, None)
     told = (result.stdout, result.stderr, result.value, name, value)
-    if any(text and "0x" in text for text in told):
-        told = tuple(text and _ADDRESS.sub("0x", text) for text in told)  # type: ignore[assignment]
-    return hash((result.status, result.state_lost, result.more, told))
+    for text in told:
+        if text and "0x" in text:
+            told = tuple(text and _ADDRESS.sub("0x", text) for text in told)  # type: ignore[assignment]
+            break
+    return hash((str(result.status), result.state_lost, result.more, told))

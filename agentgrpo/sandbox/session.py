@@ -58,6 +58,10 @@ class Ending(IntEnum):
     LOST = 6
 
 
+ANSWERED = int(Ending.ANSWERED)
+"""How nearly all steps end: a member of an enumeration takes longer to compare."""
+
+
 class MalformedAnswer(Exception):
     """The session's answer is not of the form that guest/repl.py sends."""
 
@@ -103,6 +107,19 @@ def _pairs(code: str, env: Mapping[str, str] | None) -> list[bytes]:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
+
+
+def _left_out(stream: Stream) -> int:
+    """Bytes from the middle of a stream that were not kept."""
+    return stream[2] - len(stream[0]) - len(stream[1])
+
+
+def _joined(stream: Stream) -> str:
+    head, tail, _ = stream
+    missing = _left_out(stream)
+    if not missing:
+        return _text(head + tail)
+    return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
 
 
 class Session:
@@ -305,57 +322,46 @@ class Session:
 
     def _interpret(self, raw: RawStep) -> StepResult:
         ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = raw
-        timeout, cpu_before = self._asked, self._cpu_before
-        facts: dict[str, Any] = {
-            "stdout": self._join(out),
-            "stderr": self._join(err),
-            "stdout_bytes": out[2],
-            "stderr_bytes": err[2],
-            "truncated": any(len(s[0]) + len(s[1]) < s[2] for s in (out, err)),
-            "wall_s": wall_s,
-            "background": _text(background),
-        }
-        self._count_processes(facts)
-        if ending == Ending.ANSWERED:
-            facts["cpu_s"] = max(0.0, self._cpu_seconds() - cpu_before)
+        result = self._result(status=Status.OK, wall_s=wall_s)
+        if out[2]:
+            result.stdout, result.stdout_bytes = _joined(out), out[2]
+        if err[2]:
+            result.stderr, result.stderr_bytes = _joined(err), err[2]
+        result.truncated = bool(_left_out(out) or _left_out(err))
+        if background:
+            result.background = _text(background)
+        self._count_processes(result)
+        if ending == ANSWERED:
+            result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
-                return self._answered(decode_answer(answer or b""), interrupted, facts)
+                return self._answered(decode_answer(answer or b""), interrupted, result)
             except MalformedAnswer as error:
-                return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", facts)
-        if self._closed and ending != Ending.ANSWERED:
-            return self._died(Status.EXIT, CLOSED, facts)
+                return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", result)
+        if self._closed:
+            return self._died(Status.EXIT, CLOSED, result)
         if ending == Ending.EXITED and interrupted:
-            detail = f"it ended at the interrupt at {timeout:g} s"
-            return self._died(Status.TIMEOUT_KILLED, detail, facts)
+            detail = f"it ended at the interrupt at {self._asked:g} s"
+            return self._died(Status.TIMEOUT_KILLED, detail, result)
         if ending == Ending.EXITED:
-            facts |= {"max_rss_kib": max_rss, "cpu_s": max(0.0, cpu_us / 1e6 - cpu_before)}
-            return self._exited(how, facts)
+            result.max_rss_kib, result.cpu_s = max_rss, max(0.0, cpu_us / 1e6 - self._cpu_before)
+            return self._exited(how, result)
         if ending == Ending.LOST and self._over_memory_kib is not None:
-            facts["max_memory_kib"] = self._over_memory_kib
+            result.max_memory_kib = self._over_memory_kib
             detail = f"over {self.limits.memory_mib} MiB of memory, all processes together"
-            return self._died(Status.OOM, detail, facts)
-        if ending == Ending.LOST and facts.get("oom_kills"):
-            return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
-        return self._died(*self._meaning(Ending(ending), timeout), facts)
+            return self._died(Status.OOM, detail, result)
+        if ending == Ending.LOST and result.oom_kills:
+            return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", result)
+        return self._died(*self._meaning(Ending(ending), self._asked), result)
 
-    def _join(self, stream: Stream) -> str:
-        head, tail, total = stream
-        if not total:
-            return ""
-        missing = total - len(head) - len(tail)
-        if not missing:
-            return _text(head + tail)
-        return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
-
-    def _count_processes(self, facts: dict[str, Any]) -> None:
+    def _count_processes(self, result: StepResult) -> None:
         """What the control group says of the step: processes killed for memory, or left behind."""
         if self._group is None:
             return
         killed, processes = self._group.counts()
-        facts["oom_kills"], self._oom_before = killed - self._oom_before, killed
-        if facts["oom_kills"]:
-            facts["max_memory_kib"] = self._group.peak_kib()
-        facts["processes_left"] = max(0, processes - 2)
+        result.oom_kills, self._oom_before = killed - self._oom_before, killed
+        if result.oom_kills:
+            result.max_memory_kib = self._group.peak_kib()
+        result.processes_left = max(0, processes - 2)
 
     def _cpu_seconds(self) -> float:
         try:  # the clock of another process, see clock_getcpuclockid(3)
@@ -363,39 +369,39 @@ class Session:
         except OSError:  # it has ended
             return 0.0
 
-    def _answered(
-        self, fields: list[bytes], interrupted: bool, facts: dict[str, Any]
-    ) -> StepResult:
+    def _answered(self, fields: list[bytes], interrupted: bool, result: StepResult) -> StepResult:
         kind, *rest = fields
-        status = Status.TIMEOUT if interrupted else Status.OK
+        if interrupted:
+            result.status = Status.TIMEOUT
         if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
-            rich = {_text(mime): data for mime, data in zip(rest[1::2], rest[2::2], strict=True)}
-            value = _text(rest[0]) if rest else None
-            more = kind == b"more"
-            return self._result(status=status, value=value, rich=rich, more=more, **facts)
+            result.more = kind == b"more"
+            if rest:
+                result.value = _text(rest[0])
+                result.rich = dict(zip(map(_text, rest[1::2]), rest[2::2], strict=True))
+            return result
         if kind == b"error" and len(rest) == 3:
-            error = StepError(*map(_text, rest))
-            failed = status if interrupted else Status.ERROR
-            return self._result(status=failed, error=error, **facts)
+            result.error = StepError(*map(_text, rest))
+            if not interrupted:
+                result.status = Status.ERROR
+            return result
         if kind == b"exit" and len(rest) == 1:
-            return self._result(
-                status=status if interrupted else Status.EXIT,
-                detail=f"SystemExit({_text(rest[0])}); the session goes on",
-                **facts,
-            )
+            result.detail = f"SystemExit({_text(rest[0])}); the session goes on"
+            if not interrupted:
+                result.status = Status.EXIT
+            return result
         raise MalformedAnswer(f"kind {kind[:20]!r} with {len(rest)} fields")
 
-    def _exited(self, how: int, facts: dict[str, Any]) -> StepResult:
+    def _exited(self, how: int, result: StepResult) -> StepResult:
         if os.WIFSIGNALED(how):
-            number = os.WTERMSIG(how)
+            number = result.signal = os.WTERMSIG(how)
             name = signal.Signals(number).name if number < 32 else f"signal {number}"
-            facts["signal"] = number
-            if number == signal.SIGKILL and facts.get("oom_kills"):
-                return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", facts)
-            return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", facts)
-        facts["exit_code"] = os.WEXITSTATUS(how)
-        detail = f"the interpreter ended with exit code {facts['exit_code']}"
-        return self._died(Status.EXIT, detail, facts)
+            if number == signal.SIGKILL and result.oom_kills:
+                detail = f"over {self.limits.memory_mib} MiB of memory"
+                return self._died(Status.OOM, detail, result)
+            return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", result)
+        result.exit_code = os.WEXITSTATUS(how)
+        detail = f"the interpreter ended with exit code {result.exit_code}"
+        return self._died(Status.EXIT, detail, result)
 
     def _meaning(self, ending: Ending, timeout: float) -> tuple[Status, str]:
         limits = self.limits
@@ -412,9 +418,10 @@ class Session:
             Ending.LOST: (Status.INFRA_ERROR, "the session vanished: is its zygote alive?"),
         }[ending]
 
-    def _died(self, status: Status, detail: str, facts: dict[str, Any]) -> StepResult:
+    def _died(self, status: Status, detail: str, result: StepResult) -> StepResult:
         ended = self._end(status, detail)
-        return self._result(status=ended.status, detail=detail, state_lost=True, **facts)
+        result.status, result.detail, result.state_lost = ended.status, detail, True
+        return result
 
     def replay(self, history: Sequence[Recorded]) -> None:
         """Bring this fresh session to the state that another had after these steps.

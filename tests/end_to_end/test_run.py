@@ -42,7 +42,7 @@ def sandbox() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose embeddings are not tied, unlike that of the other tests."""
-    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), steps=100, tied=False)
+    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), steps=300, tied=False)
 
 
 def write_config(folder: Path, model: Path | str) -> Path:

@@ -53,7 +53,7 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path, divided:
         SandboxPool(max_live=1).close()
     except SandboxUnavailable as reason:
         pytest.skip(f"this machine cannot isolate: {reason}")
-    model = tiny.make_agent_dir(tmp_path / "model", steps=100)
+    model = tiny.make_agent_dir(tmp_path / "model", steps=300)
     path = write_config(tmp_path, model)
     overrides = [
         "engine.weights=copy", "learner.decay=constant", "learner.max_tokens=256", "eval_every=0",

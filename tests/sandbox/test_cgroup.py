@@ -58,7 +58,7 @@ cgroup._mounted = lambda: {"": own / os.path.relpath(
     next(l for l in open("/proc/self/cgroup") if l.startswith("0::"))[3:].strip(), "/" + own.name)}
 cgroup.V2_CONTROLLERS = (controller,)
 cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", "cgroup.stat",
-                          "cgroup.procs", False)
+                          "cgroup.procs", False, "", ())
 cgroup.Group.set_limits = lambda self, memory, processes: None
 cgroup.Group.counts = lambda self: (0, 2)
 """

@@ -125,7 +125,7 @@ class Interpreter:
         """Do what a request asks; the fields of its answer."""
         kind, *rest = [field.decode("utf-8", "surrogatepass") for field in fields]
         if kind == "push":
-            return self.run(lambda: self.push(rest[0]))
+            return self.run(self.push, rest[0])
         if kind == "console":
             dup2(1, 2)
             return [b"ok"]
@@ -133,20 +133,20 @@ class Interpreter:
             environ.update(zip(rest[::2], rest[1::2], strict=True))
             return [b"ok"]
         if not rest[1:]:
-            return self.run(lambda: self.evaluate(rest[0], rich=kind == "cell"))
+            return self.run(self.evaluate, rest[0], kind == "cell")
         before = dict(environ)
         environ.update(zip(rest[1::2], rest[2::2], strict=True))
         try:
-            return self.run(lambda: self.evaluate(rest[0], rich=kind == "cell"))
+            return self.run(self.evaluate, rest[0], kind == "cell")
         finally:
             environ.clear()
             environ.update(before)
 
-    def run(self, work: Callable[[], list[bytes]]) -> list[bytes]:
+    def run(self, work: Callable[..., list[bytes]], *arguments: object) -> list[bytes]:
         """Run user code under guard; the fields of its answer."""
         signal(SIGINT, self.on_interrupt)  # the last cell may have replaced it
         try:
-            answer: list[bytes] = self.interruptible(work)
+            answer: list[bytes] = self.interruptible(work, *arguments)
         except SystemExit as stop:
             code = stop.code
             if getpid() != self.pid:
@@ -159,11 +159,11 @@ class Interpreter:
         self.flush()
         return answer
 
-    def interruptible(self, work: Callable[[], Any]) -> Any:
+    def interruptible(self, work: Callable[..., Any], *arguments: object) -> Any:
         """The only place where SIGINT raises."""
         try:
             self.running = True
-            return work()
+            return work(*arguments)
         finally:
             settrace(None)  # one left behind would run in our frames too
             setprofile(None)
@@ -176,7 +176,7 @@ class Interpreter:
             return self.describe(error)
         return [b"more"] if more else [b"ok"]
 
-    def evaluate(self, source: str, *, rich: bool) -> list[bytes]:
+    def evaluate(self, source: str, rich: bool) -> list[bytes]:
         """Run a cell and show the value of its last expression."""
         self.cells += 1
         name = f"<cell {self.cells}>"

