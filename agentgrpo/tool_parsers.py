@@ -23,9 +23,6 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    # what the policy gets wrong is data, counted as malformed, and not a traceback on the terminal
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-    logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
     try:
         make = ToolParserManager.get_tool_parser(parser)
     except KeyError:
@@ -35,6 +32,7 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         ) from None
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
+        _be_quiet()
         given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
         request = ChatCompletionRequest(**given)
         shown: list[Any] | None = request.tools
@@ -49,6 +47,17 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
     except RuntimeError as error:  # a family's special tokens are not in this vocabulary
         raise ValueError(f"agent.parser: {parser!r} does not fit the model: {error}") from error
     return read
+
+
+def _be_quiet() -> None:
+    """What the policy gets wrong is data, counted as malformed, and no traceback on the terminal.
+
+    Said before every reading: vLLM resets the levels of its loggers when an engine starts.
+    """
+    for name in ("vllm.tool_parsers", "vllm.parser"):
+        logger = logging.getLogger(name)
+        if logger.level != logging.CRITICAL:
+            logger.setLevel(logging.CRITICAL)
 
 
 _CALL_MARKS = (

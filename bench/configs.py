@@ -2,16 +2,18 @@
 
     python -m bench.configs [NAME ...] [--model DIR] [--no-rows] [section.key=value ...]
 
-Each config trains for a few steps in a process of its own, cut in size by CUTS so that two cores
-need minutes. A run counts if it ended well, lost no rollout to the machine, the sampler agreed with
-the learner at every step, and what MOVES names is higher in the last third of its steps than in the
-first. Rows: the values of each step, in order, in the note.
+Each config trains for a few steps in a process of its own, beside the files of agentgrpo.examples,
+cut in size by CUTS so that two cores need minutes (the tau benchmarks' as bench/small_tau.py says).
+A run counts if it ended well, lost no rollout to the machine, the sampler agreed with the learner
+at every step, and what MOVES names is higher in the last third of its steps than in the first.
+Rows: the values of each step, in order, in the note.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,16 +22,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from agentgrpo import examples
+from bench import small_tau
 from bench.harness import append_row
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("rollout.tasks_per_step=6", "data.num_heldout=4", "learner.decay=constant")
 CUTS: Mapping[str, Sequence[str]] = {
     "code_format": (*SMALL, "steps=8"),
-    "console": (*SMALL, "steps=6"),
+    "console": (*SMALL, "steps=5"),
     "frozen_lake": (*SMALL, "steps=6"),
     "inline": (*SMALL, "steps=6"),
     "quickstart": (*SMALL, "steps=6"),
     "reasoning_gym": (*SMALL, "steps=6"),
+    "tools": (*SMALL, "steps=6"),
+    "search": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
+    "unit_tests": (*SMALL, "steps=6"),
+    "mcp": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
+    "verifiers": (*SMALL, "steps=6", "rollout.tasks_per_step=4"),
+    "tau2_retail": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
+    "tau2_telecom": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
+    "tau_bench": (*SMALL, "steps=3", "rollout.tasks_per_step=3", "data.num_heldout=1"),
 }
 MOVES: Mapping[str, Sequence[str]] = dict.fromkeys(CUTS, ("reward",)) | {
     "code_format": ("acted", "reward"),
@@ -38,12 +51,21 @@ MOVES: Mapping[str, Sequence[str]] = dict.fromkeys(CUTS, ("reward",)) | {
 DLOGP_LIMIT = 1e-3
 
 
-def train(name: str, out_dir: Path, overrides: Sequence[str]) -> float:
-    """Train once, in a process of its own; its wall seconds."""
+def train(name: str, folder: Path, overrides: Sequence[str]) -> float:
+    """Train once, in a process of its own, into folder/run; its wall seconds."""
+    examples.write(folder)
+    made = small_tau.MADE[name](folder) if name in small_tau.MADE else []
     started = time.perf_counter()
-    command = [sys.executable, "-m", "agentgrpo.train", name, *CUTS[name], *overrides]
-    subprocess.run([*command, f"out_dir={out_dir}"], check=True)
+    command = [sys.executable, "-m", "agentgrpo.train", name, *made, *CUTS[name], *overrides]
+    subprocess.run([*command, "out_dir=run"], check=True, cwd=folder, env=environment())
     return time.perf_counter() - started
+
+
+def environment() -> dict[str, str]:
+    """As where the environment is activated, with this checkout's agentgrpo."""
+    first = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
+    paths = {name: [str(path), os.environ.get(name, "")] for name, path in first.items()}
+    return os.environ | {name: os.pathsep.join(filter(None, both)) for name, both in paths.items()}
 
 
 def steps_of(out_dir: Path) -> dict[str, list[float]]:
@@ -102,11 +124,11 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     names = [name for name in args.names if "=" not in name] or list(CUTS)
     changed = [name for name in args.names if "=" in name]
-    overrides = [*changed, *([f"model={args.model}"] if args.model else [])]
+    overrides = [*changed, *([f"model={Path(args.model).resolve()}"] if args.model else [])]
     failed = False
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            seconds = train(name, Path(folder) / "run", overrides)
+            seconds = train(name, Path(folder), overrides)
             found = steps_of(Path(folder) / "run")
         wrong = faults(name, found)
         failed |= bool(wrong)

@@ -4,7 +4,9 @@ The message begins with Python's banner and a prompt (given, not sampled); the p
 a newline; what the terminal shows then, and the next prompt, is put into the same message. So the
 policy's message reads like a terminal session, and every line has its own tokens and reward
 (envs/console.py). A line ends at its first newline: what a merged token holds behind it stays in
-the message and is not typed.
+the message and is not typed. The space at the end of a prompt is left to the policy and not typed
+either: tokenizers join it to the word behind it, so that a policy that was given the space alone
+could not write the words that it has seen at prompts before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PROMPT = (
     "and scratch pad as a goal-seeking agent. Write thoughts as # comments. When you know the "
     "answer, call submit_final_answer(answer)."
 )
-FIRST = ">>> "
+PROMPTS = (">>> ", "... ")
 
 
 class ReplAgent:
@@ -42,8 +44,8 @@ class ReplAgent:
         return [*self._head, *task.messages]
 
     def prefill(self, task: Task) -> str:
-        """The banner and the first prompt."""
-        return self._banner + FIRST
+        """The banner and the first prompt, but for its space."""
+        return self._banner + PROMPTS[0].rstrip()
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """None: the console is the only tool."""
@@ -53,17 +55,18 @@ class ReplAgent:
         r"""The line up to its newline. Without one the policy ended its message: its last line.
 
         >>> agent = ReplAgent(AgentConfig(kind="repl"))
-        >>> agent.parse("print(1)\n\n")
+        >>> agent.parse(" print(1)\n\n")
         RunCode(code='print(1)', language='python')
         >>> agent.parse("  ")
         Finish(answer=None)
         """
-        line, newline, _ = text.partition("\n")
+        line, newline, _ = text.removeprefix(" ").partition("\n")
         return RunCode(line) if newline or line.strip() else Finish(None)
 
     def observe(self, action: Action, observation: Observation) -> str:
-        """What the terminal shows until it waits for the next line."""
-        return observation.text
+        """What the terminal shows until it waits for the next line, but for the prompt's space."""
+        text = observation.text
+        return text[:-1] if text.endswith(PROMPTS) else text
 
 
 def python_banner() -> str:

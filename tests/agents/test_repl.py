@@ -22,8 +22,8 @@ from tests.rollout.stubs import StubEngine, Turn
 from tests.tiny import make_tokenizer
 
 AGENT = ReplAgent(AgentConfig(kind="repl", system_prompt="", banner=""))
-START = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n>>> "
-SUBMIT = "submit_final_answer(1)"
+START = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n>>>"
+SUBMIT = " submit_final_answer(1)"
 pytestmark = pytest.mark.nsjail
 
 SNIPPETS = [
@@ -68,11 +68,11 @@ def test_S1_1_the_transcript_is_cpythons(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    typed = play(AGENT, ConsoleEnv(pool, 5.0), *(f"{line}\n" for line in lines), f"{EOT}")
-    expected = oracle(lines).removesuffix("\n") + ">>> "  # it ends its input with a newline
-    assert shown(typed) == START.removesuffix(">>> ") + expected + EOT
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *(f" {line}\n" for line in lines), f"{EOT}")
+    expected = oracle(lines).removesuffix("\n") + ">>>"  # it ends its input with a newline
+    assert shown(typed) == START.removesuffix(">>>") + expected + EOT
     assert [text for sampled, text in given_and_sampled(typed) if sampled][:-1] == [
-        f"{line}\n" for line in lines
+        f" {line}\n" for line in lines
     ]
 
 
@@ -81,25 +81,51 @@ def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     endless, interrupted = "while True: pass", "while True: raise KeyboardInterrupt"
-    typed = play(AGENT, ConsoleEnv(pool, 0.5), f"{endless}\n", "\n", "1 + 1\n", EOT)
+    typed = play(AGENT, ConsoleEnv(pool, 0.5), f" {endless}\n", " \n", " 1 + 1\n", EOT)
     expected = oracle([interrupted, "", "1 + 1"]).replace(interrupted, endless)
-    assert shown(typed).removeprefix(START.removesuffix(">>> ")) == (
-        expected.removesuffix("\n") + ">>> " + EOT
+    assert shown(typed).removeprefix(START.removesuffix(">>>")) == (
+        expected.removesuffix("\n") + ">>>" + EOT
     )
 
 
 def test_S1_1_the_message_begins_with_pythons_banner() -> None:
     agent = ReplAgent(AgentConfig(kind="repl"))
-    assert agent.prefill(task()) == python_banner() + ">>> "
+    assert agent.prefill(task()) == python_banner() + ">>>"
     assert python_banner().startswith(f"Python {sys.version.split()[0]} (")
     assert 'Type "help", "copyright"' in python_banner()
     assert agent.stop == ("\n",)
 
 
+def test_S1_1_a_line_has_the_tokens_that_it_has_in_a_worked_example(pool: SandboxPool) -> None:
+    """The prompt's space and the word behind it are one token, as in every byte-level BPE."""
+    merged = make_tokenizer(merges=[("Ġ", "s")])
+    engine = StubEngine(merged, lambda number, _: Turn([" 1 + 1\n", f"{SUBMIT}\n"][number]))
+    (group,) = generate(
+        [task()], cast(Any, engine), AGENT, 1, env=ConsoleEnv(pool, 5.0), tokenizer=merged,
+        config=RolloutConfig(max_turns=9, max_turn_tokens=99),
+    )  # fmt: skip
+    (rollout,) = group.rollouts
+    played = rollout.token_ids.tolist()
+    shot = merged.encode(f">>> 1 + 1\n2\n>>>{SUBMIT}\n", add_special_tokens=False)
+    assert played[-len(shot) :] == shot
+    assert rollout.answer == "1"
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_S1_1_a_line_means_the_same_without_the_prompts_space(
+    pool: SandboxPool, space: str
+) -> None:
+    lines = [f"{space}if True:\n", f"{space}    x = 4\n", "\n", f"{space}submit_final_answer(x)\n"]
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines)
+    assert (typed.answer, typed.stats["turns"]) == ("4", 4)
+
+
 def test_S1_2_a_block_asks_for_more_and_an_empty_line_ends_it(pool: SandboxPool) -> None:
-    typed = play(AGENT, ConsoleEnv(pool, 5.0), "def f():\n", "    return 7\n", "\n", "f()\n", EOT)
+    typed = play(
+        AGENT, ConsoleEnv(pool, 5.0), " def f():\n", "     return 7\n", "\n", " f()\n", EOT
+    )
     given = [text for sampled, text in given_and_sampled(typed)[1:] if not sampled]
-    assert given == ["... ", "... ", ">>> ", "7\n>>> "]
+    assert given == ["...", "...", ">>>", "7\n>>>"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +175,7 @@ def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(pool: Sandb
 
 def test_S1_5_what_follows_the_newline_in_a_token_is_kept_and_not_typed(pool: SandboxPool) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), "print(5)\n\n  junk", f"{SUBMIT}\n")
-    assert given_and_sampled(typed)[1:3] == [(True, "print(5)\n\n  junk"), (False, "5\n>>> ")]
+    assert given_and_sampled(typed)[1:3] == [(True, "print(5)\n\n  junk"), (False, "5\n>>>")]
 
 
 def test_S1_5_a_newline_within_a_merged_token_ends_the_line_and_the_token_stays(
@@ -168,13 +194,13 @@ def test_S1_5_a_newline_within_a_merged_token_ends_the_line_and_the_token_stays(
     (rollout,) = group.rollouts
     assert rollout.segments[1].sampled
     assert rollout.segments[1].token_ids[-1] == token
-    assert [merged.decode(s.token_ids) for s in rollout.segments[1:3]] == ["print(5)\n", "5\n>>> "]
+    assert [merged.decode(s.token_ids) for s in rollout.segments[1:3]] == ["print(5)\n", "5\n>>>"]
     assert rollout.answer == "1"
 
 
 def test_S1_10_lines_share_variables_and_rollouts_do_not(pool: SandboxPool) -> None:
     def policy(number: int, prompt: str) -> Turn:
-        typed = prompt.count(">>> ") - 1
+        typed = prompt.count(">>>") - 1
         return Turn([f"x = {number}\n", "x\n", "submit_final_answer(x)\n"][typed])
 
     (group,) = play_all(AGENT, ConsoleEnv(pool, 5.0), scripted(policy), [task()], 4)
@@ -182,8 +208,10 @@ def test_S1_10_lines_share_variables_and_rollouts_do_not(pool: SandboxPool) -> N
 
 
 def test_a_dead_interpreter_is_replaced_and_the_policy_is_told(pool: SandboxPool) -> None:
-    typed = play(AGENT, ConsoleEnv(pool, 5.0), "import os; os._exit(1)\n", "2\n", f"{SUBMIT}\n")
-    assert "(the interpreter was restarted: its variables are gone)\n>>> 2\n2\n>>> " in shown(typed)
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), " import os; os._exit(1)\n", " 2\n", f"{SUBMIT}\n")
+    assert "(the interpreter was restarted: its variables are gone)\n>>> 2\n2\n>>> submit" in shown(
+        typed
+    )
 
 
 def test_invented_output_is_the_policys_own_text(pool: SandboxPool) -> None:

@@ -223,6 +223,22 @@ def test_a_parser_that_vllm_has_not_is_refused() -> None:
     assert logging.getLogger("vllm").level != logging.CRITICAL
 
 
+def test_what_the_policy_gets_wrong_is_not_logged_even_after_an_engine_has_started(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    from agentgrpo.tool_parsers import tool_call_reader
+
+    read = tool_call_reader("hermes", TOKENIZER)
+    configure_logging(LoggingConfig())  # as an engine does when it starts
+    assert read("<tool_call>{</tool_call>", []).attempted
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
 def test_a_function_becomes_the_schema_of_what_it_takes() -> None:
     function = Tool(rich).schema["function"]
     properties = function["parameters"]["properties"]

@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 
+from agentgrpo import examples
 from agentgrpo.build import prompt_length, set_stage
 from agentgrpo.progress import Progress
 from agentgrpo.read_config import load_config, load_config_of, shipped_configs
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.sandbox import SandboxUnavailable
 
-SERVER = '''
-from mcp.server.mcpserver import MCPServer
-server = MCPServer("test")
-@server.tool()
-def add(a: int, b: int) -> int:
-    """Add."""
-    return a + b
-server.run("stdio")
-'''
 NEEDS = {
     "frozen_lake": "gymnasium",
     "reasoning_gym": "reasoning_gym",
@@ -34,26 +26,6 @@ NEEDS = {
     "tau_bench": "tau_bench",
     "verifiers": "verifiers",
 }
-SUMS = """
-import verifiers
-from datasets import Dataset
-def load_environment():
-    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(90)]
-    def right(completion, answer):
-        return float(completion[-1]["content"].strip() == answer)
-    rubric = verifiers.Rubric(funcs=[right])
-    return verifiers.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric)
-"""
-
-
-def write_users_files(folder: Path) -> None:
-    """What the configs expect a user to bring."""
-    rows = [{"question": f"q{i}", "answer": "a", "tests": "assert f() == 1"} for i in range(80)]
-    for name in ("tasks.jsonl", "questions.jsonl", "math.jsonl"):
-        (folder / name).write_text("\n".join(map(json.dumps, rows)))
-    (folder / "texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
-    (folder / "server.py").write_text(SERVER)
-    (folder / "my_env.py").write_text(SUMS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +41,8 @@ def test_a_shipped_config_sets_its_stage(
 ) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs the package {NEEDS[name]}")
-    write_users_files(tmp_path)
+    examples.write(tmp_path)
+    (tmp_path / "math.jsonl").write_text((tmp_path / "questions.jsonl").read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     overrides = [

@@ -1,0 +1,55 @@
+"""Files to try the configs with that expect files of yours.
+
+    python -m agentgrpo.examples [FOLDER]
+
+writes those of `search` (questions.jsonl, texts.jsonl), `unit_tests` (tasks.jsonl), `mcp`
+(server.py) and `verifiers` (my_env.py) into the folder you are in, or another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from agentgrpo.data import almanac
+from agentgrpo.examples import functions
+
+PROGRAMS = ("server.py", "my_env.py")
+
+
+def files() -> dict[str, str]:
+    """The contents of every file, by name."""
+    texts = ({"id": id, "title": title, "text": text} for id, title, text in almanac.corpus())
+    questions = (
+        {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}
+        for task in almanac.lookups("train")
+        if task.id.endswith("/person")  # SmolLM2-135M does not tell which fact is asked for
+    )
+    here = Path(__file__).parent
+    return {
+        "texts.jsonl": _lines(texts),
+        "questions.jsonl": _lines(questions),
+        "tasks.jsonl": _lines(functions.rows()),
+        **{name: (here / name).read_text() for name in PROGRAMS},
+    }
+
+
+def write(folder: Path) -> list[Path]:
+    """Write them all; the folder is made.
+
+    Raises:
+        FileExistsError: one is there already; none is written.
+    """
+    paths = {folder / name: text for name, text in files().items()}
+    there = [path for path in paths if path.exists()]
+    if there:
+        raise FileExistsError(f"{there[0]} is there already")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in paths.items():
+        path.write_text(text)
+    return list(paths)
+
+
+def _lines(rows: Iterable[Mapping[str, object]]) -> str:
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)

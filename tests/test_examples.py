@@ -1,0 +1,118 @@
+"""The files that the configs are tried with: what they hold is right, and cheating does not pay."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo import examples
+from agentgrpo.agents.base import CallTools, ToolCall
+from agentgrpo.envs.graded import UnitTestEnv
+from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.envs.search import SearchEnv
+from agentgrpo.sandbox import SandboxPool
+from tests.playing import task
+
+SOLUTIONS = {
+    "plus_31": "def plus_31(x):\n    return 31 + x",
+    "from_365": "def from_365(x):\n    return -(x - 365)",
+    "rest_7": "def rest_7(x):\n    return x - x // 7 * 7",
+    "above_10": "def above_10(x):\n    return not x <= 10",
+    "larger": "def larger(a, b):\n    return a if a > b else b",
+    "distance": "def distance(a, b):\n    return b - a if a < b else a - b",
+    "backwards": "def backwards(text):\n    return ''.join(reversed(text))",
+    "ends_with_a": "def ends_with_a(text):\n    return text[-1] == 'a'",
+    "count_e": "def count_e(text):\n    return len([c for c in text if c == 'e'])",
+    "ordered": "def ordered(numbers):\n    numbers.sort()\n    return numbers",
+    "count_above_2": "def count_above_2(numbers):\n    return len([n for n in numbers if n > 2])",
+    "all_plus_5": "def all_plus_5(numbers):\n    return list(map((5).__add__, numbers))",
+}
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in examples.files()[name].splitlines()]
+
+
+def test_a_command_writes_them_and_overwrites_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentgrpo.examples", str(tmp_path / "new")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {Path(path).name for path in said} == set(examples.files())
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/my_env.py").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"my_env\.py is there already"):
+        examples.write(tmp_path / "old")
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["my_env.py"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: ")
+
+
+@pytest.mark.nsjail
+def test_right_functions_pass_their_tests(pool: SandboxPool) -> None:
+    tests = {row["question"].split("(")[0].split()[-1]: row["tests"] for row in rows("tasks.jsonl")}
+    assert len(tests) == len(rows("tasks.jsonl")) == 84
+    env = UnitTestEnv(pool, 2.0)
+    try:
+        for name, program in SOLUTIONS.items():
+            (episode, wrong) = (env.reset(task(tests=tests[name])) for _ in range(2))
+            assert episode.finish(program)["solved"] == 1.0, name
+            assert wrong.finish(program.replace("return ", "return 0 and "))["solved"] == 0.0, name
+    finally:
+        env.close()
+
+
+def test_no_function_passes_by_always_returning_the_same() -> None:
+    for row in rows("tasks.jsonl"):
+        expected = {line.split(" == ")[1] for line in row["tests"].splitlines()}
+        assert len(expected) > 1, row["question"]
+
+
+def test_the_search_finds_every_answer_by_the_name_in_the_question(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(examples.files()["texts.jsonl"])
+    env = SearchEnv(tmp_path / "texts.jsonl", top_k=1, max_chars=200)
+    names = [row["title"] for row in rows("texts.jsonl")]
+    for row in rows("questions.jsonl"):
+        (name,) = (name for name in names if name in re.findall(r"\w+", row["question"]))
+        call = CallTools((ToolCall("search", {"query": name}),))
+        assert row["answer"] in env.reset(task()).step(call).text, row
+
+
+def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mcp", reason="mcp is in requirements-cpu.txt")
+    from agentgrpo.envs.mcp import McpEnv
+
+    examples.write(tmp_path)
+    env = McpEnv(sys.executable, [str(tmp_path / "server.py")])
+    calls = [ToolCall("calculate", {"expression": text}) for text in ("12*31+14", "12*")]
+    with EpisodeRunner(1) as runner:
+        episode = env.reset(task())
+        observation = runner.step(episode, CallTools(tuple(calls))).result()
+        runner.close(episode).result()
+    right, wrong = observation.outputs
+    assert right == "386"
+    assert wrong == "Error executing tool calculate"
+    assert capfd.readouterr().err == ""
+
+
+def test_the_verifiers_environment_pays_what_the_policy_answers() -> None:
+    pytest.importorskip("verifiers", reason="verifiers is in requirements-dev.txt")
+    from agentgrpo.examples.my_env import called, load_environment, right
+
+    asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    told = {"role": "tool", "content": "386"}
+    said = {"role": "assistant", "content": "That is 386."}
+    assert right([asked, told, said], "386") == right([said], "386") == 1.0
+    assert right([asked, told], "386") == 0.0, "what the tool says is no answer"
+    assert right([], "386") == 0.0, "a first turn that its budget cut"
+    assert right([asked, told, said], "38") == right([asked], "386") == 0.0
+    assert called([asked, told, said]) == 1.0
+    assert called([said]) == 0.0
+    assert len(load_environment(5).dataset) == 5
