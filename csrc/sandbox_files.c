@@ -86,7 +86,10 @@ group_counts(PyObject *Py_UNUSED(module), PyObject *args)
     }
     const ssize_t text_bytes = pread(events, text, sizeof text - 1, 0);
     const ssize_t number_bytes = pread(processes, number, sizeof number - 1, 0);
-    if (text_bytes < 0 || number_bytes < 0) {
+    if (number_bytes == 0) { /* no number at all is not the number 0 */
+        errno = ENODATA;
+    }
+    if (text_bytes < 0 || number_bytes <= 0) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     text[text_bytes] = number[number_bytes] = 0;

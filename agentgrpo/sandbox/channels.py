@@ -45,14 +45,18 @@ def pid_of(pidfd: int) -> int:
 
 
 def process_tree(root: int) -> list[int]:
-    """A process and all its descendants. Orphans of a session are its init's children."""
+    """A process and all its descendants. Orphans of a session are its init's children.
+
+    Raises:
+        OSError: no descriptors are left to look.
+    """
     found = [root]
     for pid in found:
         try:
             for task in os.listdir(f"/proc/{pid}/task"):
                 text = Path(f"/proc/{pid}/task/{task}/children").read_text()
                 found += map(int, text.split())
-        except OSError:  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
     return found
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from agentgrpo.sandbox.channels import (
     REPORT,
     REPORT_EXIT,
+    REPORT_READY,
     Channels,
     Ends,
     SetupFailed,
@@ -57,31 +58,53 @@ def send_order(
         raise InvalidArgumentException(
             f"command and environment are {len(text)} bytes, at most {MAX_ORDER} can be passed"
         )
-    _send(session, ORDER.pack(len(argv), len(env)) + text, fds)
-
-
-def _send(session: Channels, order: bytes, fds: Sequence[int]) -> None:
-    with socket.socket(fileno=os.dup(session.status)) as control:
+    control = socket.socket(fileno=os.dup(session.status))
+    with control:
         control.settimeout(1.0)
         try:
-            socket.send_fds(control, [order], list(fds))
+            socket.send_fds(control, [ORDER.pack(len(argv), len(env)) + text], list(fds))
         except OSError as error:
             raise SandboxNotFoundException(f"the session is over: {error}") from error
 
 
-def signal_all(session: Channels, number: int) -> None:
-    """Have a session's init send a signal to every other process of it, at once; wait until it did.
+class Orders:
+    """Signals to every process of a session but its init, through descriptors made beforehand: so
+    that what is stopped can be continued when there are no more to be had.
 
     Raises:
-        SandboxNotFoundException: the session is over.
-        SetupFailed: it has no processes, or no namespace that says which are its own.
-        SandboxInfraError: it ended meanwhile.
+        OSError: no descriptors.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with theirs:
-            _send(session, ORDER.pack(0, number), [theirs.fileno()])
-        await_ready(ours, 0)
+
+    PATIENCE_S = 1.0
+
+    def __init__(self, session: Channels) -> None:
+        with contextlib.ExitStack() as made:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._ours, self._theirs = (made.enter_context(end) for end in pair)
+            self._control = made.enter_context(socket.socket(fileno=os.dup(session.status)))
+            for end in (self._ours, self._control):
+                end.settimeout(self.PATIENCE_S)
+            self._open = made.pop_all()
+
+    def signal(self, number: int) -> bool:
+        """Send it; whether the init took the order."""
+        try:
+            socket.send_fds(self._control, [ORDER.pack(0, number)], [self._theirs.fileno()])
+        except OSError:  # the session is over
+            return False
+        return True
+
+    def signalled(self) -> bool:
+        """Wait until the init has done what it was told; whether it did."""
+        try:
+            kind, *_ = REPORT.unpack(self._ours.recv(REPORT.size))
+        except (OSError, struct.error):
+            return False
+        return bool(kind == REPORT_READY)
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        self._open.close()
 
 
 def await_program(status: socket.socket) -> int:

@@ -8,20 +8,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, Self
 
 from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import Group
-from agentgrpo.sandbox.channels import Channels, SetupFailed, pid_of
-from agentgrpo.sandbox.errors import (
-    NotSupportedException,
-    SandboxInfraError,
-    SandboxNotFoundException,
-)
+from agentgrpo.sandbox.channels import Channels, pid_of
+from agentgrpo.sandbox.errors import NotSupportedException, SandboxNotFoundException
 from agentgrpo.sandbox.history import Recorded, ReplayDiverged, digest
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.program import signal_all
+from agentgrpo.sandbox.program import Orders
 from agentgrpo.sandbox.result import Status, StepError, StepResult
 from agentgrpo.sandbox.template import check_environment
 
@@ -159,7 +156,7 @@ class Session:
         self._closed = False
         self._asked = self._cpu_before = 0.0
         self._asking: list[bytes] = []
-        self._over_memory_kib: int | None = None
+        self._over_memory: tuple[str, int | None] | None = None
         self._pid = pid_of(channels.interpreter)
         self.init_pid = pid_of(channels.init)
 
@@ -217,7 +214,7 @@ class Session:
         """For loop.py: what step() would run, or its result if nothing has to be run."""
         fields = [b"run", *_pairs(code, env)]
         timeout = self._check(timeout_s)
-        return self._ended or self._refuse(fields) or (fields, timeout)
+        return self._over() or self._refuse(fields) or (fields, timeout)
 
     def _check(self, timeout_s: float | None) -> float:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
@@ -232,9 +229,11 @@ class Session:
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepResult:
         timeout = self._check(timeout_s)
-        if self._ended is not None:
-            return self._ended
-        return self._refuse(fields) or self._run(fields, timeout, listener)
+        return self._over() or self._refuse(fields) or self._run(fields, timeout, listener)
+
+    def _over(self) -> StepResult | None:
+        """How the session ended, if it has. A copy: the caller may do with it what it likes."""
+        return None if self._ended is None else replace(self._ended)
 
     def _refuse(self, fields: list[bytes]) -> StepResult | None:
         """An answer without running anything, if a budget of the session is used up."""
@@ -260,7 +259,7 @@ class Session:
     def _end(self, status: Status, detail: str) -> StepResult:
         self._ended = self._result(status=status, state_lost=True, detail=detail)
         self.close()
-        return self._ended
+        return replace(self._ended)
 
     def _run(
         self,
@@ -270,8 +269,9 @@ class Session:
     ) -> StepResult:
         arguments = self.prepare(fields, timeout, listener)
         if arguments is None:
-            assert self._ended is not None
-            return self._ended
+            over = self._over()
+            assert over is not None
+            return over
         try:
             raw = _C.sandbox_run_step(*arguments)
         except BaseException:  # a listener's; what the step did is not known
@@ -345,9 +345,8 @@ class Session:
         if ending == Ending.EXITED:
             result.max_rss_kib, result.cpu_s = max_rss, max(0.0, cpu_us / 1e6 - self._cpu_before)
             return self._exited(how, result)
-        if ending == Ending.LOST and self._over_memory_kib is not None:
-            result.max_memory_kib = self._over_memory_kib
-            detail = f"over {self.limits.memory_mib} MiB of memory, all processes together"
+        if ending == Ending.LOST and self._over_memory is not None:
+            detail, result.max_memory_kib = self._over_memory
             return self._died(Status.OOM, detail, result)
         if ending == Ending.LOST and result.oom_kills:
             return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", result)
@@ -441,30 +440,31 @@ class Session:
             if digest(result) != step.digest:
                 raise ReplayDiverged(f"step {number} showed something else than before: {result}")
 
-    def end_for_memory(self, kib: int) -> None:
-        """For the watchdog: kill it because its processes use so much; the next result says so."""
+    def end_for_memory(self, detail: str, kib: int | None) -> None:
+        """For the watchdog: kill it for what its processes use; the next result says so."""
         with self._closing:
             if self._channels is not None:
-                self._over_memory_kib = kib
+                self._over_memory = detail, kib
                 self._channels.signal()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Iterator[bool]:
         """For the watchdog: none of the session's processes runs or forks meanwhile.
 
-        Of no effect on a session that is over, or that has no process namespace.
+        Yields whether that is so: not if the session is over or has no process namespace.
+
+        Raises:
+            OSError: no descriptors; then nothing was stopped.
         """
         with self._closing:
             if self._channels is None or self.degraded:
-                yield
+                yield False
                 return
-            with contextlib.suppress(SandboxNotFoundException, SandboxInfraError, SetupFailed):
-                signal_all(self._channels, signal.SIGSTOP)
-            try:
-                yield
-            finally:
-                with contextlib.suppress(SandboxNotFoundException, SandboxInfraError, SetupFailed):
-                    signal_all(self._channels, signal.SIGCONT)
+            with contextlib.closing(Orders(self._channels)) as orders:
+                try:
+                    yield orders.signal(signal.SIGSTOP) and orders.signalled()
+                finally:
+                    orders.signal(signal.SIGCONT)
 
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""

@@ -7,11 +7,13 @@ stops all of the session for another look: memory that is handed from process to
 they can be looked at would else never be seen whole.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.session import Session
@@ -19,8 +21,11 @@ from agentgrpo.sandbox.session import Session
 INTERVAL_S = 0.05
 SHARE = 0.1
 """Of the time, at most this much is spent looking."""
-ENDING_MS = 20
-"""Waited at most for processes that were ending when all others were stopped."""
+ENDING_S, LOOKS_AT_REST = 0.02, 3
+"""For processes that were ending when all others were stopped: so long, and so many looks."""
+EVASIONS = 5
+"""Looks in a row that a session may keep from counting it, though it was stopped for them."""
+GONE = (FileNotFoundError, ProcessLookupError)
 PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
 UNIX_KIB = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text()) >> 10
 """What a unix socket can hold at most: how much it does, the kernel does not tell."""
@@ -37,7 +42,7 @@ def private_kib(pid: int) -> int | None:
             resident, shared = Path(f"/proc/{pid}/task/{thread}/statm").read_text().split()[1:3]
             if resident != "0":
                 return (int(resident) - int(shared)) * PAGE_KIB
-    except OSError:
+    except GONE:
         return None
     return 0
 
@@ -49,7 +54,7 @@ def proportional_kib(pid: int) -> int | None:
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
+    except GONE:
         return private_kib(pid)
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
 
@@ -62,13 +67,13 @@ def socket_kib(pid: int) -> int:
         if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
             return 0
         unix = Path(f"/proc/{pid}/net/unix").read_bytes().count(b"\n") - 1
-    except OSError:
+    except GONE:
         return 0
     total = unix * UNIX_KIB << 10
     for name in ("tcp", "tcp6", "udp", "udp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-        except OSError:
+        except GONE:
             continue
         queues = (line.split()[4].split(":") for line in lines)
         total += sum(int(sent, 16) + int(received, 16) for sent, received in queues)
@@ -79,14 +84,17 @@ def used_kib(init: int, enough_kib: int) -> int | None:
     """What a session uses; not exact while it is below enough_kib, where exactness costs too much.
 
     Forks share pages: their sum is an upper bound, which is cheap; only if that is too much is
-    every page counted once. None if a process ended meanwhile: its memory may be its child's now,
-    and that child started too late to be counted.
+    every page counted once. None if a process ended or started meanwhile: its memory may be its
+    child's now, and that child started too late to be counted.
+
+    Raises:
+        OSError: no descriptors are left to look.
     """
     pids = process_tree(init)
     sockets = socket_kib(init)
     for measure in (private_kib, proportional_kib):
         each = [measure(pid) for pid in pids]
-        if None in each:
+        if None in each or process_tree(init) != pids:
             return None
         used = sockets + sum(filter(None, each))
         if used <= enough_kib:
@@ -104,6 +112,7 @@ class MemoryWatchdog:
 
     def __init__(self, limit_mib: int, sessions: Callable[[], Iterable[Session]]) -> None:
         self._limit_kib, self._sessions = limit_mib << 10, sessions
+        self._evasions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sandbox-memory", daemon=True)
         self._thread.start()
@@ -113,21 +122,38 @@ class MemoryWatchdog:
         while not self._stop.wait(pause):
             started = time.thread_time()
             for session in self._sessions():
-                used = used_kib(session.init_pid, self._limit_kib)
-                if used is None:
-                    used = self._used_at_rest(session)
-                if used is not None and used > self._limit_kib:
-                    session.end_for_memory(used)
+                with contextlib.suppress(OSError):  # no descriptors: there may be for the next look
+                    self._look(session)
             pause = max(INTERVAL_S, (time.thread_time() - started) / SHARE)
 
-    def _used_at_rest(self, session: Session) -> int | None:
-        """used_kib() with nothing running; what was ending already gets some time for it."""
-        with session.held():
-            for _ in range(ENDING_MS):
+    def _look(self, session: Session) -> None:
+        used = used_kib(session.init_pid, self._limit_kib)
+        if used is None:
+            used = self._at_rest(session)
+        else:
+            self._evasions.pop(session, None)
+        if used is None and self._evasions.get(session, 0) >= EVASIONS:
+            session.end_for_memory("its processes keep their memory from being counted", None)
+        if used is not None and used > self._limit_kib:
+            limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
+            session.end_for_memory(limit, used)
+
+    def _at_rest(self, session: Session) -> int | None:
+        """used_kib() with nothing running; what was ending already gets some time for it. None if
+        that was not to be had, which counts as an evasion if the session had been stopped.
+        """
+        deadline = time.monotonic() + ENDING_S
+        with session.held() as held:
+            looks = 0
+            while held and (looks < LOOKS_AT_REST or time.monotonic() < deadline):
                 used = used_kib(session.init_pid, self._limit_kib)
                 if used is not None:
+                    self._evasions.pop(session, None)
                     return used
+                looks += 1
                 time.sleep(0.001)
+            if held:
+                self._evasions[session] = self._evasions.get(session, 0) + 1
         return None
 
     def close(self) -> None:

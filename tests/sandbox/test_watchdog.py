@@ -1,5 +1,6 @@
 """Memory where no control group may be made: all processes of a session count together."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -159,6 +160,110 @@ def test_memory_that_moves_from_process_to_process_is_seen(
         )
 
 
+SLOW_REAPER = (
+    "import ctypes, os, time\nread, write = os.pipe()\nstop = time.monotonic() + 5\n"
+    "if os.fork() == 0:\n"
+    " ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER\n"
+    " for _ in range(6):\n"
+    "  if os.fork() == 0:\n"
+    "   x = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096])\n"
+    "   while time.monotonic() < stop:\n"
+    "    try:\n     if os.fork() != 0: os._exit(0)\n"
+    "    except OSError: time.sleep(0.001)\n"
+    "   os._exit(0)\n"
+    " while time.monotonic() < stop:\n"
+    "  time.sleep(0.002)\n"
+    "  try: os.waitpid(-1, os.WNOHANG)\n"
+    "  except OSError: pass\n"
+    " os._exit(0)\n"
+    "os.close(write); os.read(read, 1)"
+)
+"""Zombies, of which the kernel says that they use nothing, cover up that memory moves."""
+
+WAKER = (
+    "import ctypes, os, signal, time\n"
+    "class E(ctypes.Structure):\n"
+    " _fields_ = [('v', ctypes.c_void_p), ('s', ctypes.c_int), ('n', ctypes.c_int), "
+    "('x', ctypes.c_int * 12)]\n"
+    "libc = ctypes.CDLL(None)\n"
+    "if os.fork() == 0:\n"
+    " signal.signal(signal.SIGCONT, lambda *_: os.kill(-1, signal.SIGCONT))\n"
+    " e = E(None, int(signal.SIGCONT), 0); t = ctypes.c_void_p()\n"
+    " assert libc.timer_create(1, ctypes.byref(e), ctypes.byref(t)) == 0\n"
+    " libc.timer_settime(t, 0, (ctypes.c_long * 4)(0, 1_000_000, 0, 1_000_000), None)\n"
+    " stop = time.monotonic() + 5\n"
+    " while time.monotonic() < stop: time.sleep(0.001)\n"
+    " os._exit(0)\n"
+)
+"""Continues every process of the session a thousand times a second, itself first."""
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [SLOW_REAPER, WAKER + HOPS.format(seconds=5, chains=6, mib=40)],
+    ids=["zombies cover it up", "what is stopped is woken"],
+)
+def test_memory_that_moves_is_seen_whatever_else_goes_on(
+    attack: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(pid: int) -> int | None:
+        time.sleep(0.02)
+        return private_kib(pid)
+
+    monkeypatch.setattr(watchdog, "private_kib", slowly)
+    with groupless.acquire() as session:
+        result = session.step(attack, 30)
+        assert result.status is Status.OOM, result
+    with groupless.acquire() as session:
+        assert session.step("1 + 1").value == "2"
+
+
+def test_a_measure_counts_only_if_no_process_came_or_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = os.getpid()
+    trees = [[me], [me], [me], [me, me]]
+    monkeypatch.setattr(watchdog, "process_tree", lambda _: trees.pop(0))
+    assert used_kib(me, 1 << 40) is not None
+    assert used_kib(me, 1 << 40) is None
+
+
+def test_what_keeps_from_being_counted_is_ended(
+    groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with groupless.acquire() as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(watchdog, "used_kib", lambda *_: None)
+            result = session.step("import time; time.sleep(20)", 30)
+        assert (result.status, result.state_lost) == (Status.OOM, True), result
+        assert "counted" in result.detail
+        assert result.max_memory_kib is None
+
+
+def test_a_host_without_descriptors_goes_on_watching(
+    groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def none_left(*_: object) -> list[int]:
+        nonlocal looks
+        looks += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with groupless.acquire() as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(watchdog, "process_tree", none_left)
+            deadline = time.monotonic() + 10
+            while looks < 3:
+                assert time.monotonic() < deadline, "it looks no more"
+                time.sleep(0.01)
+            patch.undo()
+            patch.setattr(socket, "socketpair", none_left)
+            with pytest.raises(OSError, match="Too many"), session.held():
+                pass
+        assert session.step("1 + 1").value == "2"
+        result = session.step(spread(8, 30), 20)
+        assert result.status is Status.OOM, "it still watches"
+
+
 def states(session: Session) -> set[str]:
     """Of all processes of a session but its init, as ps shows them."""
     pids = process_tree(session.init_pid)[1:]
@@ -169,13 +274,17 @@ def test_nothing_runs_while_a_session_is_held(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
         session.step("import os\nif os.fork() == 0:\n while True: pass")
         assert "R" in states(session)
-        with session.held():
+        with session.held() as held:
+            assert held
+            deadline = time.monotonic() + 10
+            while states(session) != {"T"} and time.monotonic() < deadline:
+                time.sleep(0.01)  # until each has had the processor to notice
             time.sleep(0.05)
             assert states(session) == {"T"}
         assert session.step("1 + 1").value == "2"
         assert states(session) <= {"R", "S"}
-    with session.held():
-        pass  # it is over: of no effect
+    with session.held() as held:
+        assert not held, "it is over"
 
 
 def test_a_process_whose_main_thread_has_ended_counts(groupless: SandboxPool) -> None:

@@ -30,7 +30,7 @@ from load import isolated  # type: ignore[import-not-found]
 HOST_FD = 8
 REPORT = struct.Struct("<Iiiiqq")
 REPORT_FAILED, SETUP_CLONE = 3, 0
-MODE_ROOT, MODE_BARE = 1, 3
+MODE_ROOT, MODE_IN_PLACE, MODE_BARE = 1, 2, 3
 UNLIMITED = 2**64 - 1
 
 
@@ -196,7 +196,8 @@ def main() -> None:
         sizes = settings["value_bytes"], settings["traceback_bytes"]
         interpreter = loop["prepare"](settings["python_env"], *sizes)
         prepare(settings)
-        collapse(extension)
+        if settings["mode"] != MODE_IN_PLACE:  # there one zygote makes one session
+            collapse(extension)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)
