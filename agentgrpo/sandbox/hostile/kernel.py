@@ -190,7 +190,7 @@ def forgotten_shared_memory(s: Session) -> None:
 def memory_that_hops(s: Session) -> None:
     """Memory held by processes that are replaced by their children all the time is bounded."""
     code = (
-        "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + 5\n"
+        "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + 15\n"
         "for _ in range(10):\n"
         " if os.fork() == 0:\n"
         "  x = bytearray(50 << 20); x[::4096] = b'1' * len(x[::4096])\n"
