@@ -7,7 +7,7 @@ stops all of the session for another look: memory that is handed from process to
 they can be looked at would else never be seen whole.
 """
 
-import contextlib
+import logging
 import os
 import threading
 import time
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.session import Session
 
+log = logging.getLogger(__name__)
 INTERVAL_S = 0.05
 SHARE = 0.1
 """Of the time, at most this much is spent looking."""
@@ -50,11 +51,12 @@ def private_kib(pid: int) -> int | None:
 def proportional_kib(pid: int) -> int | None:
     """Memory of a process, each page divided by the number of processes that share it.
 
-    None if it has ended; private_kib() if its main thread has.
+    None if it has ended; private_kib(), which is no less, if its main thread has, or if this user
+    may not know.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except GONE:
+    except (*GONE, PermissionError):
         return private_kib(pid)
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
 
@@ -112,6 +114,7 @@ class MemoryWatchdog:
 
     def __init__(self, limit_mib: int, sessions: Callable[[], Iterable[Session]]) -> None:
         self._limit_kib, self._sessions = limit_mib << 10, sessions
+        self._told = ""
         self._evasions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sandbox-memory", daemon=True)
@@ -122,9 +125,16 @@ class MemoryWatchdog:
         while not self._stop.wait(pause):
             started = time.thread_time()
             for session in self._sessions():
-                with contextlib.suppress(OSError):  # no descriptors: there may be for the next look
+                try:
                     self._look(session)
+                except OSError as error:  # no descriptors: there may be some for the next look
+                    self._tell(f"a session's memory was not looked at: {error}")
             pause = max(INTERVAL_S, (time.thread_time() - started) / SHARE)
+
+    def _tell(self, text: str) -> None:
+        if text != self._told:  # not twenty times a second
+            self._told = text
+            log.warning(text)
 
     def _look(self, session: Session) -> None:
         used = used_kib(session.init_pid, self._limit_kib)

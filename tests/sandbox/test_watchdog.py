@@ -22,6 +22,7 @@ from agentgrpo.sandbox import (
     watchdog,
 )
 from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.hostile.kernel import HOPS
 from agentgrpo.sandbox.watchdog import (
     UNIX_KIB,
     private_kib,
@@ -127,39 +128,6 @@ def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> No
         assert len(process_tree(session.init_pid)) == 6, "init, interpreter, 2, a zombie, an orphan"
 
 
-HOPS = (
-    "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + {seconds}\n"
-    "for _ in range({chains}):\n"
-    " if os.fork() == 0:\n"
-    "  x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096])\n"
-    "  while time.monotonic() < stop:\n"
-    "   try:\n    if os.fork() != 0: os._exit(0)\n"
-    "   except OSError: pass  # too many have not been reaped yet\n"
-    "  os._exit(0)\n"
-    "os.close(write); os.read(read, 1)"
-)
-
-
-def test_memory_that_moves_from_process_to_process_is_seen(
-    groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However slow the looking: a busy machine's is."""
-
-    def slowly(pid: int) -> int | None:
-        time.sleep(0.02)
-        return private_kib(pid)
-
-    monkeypatch.setattr(watchdog, "private_kib", slowly)
-    with groupless.acquire() as session:
-        result = session.step(HOPS.format(seconds=20, chains=6, mib=40), 30)
-        assert result.status is Status.OOM, result
-    with groupless.acquire() as session:
-        result = session.step(HOPS.format(seconds=1, chains=3, mib=20), 30)
-        assert (result.status, result.value) == (Status.OK, "b''"), (
-            "below the limit, and not harmed"
-        )
-
-
 SLOW_REAPER = (
     "import ctypes, os, time\nread, write = os.pipe()\nstop = time.monotonic() + 20\n"
     "if os.fork() == 0:\n"
@@ -198,24 +166,39 @@ WAKER = (
 """Continues every process of the session a thousand times a second, itself first."""
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [SLOW_REAPER, WAKER + HOPS.format(seconds=20, chains=6, mib=40)],
-    ids=["zombies cover it up", "what is stopped is woken"],
-)
-def test_memory_that_moves_is_seen_whatever_else_goes_on(
-    attack: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+HOLDERS = HOPS.format(seconds=20, chains=6, mib=40)
+
+
+@pytest.fixture
+def slow_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine."""
+
     def slowly(pid: int) -> int | None:
         time.sleep(0.005)
         return private_kib(pid)
 
     monkeypatch.setattr(watchdog, "private_kib", slowly)
+
+
+@pytest.mark.usefixtures("slow_look")
+@pytest.mark.parametrize(
+    "attack",
+    [HOLDERS, SLOW_REAPER, WAKER + HOLDERS],
+    ids=["it moves", "zombies cover it up", "what is stopped is woken"],
+)
+def test_memory_that_moves_from_process_to_process_is_seen(
+    attack: str, groupless: SandboxPool
+) -> None:
     with groupless.acquire() as session:
         result = session.step(attack, 30)
         assert result.status is Status.OOM, result
+
+
+@pytest.mark.usefixtures("slow_look")
+def test_memory_that_moves_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
-        assert session.step("1 + 1").value == "2"
+        result = session.step(HOPS.format(seconds=1, chains=3, mib=20), 30)
+        assert (result.status, result.value) == (Status.OK, "b''")
 
 
 def test_a_measure_counts_only_if_no_process_came_or_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +222,7 @@ def test_what_keeps_from_being_counted_is_ended(
 
 
 def test_a_host_without_descriptors_goes_on_watching(
-    groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
+    groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = 0
 
@@ -259,6 +242,7 @@ def test_a_host_without_descriptors_goes_on_watching(
             patch.setattr(socket, "socketpair", none_left)
             with pytest.raises(OSError, match="Too many"), session.held():
                 pass
+        assert "Too many open files" in caplog.text
         assert session.step("1 + 1").value == "2"
         result = session.step(spread(8, 30), 20)
         assert result.status is Status.OOM, "it still watches"

@@ -186,21 +186,24 @@ def forgotten_shared_memory(s: Session) -> None:
     assert int(result.value or 0) <= LIMITS.memory_mib, result
 
 
+HOPS = (
+    "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + {seconds}\n"
+    "for _ in range({chains}):\n"
+    " if os.fork() == 0:\n"
+    "  x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096])\n"
+    "  while time.monotonic() < stop:\n"
+    "   try:\n    if os.fork() != 0: os._exit(0)\n"
+    "   except OSError: pass  # too many have not been reaped yet\n"
+    "  os._exit(0)\n"
+    "os.close(write); os.read(read, 1)  # until all of them have ended"
+)
+"""Chains of processes, each the child of the one before, that hand on mib of memory."""
+
+
 @on_session
 def memory_that_hops(s: Session) -> None:
     """Memory held by processes that are replaced by their children all the time is bounded."""
-    code = (
-        "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + 15\n"
-        "for _ in range(10):\n"
-        " if os.fork() == 0:\n"
-        "  x = bytearray(50 << 20); x[::4096] = b'1' * len(x[::4096])\n"
-        "  while time.monotonic() < stop:\n"
-        "   try:\n    if os.fork() != 0: os._exit(0)\n"
-        "   except OSError: pass  # too many have not been reaped yet\n"
-        "  os._exit(0)\n"
-        "os.close(write); os.read(read, 1)  # until all of them have ended"
-    )
-    result = expect(s.step(code, 30.0), OK, Status.OOM)
+    result = expect(s.step(HOPS.format(seconds=15, chains=10, mib=50), 30.0), OK, Status.OOM)
     assert result.status is Status.OOM or result.oom_kills > 0, result
 
 
