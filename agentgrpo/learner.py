@@ -277,6 +277,8 @@ class Learner:
     @torch.no_grad()
     def _look_ahead(self, updates: Sequence[Update], run: StepRecord) -> None:
         """Score every batch with the policies that the updates are compared with."""
+        if not updates:
+            return
         more_than_one = len(updates) * self._loss.num_iterations > 1
         wants_old = more_than_one and self._loss.old_logps == "recomputed"
         wants_entropy = self._loss.top_entropy_quantile < 1

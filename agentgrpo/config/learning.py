@@ -194,7 +194,9 @@ class LossConfig(Section):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Train on this share of the step's tokens only, those of highest entropy."""
+    """Train on this share of the step's tokens only, those of highest entropy. Counted among the
+    tokens that are laid out: those of rollouts without an advantage are not (TRL counts them)
+    unless beta or entropy_coef is set."""
     off_policy_mask_threshold: float | None = None
     """Leave out sequences of negative advantage that are further than this, in mean nats a token,
     from the policy that sampled them. None: none are."""

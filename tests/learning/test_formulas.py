@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_only_tokens_of_high_entropy_are_trained_on(
     kept = entropy >= entropy.quantile(0.75)
     assert 0.2 < kept.double().mean() < 0.3
     assert metrics["loss"] == pytest.approx(-(advantage * kept).sum().item() / len(kept), abs=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_without_a_gradient_has_no_entropies_to_compare(
+    make_learner: Callable[..., Learner], groups: list[Group], beta: float
+) -> None:
+    loss = LossConfig(top_entropy_quantile=0.25, beta=beta, num_iterations=2)
+    (update,) = plan_updates(groups, run_config(loss), step=0)
+    learner = make_learner(loss)
+    before = [p.detach().clone() for p in learner.trained]
+    metrics = learner.step([replace(update, batches=[])])
+    assert (metrics["updates"], metrics["loss"], learner.step_count) == (0.0, 0.0, 1)
+    assert all(torch.equal(p, q) for p, q in zip(learner.trained, before, strict=True))
 
 
 def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
