@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from agentgrpo import parallel
 from agentgrpo.types import Float32, Int32, Metrics
 
 
@@ -72,7 +73,7 @@ def probe_prompts(vocab_size: int) -> Probes:
 def check_agreement(
     engine: Prober, learner: Scorer, probes: Probes, *, threshold: float
 ) -> Metrics:
-    """Compare both sides on the probes.
+    """Compare both sides on the probes. On several ranks all must call it, and all stop if one must.
 
     Args:
         engine: samples the continuations.
@@ -93,10 +94,11 @@ def check_agreement(
         seen.append(_Seen(ids, turn.logprobs, learner.score(ids)[len(prompt) - 1 :]))
     delta = np.concatenate([np.abs(s.learner - s.sampler) for s in seen])
     metrics = {"max_dlogp": float(delta.max()), "mean_dlogp": float(delta.mean())}
-    if not metrics["max_dlogp"] <= threshold:
-        moved = _who_moved(probes.last, seen, learner)
-        where = f"after the weight update ({moved})"
-        require_agreement(metrics["max_dlogp"], threshold, where=where)
+    if not parallel.largest(metrics["max_dlogp"]) <= threshold:
+        mine = metrics["max_dlogp"], _who_moved(probes.last, seen, learner)
+        ranks = parallel.gather(mine)
+        widest, moved = next(rank for rank in ranks if not rank[0] <= threshold)
+        require_agreement(widest, threshold, where=f"after the weight update ({moved})")
     probes.last = seen
     return metrics
 
@@ -109,11 +111,10 @@ def _who_moved(last: list[_Seen] | None, seen: list[_Seen], learner: Scorer) -> 
         and np.allclose(then.sampler, now.sampler, rtol=0, atol=1e-6)
         for then, now in zip(last, seen, strict=True)
     )
+    scored = [learner.score(then.token_ids)[-len(then.learner) :] for then in last]
     trained = not all(
-        np.allclose(
-            learner.score(then.token_ids)[-len(then.learner) :], then.learner, rtol=0, atol=1e-6
-        )
-        for then in last
+        np.allclose(now, then.learner, rtol=0, atol=1e-6)
+        for then, now in zip(last, scored, strict=True)
     )
     if trained and not sampler:
         return "the learner has moved since they last agreed, the sampler has not"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
+from agentgrpo import parallel
 from agentgrpo.agreement import (
     NEW_TOKENS,
     Disagreement,
@@ -70,6 +72,42 @@ def test_one_token_of_one_probe_is_enough_to_stop(shift: float, probe: int, toke
     metrics = check_agreement(sides, sides, PROMPTS, threshold=0.6)
     assert metrics["max_dlogp"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["mean_dlogp"] == pytest.approx(0.5 / (len(PROMPTS) * NEW_TOKENS), abs=1e-5)
+
+
+class Counted(Sides):
+    """Sharded weights are scored by all ranks together, or a rank waits for the others for ever."""
+
+    scored = 0
+
+    def score(self, token_ids: Int32) -> Float32:
+        self.scored += 1
+        return super().score(token_ids)
+
+
+@pytest.mark.parametrize("shift", [0.5, float("nan")])
+def test_what_one_rank_sees_stops_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, shift: float
+) -> None:
+    seen = {}
+    for rank in range(3):
+        sides, probes = Counted(), probe_prompts(1000)
+        check_agreement(sides, sides, probes, threshold=0.1)
+        if rank == 1:
+            sides.shift = shift
+
+        def gather(mine: Any, rank: int = rank) -> list[Any]:
+            others = (0.0, "another") if isinstance(mine, tuple) else 0.0
+            failed = (shift, "the one") if isinstance(mine, tuple) else shift
+            return [mine if r == rank else failed if r == 1 else others for r in range(3)]
+
+        monkeypatch.setattr(parallel, "gather", gather)
+        with pytest.raises(Disagreement, match=f"{shift:g} nats, allowed 0.1") as error:
+            check_agreement(sides, sides, probes, threshold=0.1)
+        monkeypatch.undo()
+        told = "the sampler has moved since" if rank == 1 else "the one"
+        assert told in str(error.value), "of the rank that saw it"
+        seen[rank] = sides.scored
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize("shift", [float("nan"), float("inf"), float("-inf")])
