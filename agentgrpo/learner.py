@@ -163,12 +163,13 @@ class Learner:
     def rehearse(self, num_tokens: int) -> None:
         """Forward and backward over one row of num_tokens tokens, all of them loss terms.
 
-        Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile.
+        Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile, as
+        is what earlier batches of an update would have left.
 
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
-        to_come = self._optimizer.bytes_to_come
+        to_come = self._optimizer.bytes_to_come + self._optimizer.bytes_of_sums
         held = torch.empty(to_come, dtype=torch.uint8, device=self.device)
         try:
             scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
@@ -317,6 +318,7 @@ class Learner:
             loss, measured, scored = self._loss_of(batch, run, run.before[index, number], update)
             # FSDP averages gradients over the ranks; the weights are a share of the whole
             (loss * (parallel.world_size() if counts else 0.0)).backward()
+            self._optimizer.collect()
             if counts:
                 loss_sum += loss.item()
                 run.parts.append(measured)

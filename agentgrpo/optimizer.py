@@ -62,6 +62,26 @@ class MasterAdamW:
         width = 8 if isinstance(self._adamw, torch.optim.AdamW) else 2
         return width * sum(parallel.mine_of(p).numel() for p in self._parameters)
 
+    @property
+    def bytes_of_sums(self) -> int:
+        """Memory that collect() takes for as long as gradients are kept."""
+        return 4 * sum(parallel.mine_of(master).numel() for _, master in self._lower())
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add up what a backward pass left, in float32: to be called after each.
+
+        Parameters that are their own masters add up by themselves.
+        """
+        for p, master in self._lower():
+            if p.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = p.grad.float()
+            else:
+                master.grad.add_(p.grad)
+            p.grad = None
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for p in (*self._parameters, *self._masters):
@@ -74,9 +94,7 @@ class MasterAdamW:
         Raises:
             FloatingPointError: the norm is not finite; nothing was changed.
         """
-        for p, master in zip(self._parameters, self._masters, strict=True):
-            if master is not p:
-                master.grad = None if p.grad is None else p.grad.float()
+        self.collect()
         clipped = torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm)
         norm = parallel.whole(clipped).item()
         if not norm < float("inf"):
@@ -84,6 +102,7 @@ class MasterAdamW:
         self._adamw.step()
         for p, master in self._lower():
             p.copy_(master)
+            master.grad = None
         return float(norm)
 
     @torch.no_grad()

@@ -77,6 +77,20 @@ def test_many_small_updates_arrive_as_in_float32(
             torch.testing.assert_close(master, expected.detach(), rtol=1e-5, atol=1e-7)
 
 
+def test_gradients_of_many_passes_add_up_in_float32() -> None:
+    """In bfloat16 1 + 1/512 is 1, and a thousand of them too."""
+    param = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = MasterAdamW([param], lr=1.0, weight_decay=0.0)
+    for number in range(1025):
+        param.grad = torch.full((3,), 1 / 512 if number else 1.0, dtype=torch.bfloat16)
+        optimizer.collect()
+        assert param.grad is None
+    assert optimizer.step(max_grad_norm=1e9) == pytest.approx(3.0 * 3**0.5)
+    optimizer.zero_grad()
+    param.grad = torch.ones_like(param)
+    assert optimizer.step(max_grad_norm=1e9) == pytest.approx(3**0.5), "the others are forgotten"
+
+
 def test_parameters_are_written_in_place() -> None:
     base = torch.zeros(4, 4, dtype=torch.bfloat16)
     view = base[1:3].requires_grad_()

@@ -20,6 +20,8 @@ from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
 from tests.learning.given import (
     DAPO,
+    TEMPERATURE,
+    Holder,
     run_config,
 )
 
@@ -32,6 +34,41 @@ def test_checkpointed_layers_train_alike(
     assert plain.step(updates)["loss"] == checkpointed.step(updates)["loss"]
     for a, b in zip(plain.trained, checkpointed.trained, strict=True):
         assert torch.equal(a, b)
+
+
+class Holder16(Holder):
+    dtype = "bfloat16"
+
+
+def test_batches_of_16_bit_add_up_in_float32(
+    tiny_model: Path, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = LearnerConfig(max_tokens=24)
+    config = run_config(DAPO).model_copy(update={"learner": options})
+    engine: Any = Holder16()
+    learner = Learner(
+        tiny_model, engine, options, DAPO, total_steps=4, temperature=TEMPERATURE, weights="copy",
+        dlogp_limit=9.0,
+    )  # fmt: skip
+    (update,) = plan_updates(groups, config, step=0)
+    assert len(update.batches) >= 5
+    seen: list[torch.Tensor] = []
+    masters = learner._optimizer._masters
+
+    def noted(*, max_grad_norm: float) -> float:
+        seen.extend(m.grad.clone() for m in masters if m.grad is not None)
+        return 0.0
+
+    monkeypatch.setattr(learner._optimizer, "step", noted)
+    learner.step([update])
+    learner._optimizer.zero_grad()
+    want = [torch.zeros_like(m) for m in masters]
+    for batch in update.batches:
+        learner.step([replace(update, batches=[batch])])
+        for total, grad in zip(want, seen[-len(masters) :], strict=True):
+            total += grad
+    for grad, total in zip(seen, want, strict=False):
+        assert torch.equal(grad, total)
 
 
 def test_an_offloaded_optimizer_trains_alike(
