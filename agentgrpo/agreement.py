@@ -73,7 +73,9 @@ def probe_prompts(vocab_size: int) -> Probes:
 def check_agreement(
     engine: Prober, learner: Scorer, probes: Probes, *, threshold: float
 ) -> Metrics:
-    """Compare both sides on the probes. On several ranks all must call it, and all stop if one must.
+    """Compare both sides on the probes.
+
+    On several ranks all must call it, and what one of them sees stops all.
 
     Args:
         engine: samples the continuations.

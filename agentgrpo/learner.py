@@ -104,6 +104,7 @@ class Learner:
             engine.unpack()
             self._copy = InPlaceCopy(engine.model, engine.load_weights)
         self.step_count = 0
+        self._rest()
 
     def _prepare(self, config: LearnerConfig) -> tuple[Scorer, list[Tensor], int]:
         """(what scores batches, the trained parameters, how many numbers they are)."""
@@ -170,13 +171,21 @@ class Learner:
             torch.OutOfMemoryError: it does not fit.
         """
         to_come = self._optimizer.bytes_to_come + self._optimizer.bytes_of_sums
-        held = torch.empty(to_come, dtype=torch.uint8, device=self.device)
+        held: list[Tensor] = []
         try:
+            self._optimizer.to(self.device)
+            held.append(torch.empty(to_come, dtype=torch.uint8, device=self.device))
             scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
             (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
         finally:
-            del held
+            held.clear()
             self._optimizer.zero_grad()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Leave the device to the engine, as far as the config says."""
+        if self._config.offload_optimizer:
+            self._optimizer.to("cpu")
 
     @torch.no_grad()
     def score(self, token_ids: Int32) -> Float32:
@@ -230,6 +239,7 @@ class Learner:
             raise ValueError(
                 f"{path} is of a run with other trained parameters: {error}"
             ) from error
+        self._rest()
         self.step_count = state["step"]
         return state
 
@@ -259,8 +269,7 @@ class Learner:
                 self._update(run, index, update, first_pass=epoch == 0)
         self.step_count += 1
         self._optimizer.zero_grad()  # the engine's cache needs the room
-        if self._config.offload_optimizer:
-            self._optimizer.to("cpu")
+        self._rest()
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective)
         for seen in run.seen():

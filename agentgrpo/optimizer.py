@@ -108,10 +108,11 @@ class MasterAdamW:
     @torch.no_grad()
     def to(self, device: torch.device | str) -> None:
         """Move moments and masters; parameters that are their own masters stay where they are."""
+        fused = self._adamw.param_groups[0].get("fused")
         for state in self._adamw.state.values():
             for name, value in state.items():
-                # AdamW wants its scalar count on the CPU, unless it is fused
-                if isinstance(value, Tensor) and value.ndim:
+                # AdamW wants its scalar count on the CPU; a fused one beside the parameter
+                if isinstance(value, Tensor) and (value.ndim or fused):
                     state[name] = value.to(device, non_blocking=True)
         for _, master in self._lower():
             own = parallel.mine_of(master)  # to set a DTensor's data leaves its shard where it was

@@ -149,10 +149,13 @@ def test_the_learning_rate_can_be_set_between_steps() -> None:
     torch.testing.assert_close(params[0].detach(), torch.full((3,), -0.25))
 
 
-def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters() -> None:
+@pytest.mark.parametrize(("adamw", "count_at"), [(None, "cpu"), (FUSED, "meta")])
+def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters(
+    adamw: Any, count_at: str
+) -> None:
     """On "meta", which keeps shapes only; torch lets no master move there."""
     params = parameters(torch.float32)
-    optimizer = MasterAdamW(params, lr=1e-2, weight_decay=0.0)
+    optimizer = MasterAdamW(params, lr=1e-2, weight_decay=0.0, adamw=adamw)
     feed(params, gradients(0))
     optimizer.step(max_grad_norm=1.0)
     optimizer.zero_grad()
@@ -161,7 +164,8 @@ def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters() -> None:
     for moments in optimizer._adamw.state.values():
         assert moments["exp_avg"].is_meta
         assert moments["exp_avg_sq"].is_meta
-        assert moments["step"].device.type == "cpu", "AdamW wants its count there"
+        # AdamW wants its count in host memory, a fused one beside the parameter
+        assert moments["step"].device.type == count_at
 
 
 class BlockWise(torch.optim.AdamW):

@@ -15,7 +15,7 @@ import torch
 
 from agentgrpo.config import LearnerConfig
 from agentgrpo.learner import Learner
-from agentgrpo.optimizer import make_optimizer
+from agentgrpo.optimizer import MasterAdamW, make_optimizer
 from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
 from tests.learning.given import (
@@ -140,6 +140,25 @@ def test_the_optimizers_state_waits_in_host_memory_between_steps(
     learner.step(plan_updates(groups, run_config(DAPO), step=0))
     assert seen == ["cpu:0", "step", "cpu"] if offload else ["cpu:0", "step"]
     assert all(p.grad is None for p in learner.trained), "nor do gradients wait on the device"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_waits_there_before_the_first_step_too(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, offload: bool,
+) -> None:  # fmt: skip
+    """Of a new run and of a resumed one: the engine fills the device before either learns."""
+    moved: list[Any] = []
+    monkeypatch.setattr(MasterAdamW, "to", lambda self, device: moved.append(device))
+    learner = make_learner(offload_optimizer=offload)
+    vars(learner)["device"] = "cpu:0"  # another name than the host's
+    learner.save_state(tmp_path / "state.pt")
+    assert moved == (["cpu"] if offload else [])
+    learner.load_state(tmp_path / "state.pt")
+    assert moved[1:] == (["cpu"] if offload else [])
+    moved.clear()
+    learner.rehearse(20)
+    assert moved == (["cpu:0", "cpu"] if offload else ["cpu:0"]), "a rehearsal is as a step"
 
 
 def test_8_bit_moments_are_the_librarys(
