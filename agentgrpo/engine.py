@@ -276,6 +276,7 @@ class Engine:
                 logprobs=top_logprobs,
                 flat_logprobs=True,
                 detokenize=bool(stop),
+                skip_special_tokens=False,  # a stop string may be the name of one
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 **dict[str, Any](filters),
             ),

@@ -142,6 +142,22 @@ def test_a_stop_string_ends_with_the_token_it_ends_in(engine: Engine, tokenizer:
     assert len(turn.logprobs) == len(turn.token_ids) <= pairs[0] + 2
 
 
+def test_a_stop_string_may_be_the_name_of_a_special_token(engine: Engine, tokenizer: Any) -> None:
+    """As an agent's tag is that a model has a token of its own for."""
+    (free,) = ask(engine, prompt(30), temperature=0.0)
+    often = int(free.token_ids[0])
+    embedding = engine.model.get_parameter("model.embed_tokens.weight")
+    engine.unpack()
+    with torch.no_grad():  # what is likeliest is now named <|im_start|>
+        embedding[[1, often]] = embedding[[often, 1]]
+    engine.reset_prefix_cache()
+    ids = prompt(30)
+    ids[ids == often] = 1
+    (turn,) = ask(engine, ids, temperature=0.0, stop=[tokenizer.decode([1])])
+    assert turn.token_ids.tolist() == [1]
+    assert (turn.finish_reason, turn.stop_reason) == ("stop", "<|im_start|>")
+
+
 def test_requests_join_and_leave_while_others_decode(engine: Engine, oracle: Score) -> None:
     engine.add_request("long", prompt(20), max_tokens=30, temperature=1.0)
     for _ in range(5):
