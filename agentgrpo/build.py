@@ -20,7 +20,7 @@ from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks
 from agentgrpo.envs.base import Environment, Observation
 from agentgrpo.losses import objective_of
-from agentgrpo.machine import require_packages
+from agentgrpo.machine import require_packages, require_trainable
 from agentgrpo.memory import explained
 from agentgrpo.metrics import RunLog
 from agentgrpo.models import (
@@ -262,6 +262,8 @@ def set_stage(
     progress = progress or Progress(config.steps)
     require_packages()
     require_trackers(config.trackers)
+    if trained:
+        require_trainable(config.learner)
     progress.say("sandbox: checking that this machine can isolate code")
     pool = open_sandbox(config.sandbox)
     try:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from agentgrpo.config import LearnerConfig
 from agentgrpo.sandbox.cgroup import memory_bounds
 from agentgrpo.sandbox.doctor import Check
 
@@ -114,6 +115,34 @@ def require_packages() -> None:
     for check in package_checks(installed(), gpu=has_nvidia_gpu()):
         if check.essential and not check.ok:
             raise ValueError(f"{check.name}: {check.found}; remedy: {check.remedy}")
+
+
+def require_library(module: str, key: str) -> None:
+    """Refuse a setting whose library is not installed.
+
+    Raises:
+        ValueError: names the setting and what to install.
+    """
+    if importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ValueError(
+            f"{key} needs the package {package!r}, which is not installed; remedy: "
+            f"pip install {package}"
+        )
+
+
+def require_trainable(learner: LearnerConfig) -> None:
+    """Refuse what the learner could not do here, before a model is loaded for it.
+
+    Raises:
+        ValueError: names the key and the remedy.
+    """
+    if learner.lora.rank:
+        require_library("peft", "learner.lora.rank")
+    if learner.optimizer == "adamw_8bit":
+        if not has_nvidia_gpu():
+            raise ValueError("learner.optimizer = 'adamw_8bit' needs an NVIDIA GPU; use 'adamw'")
+        require_library("bitsandbytes", "learner.optimizer = 'adamw_8bit'")
 
 
 def _torch(versions: Mapping[str, str], *, gpu: bool) -> Check:

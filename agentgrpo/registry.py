@@ -18,6 +18,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.agents.tools import ReadCalls
 from agentgrpo.config import RewardConfig, TrainConfig
 from agentgrpo.envs.base import Environment
+from agentgrpo.machine import require_library
 from agentgrpo.rewards import (
     EnvironmentReward,
     MathReward,
@@ -142,7 +143,7 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     """What a rollout is worth besides what the environment gives it.
 
     Raises:
-        ValueError: there is no such kind or function; names the key.
+        ValueError: there is no such kind or function, or its library is missing; names the key.
     """
     kind = config.kind
     if kind == "auto":
@@ -155,6 +156,8 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
         strict = {"strict": True} if config.strict else {}
         if strict and kind != "numeric":
             raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
+        if kind == "math":
+            require_library("math_verify", "reward.kind = 'math'")
         reward = REWARDS[kind](answer=config.answer, format=config.format, **strict)
     else:
         raise ValueError(

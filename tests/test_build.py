@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.build import Stage, planned, start_engine
-from agentgrpo.config import EngineConfig, TrainConfig
+from agentgrpo import build, machine
+from agentgrpo.build import Stage, planned, set_stage, start_engine
+from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
 from agentgrpo.models import check_model, resolve_model
+from agentgrpo.registry import make_reward
 from agentgrpo.run_dir import require_same_run
 
 
@@ -103,6 +106,46 @@ def test_a_plan_is_of_a_loss_and_a_checkpoint_that_would_do(tmp_path: Path) -> N
     damaged.mkdir(parents=True)
     with pytest.raises(ValueError, match=r"step_000003 is not a checkpoint that this run can"):
         planned(config(Path("m"), out_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "package", "gpu", "said"),
+    [
+        ({"learner": {"lora": {"rank": 4}}}, "peft", True, "learner.lora.rank needs .*'peft'"),
+        ({"learner": {"optimizer": "adamw_8bit"}}, "bitsandbytes", True, "'bitsandbytes'"),
+        ({"learner": {"optimizer": "adamw_8bit"}}, "", False, "adamw_8bit' needs an NVIDIA GPU"),
+        ({"reward": {"kind": "math"}}, "math_verify", True, "reward.kind = 'math' .*math-verify"),
+    ],
+)
+def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, gpu: bool, said: str
+) -> None:
+    asked, find = config(Path("m"), **sections), importlib.util.find_spec
+    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: gpu)
+
+    def without(name: str, *_: Any) -> Any:
+        return None if name == package else find("json")
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(ValueError, match=said):
+        if "reward" in sections:
+            make_reward(asked.reward)
+        else:
+            machine.require_trainable(asked.learner)
+
+
+def test_both_ways_into_a_run_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config(Path("m"), learner={"lora": {"rank": 4}})
+    monkeypatch.setattr(build, "require_packages", lambda: None)
+
+    def refuse(learner: LearnerConfig) -> None:
+        assert learner is asked.learner
+        raise ValueError("looked")
+
+    monkeypatch.setattr(build, "require_trainable", refuse)
+    monkeypatch.setattr(build, "open_sandbox", lambda _: pytest.fail("not before it"))
+    with pytest.raises(ValueError, match="looked"):
+        set_stage(asked)
 
 
 LESS: dict[str, Any] = {
