@@ -127,11 +127,13 @@ def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
         return None if name == package else find("json")
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
+
+    def look() -> None:
+        machine.require_trainable(asked.learner)
+        make_reward(asked.reward)
+
     with pytest.raises(ValueError, match=said):
-        if "reward" in sections:
-            make_reward(asked.reward)
-        else:
-            machine.require_trainable(asked.learner)
+        look()
 
 
 def test_both_ways_into_a_run_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

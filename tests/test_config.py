@@ -79,6 +79,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("steps=x", "config key steps: .*integer.*got 'x'"),
         ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),
         ("engine.dtype=float16", "config key engine.dtype: .*'bfloat16'.*got 'float16'"),
+        ("rollout.temperature=0.005", "key rollout.temperature: .*equal to 0.01, got 0.005"),
         ("data.levels=[5]", r"config key data.levels.0: .*equal to 4, got 5"),
         ("engine.max_model_len=127", "config key engine.max_model_len: .*equal to 128, got 127"),
         ("rollout.max_turn_tokens=1024", "max_turn_tokens must be below .* 1024, got 1024"),
@@ -221,6 +222,14 @@ def test_a_group_cannot_begin_with_all_its_rollouts_and_branch(toml: Path) -> No
     with pytest.raises(ValueError, match=r"branching\.initial must be below .*group_size 8, got 8"):
         load_config(toml, ["rollout.branching.initial=8"])
     assert load_config(toml, ["rollout.branching.initial=7"]).rollout.branching.initial == 7
+
+
+def test_merged_weights_cannot_be_those_that_they_are_merged_from(toml: Path) -> None:
+    merged = ["learner.lora.rank=4", "learner.lora.serve=merged"]
+    with pytest.raises(ValueError, match=r"engine\.weights 'shared' and learner\.lora\.serve 'm"):
+        load_config(toml, [*merged, "engine.weights=shared"])
+    for weights in ("auto", "copy"):
+        assert load_config(toml, [*merged, f"engine.weights={weights}"]).learner.lora.rank == 4
 
 
 def test_weights_that_are_shared_or_adapted_cannot_be_dropped(toml: Path) -> None:

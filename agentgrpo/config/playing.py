@@ -194,8 +194,9 @@ class RolloutConfig(Section):
     """Groups sampled before any refill."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of sampling in training; evaluations have their own (EvaluationConfig)."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Of sampling in training; evaluations have their own (EvaluationConfig). vLLM knows none
+    between 0 and 0.01."""
     top_p: float = 1.0
     """Here to be refused, as are the next five: see EvaluationConfig, where they are allowed."""
     top_k: int = 0

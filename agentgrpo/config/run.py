@@ -73,6 +73,11 @@ class TrainConfig(Section):
             )
         if self.learner.lora.rank and self.learner.trained_layers is not None:
             raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
+        if self.learner.lora.serve == "merged" and self.engine.weights == "shared":
+            raise ValueError(
+                "engine.weights 'shared' and learner.lora.serve 'merged' exclude each other: what "
+                "is merged into needs a copy of its own"
+            )
         if self.learner.lora.rank and self.engine.sleep_level == 2:
             raise ValueError(
                 "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
