@@ -418,12 +418,6 @@ def _with_learner(
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
     progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
-    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
-        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
-            log.write(
-                learner.step_count,
-                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
-            )
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -431,6 +425,12 @@ def _with_learner(
         learner=learner.describe(),
         versions=_versions(),
     )
+    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
+        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
+            log.write(
+                learner.step_count,
+                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
+            )
     return Parts(
         **{field.name: getattr(player, field.name) for field in fields(player)},
         learner=learner,

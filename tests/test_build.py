@@ -14,7 +14,9 @@ import pytest
 from agentgrpo import build, machine
 from agentgrpo.build import Stage, planned, set_stage, start_engine
 from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
+from agentgrpo.metrics import RunLog
 from agentgrpo.models import check_model, resolve_model
+from agentgrpo.progress import Progress
 from agentgrpo.registry import make_reward
 from agentgrpo.run_dir import require_same_run
 
@@ -148,6 +150,37 @@ def test_both_ways_into_a_run_look_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(build, "open_sandbox", lambda _: pytest.fail("not before it"))
     with pytest.raises(ValueError, match="looked"):
         set_stage(asked)
+
+
+def test_a_run_is_described_before_anything_of_it_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in between it would be taken for somebody else's records, and never go on."""
+    asked = config(Path("m"), out_dir=str(tmp_path), preflight="always")
+    learner = SimpleNamespace(step_count=0, vocab_size=300, describe=lambda: {"weights": "shared"})
+    monkeypatch.setattr("agentgrpo.learner.Learner", lambda *_, **__: learner)
+
+    class Killed(BaseException):
+        pass
+
+    def preflight(*_: Any, **__: Any) -> dict[str, float]:
+        return {"seconds": 1.0}
+
+    def killed(self: RunLog, step: int, **areas: Any) -> None:
+        self._append("metrics.jsonl", [{"step": step}])
+        raise Killed
+
+    monkeypatch.setattr(build, "preflight", preflight)
+    monkeypatch.setattr(RunLog, "write", killed)
+    player: Any = SimpleNamespace(
+        engine=SimpleNamespace(device="cpu"), model="m", progress=Progress(1),
+        pool=SimpleNamespace(describe=dict),
+    )  # fmt: skip
+    tasks: Any = None
+    with pytest.raises(Killed):
+        build._with_learner(asked, player, tasks, None, RunLog(tmp_path), None)  # type: ignore[arg-type]
+    assert (tmp_path / "metrics.jsonl").exists()
+    require_same_run(asked)
 
 
 LESS: dict[str, Any] = {
