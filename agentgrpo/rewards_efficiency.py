@@ -40,7 +40,7 @@ def add_efficiency(
     """Add the part `efficiency` to the rewards of a scored group, and replace the part `format`.
 
     Args:
-        group: its rollouts scored; those that the machine broke have no part in means.
+        group: its rollouts scored; those that do not count (Rollout.scored) have no part in means.
         sigma_tool: how much a call above the group's mean costs; 0: nothing.
         sigma_length: how much a standard deviation of tokens above the mean costs; 0: nothing.
         valid: otherwise the part `format` is -1.
@@ -51,7 +51,7 @@ def add_efficiency(
     for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
         if not sigma >= 0:
             raise ValueError(f"{name}: expected 0 or more, got {sigma}")
-    rollouts = [r for r in group.rollouts if r.status is not Status.INFRA_ERROR]
+    rollouts = [r for r in group.rollouts if r.scored]
     if not rollouts:
         return
     mean_calls = fmean(rollout.stats["tool_calls"] for rollout in rollouts)

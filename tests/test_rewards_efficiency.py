@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentgrpo.rewards import score
 from agentgrpo.rewards_efficiency import add_efficiency, decay, well_formed
-from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.types import Group, Rollout, Status, Task, Treatment
 
 TASK = Task(id="t", messages=(), spec={})
 MakeRollout = Callable[..., Rollout]
@@ -44,6 +44,22 @@ def test_S3_9_the_worked_example(rollout: MakeRollout) -> None:
     expected = [1.406036, 1.167147, 0.0, 0.374991, 0.354544]
     assert [r.reward for r in group.rollouts] == pytest.approx(expected, abs=1e-6)
     assert [r.rewards["format"] for r in group.rollouts] == [0, 0, 0, 0, -1]
+
+
+@pytest.mark.parametrize("treatment", [Treatment.DROP, Treatment.RETRY])
+def test_who_does_not_count_is_no_sibling_to_compare_with(
+    rollout: MakeRollout, treatment: Treatment
+) -> None:
+    """As one that ran out of its wall-clock time, after more calls than all others together."""
+    alone, beside = five(rollout), five(rollout)
+    late = rollout([[-1.0] * 900], status=Status.TIMED_OUT, stats={"tool_calls": 50.0})
+    late.treatment = treatment
+    beside.rollouts.insert(2, late)
+    for group in (alone, beside):
+        score(group, right)
+        add_efficiency(group)
+    beside.rollouts.remove(late)
+    assert [r.rewards for r in beside.rollouts] == [r.rewards for r in alone.rollouts]
 
 
 @pytest.mark.parametrize(
