@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,6 +185,8 @@ class Scoring:
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
+        self._loop = asyncio.Runner()  # one for all steps: clients keep their connections
+        weakref.finalize(self, self._loop.close)
 
     def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
         """Set the rewards of every rollout that the machine did not break.
@@ -201,7 +204,7 @@ class Scoring:
         for group in groups:
             score(group, self._base)
         if self._functions:
-            asyncio.run(self._apply_all(rollouts))
+            self._loop.run(self._apply_all(rollouts))
         if step is not None:
             for group in groups:
                 self._compare(group, step)

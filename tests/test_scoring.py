@@ -44,6 +44,13 @@ async def slow(view):
     return 1.0
 waiting = []
 answer = half
+made = []
+async def connected(view):
+    loop = asyncio.get_running_loop()
+    made.append(loop)
+    answered = loop.create_future()
+    made[0].call_soon(answered.set_result, 1.0)
+    return await answered
 """
 
 
@@ -158,6 +165,15 @@ def test_spans_are_rewarded_by_themselves() -> None:
 def test_async_functions_wait_for_one_another_not_in_line() -> None:
     rollouts = scored({"mine:slow": 1.0}, *(played() for _ in range(6)))
     assert [r.rewards["slow"] for r in rollouts] == [1.0] * 6
+
+
+def test_async_functions_keep_their_loop_and_with_it_their_connections() -> None:
+    """A client of a judge's, made at the first step, holds connections that are of its loop."""
+    scoring = Scoring(base, RewardConfig(functions={"mine:connected": 1.0}), decode)
+    for _ in range(2):
+        rollout = played()
+        scoring.score([Group(task=rollout.task, rollouts=[rollout])])
+        assert rollout.rewards["connected"] == 1.0, rollout.error
 
 
 @pytest.mark.parametrize(
