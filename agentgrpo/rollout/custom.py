@@ -7,7 +7,8 @@
 It may drive `engine.add_request / step` on token ids, ask `engine.llm.chat(messages, tools=...)`,
 or do something else altogether. What it returns is trained on as it is: a segment with
 log-probabilities was sampled and is trained, one without was not; rewards of spans count as an
-environment's. So what comes back is checked here, before it can spoil a step.
+environment's. So what comes back is checked here, before it can spoil a step. Of types.COUNTS in a
+rollout's stats, what it does not count is 0, and its turns are counted here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
-from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Engine
@@ -125,6 +126,9 @@ class CustomSampler(AnySampler):
                 seen.add(id(rollout))
                 _check(rollout, task, self._engine.max_model_len, where)
                 rollout.treatment = treatment_of(rollout.status, self._config)
+                turns = sum(segment.sampled for segment in rollout.all_segments)
+                counted = {**dict.fromkeys(COUNTS, 0.0), "turns": float(turns)}
+                rollout.stats = counted | rollout.stats
         return [
             Group(task=task, rollouts=list(rollouts))
             for task, rollouts in zip(tasks, played, strict=True)

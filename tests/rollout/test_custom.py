@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from agentgrpo.config import RolloutConfig
+from agentgrpo.evaluate import summarize
+from agentgrpo.progress import Progress
 from agentgrpo.rollout.custom import (
     CustomSampler,
     RolloutParams,
@@ -19,7 +21,7 @@ from agentgrpo.rollout.custom import (
 )
 from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.trl import RolloutFuncSampler, Trainer, generate
-from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task, Treatment
+from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, Turn
 
@@ -104,6 +106,24 @@ def test_its_ends_are_treated_as_ours() -> None:
     config = {"treatment": {"truncated_length": "mask"}}
     groups, _ = sampler(Mine(cut), **config).play(tasks(1), 2, seed=0)
     assert [r.treatment for r in groups[0].rollouts] == [Treatment.TRAIN, Treatment.MASK]
+
+
+def test_what_it_does_not_count_is_counted_for_it() -> None:
+    """Reports, efficiency and rewards read these counts of every rollout."""
+
+    def counts(last: Rollout) -> None:
+        last.stats = {"tool_calls": 4.0, "searches": 2.0}
+        last.segments += [Segment(np.array([4], np.int32)), last.segments[1]]
+
+    groups, stats = sampler(Mine(counts)).play(tasks(1), 2, seed=0)
+    first, last = (rollout.stats for rollout in groups[0].rollouts)
+    assert first == {**dict.fromkeys(COUNTS, 0.0), "turns": 1.0}
+    assert last == {**dict.fromkeys(COUNTS, 0.0), "turns": 2.0, "tool_calls": 4.0, "searches": 2.0}
+    shown, told = Progress(1), {**summarize(groups), **stats.metrics()}
+    learned = {"seconds": 1.0, "packed_tokens": 1.0}
+    shown.evaluated(0, summarize(groups))
+    shown.begin_step()
+    shown.step_done(0, {**told, "groups": 1, "live_groups": 1}, learned, {"max_dlogp": 0.0})
 
 
 def other_task(r: Rollout) -> None:
