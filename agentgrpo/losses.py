@@ -30,9 +30,16 @@ def objective_of(config: LossConfig) -> Objective:
     """
     shared = {field.name: getattr(config, field.name) for field in fields(Objective)}
     try:
-        return Objective(**shared)
+        made = Objective(**shared)
     except ValueError as error:
         raise ValueError(f"loss.{error}") from None
+    corrects = made.vllm_importance_sampling_correction and made.correction_level != "token"
+    if made.loss_type == "vespo" and corrects:
+        raise ValueError(
+            "loss.vllm_importance_sampling_mode: vespo multiplies token ratios itself, expected "
+            f"'token_truncate' or 'token_mask', got {made.vllm_importance_sampling_mode!r}"
+        )
+    return made
 
 
 def reads_whole_rollouts(config: LossConfig) -> bool:

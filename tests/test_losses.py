@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig
-from agentgrpo.kernels.objective import LOSS_TYPES, Objective
+from agentgrpo.kernels.grpo_loss import grpo_loss
+from agentgrpo.kernels.objective import CORRECTIONS, LEVELS, LOSS_TYPES, Objective
 from agentgrpo.kernels.reduce import term_weights
 from agentgrpo.losses import mismatch_metrics, objective_of, token_weights
 from agentgrpo.types import Group, Status
@@ -193,3 +195,28 @@ def test_without_a_correction_nothing_is_modified() -> None:
 def test_no_tokens_no_metrics() -> None:
     empty = np.empty(0, np.int32)
     assert mismatch_metrics(empty.astype(np.float32), empty, empty, Objective()) == {}
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_what_a_config_may_say_can_be_computed(loss_type: str) -> None:
+    """Else the run would end at its first update, when everything has been loaded and sampled."""
+    x, refused = torch.tensor([-1.0, -2.0, -0.5]), set()
+    for level, mode, corrects in product(LEVELS, CORRECTIONS, (True, False)):
+        config = LossConfig.model_validate({
+            "loss_type": loss_type, "importance_sampling_level": level,
+            "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_correction": corrects,
+            "epsilon_high": 5.0 if loss_type == "cispo" else None, "beta": 0.1, "entropy_coef": 0.1,
+        })  # fmt: skip
+        try:
+            made = objective_of(config)
+        except ValueError as error:
+            refused.add(str(error).partition(":")[0])
+            continue
+        loss, _ = grpo_loss(
+            x, x - 0.1, x, -x, made, ref_logp_N=x, sampler_logp_N=x, entropy_N=-x,
+            entropy_threshold=0.7, sequence_N=torch.tensor([0, 0, 1]), num_sequences=2,
+        )  # fmt: skip
+        assert loss.isfinite()
+    alone = {"vespo": {"importance_sampling_level", "vllm_importance_sampling_mode"}}
+    alone["gmpo"] = {"importance_sampling_level"}
+    assert refused == {f"loss.{key}" for key in alone.get(loss_type, set())}
