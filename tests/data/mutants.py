@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant("rewards_efficiency.py", "and rollout.answer is not None", ""),
     Mutant("rewards_efficiency.py", 'and not rollout.stats.get("malformed", 0.0)', ""),
     Mutant("rewards_efficiency.py", "if not sigma >= 0:", "if sigma < -9:"),
-    Mutant("rewards_efficiency.py", "if r.status is not Status.INFRA_ERROR]", "]"),
+    Mutant("rewards_efficiency.py", "if r.scored]", "]"),
     Mutant("rewards_efficiency.py", "if not rollouts:", "if False:"),
     Mutant("rewards_efficiency.py", "rollout.num_sampled for rollout", "len(rollout.token_ids) for rollout"),
     Mutant("rewards_efficiency.py", "(rollout.num_sampled - mean_length) / deviation", "(rollout.num_sampled - mean_length)"),

@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("verify.py", "if len(terms) not in (0, len(advantages)):", "if False:"),
     Mutant("verify.py", "packed[i] != wanted[i]", "(i in packed) != (i in wanted)"),
     Mutant("verify.py", "packed[i] != learned[i]", "(i in packed) != (i in learned)"),
-    Mutant("verify.py", "if all_move or a.any()", ""),
+    Mutant("verify.py", "if moves or a.any()", ""),
     Mutant("verify.py", "first, turn = turn, turn + sum(", "first, turn = 0, turn + sum("),
     Mutant("verify.py", "batch.advantage_N[terms], advantages)", "advantages, advantages)"),
     Mutant("verify.py", "weights[sample], rtol=WEIGHT_TOLERANCE", "batch.weight_N[mine], rtol=WEIGHT_TOLERANCE"),
