@@ -210,14 +210,17 @@ def test_what_a_config_may_say_can_be_computed(loss_type: str) -> None:
         try:
             made = objective_of(config)
         except ValueError as error:
-            refused.add(str(error).partition(":")[0])
-            assert corrects or "mode: " not in str(error), "a mode of nothing harms nothing"
+            refused.add((str(error).partition(":")[0], corrects))
             continue
         loss, _ = grpo_loss(
             x, x - 0.1, x, -x, made, ref_logp_N=x, sampler_logp_N=x, entropy_N=-x,
             entropy_threshold=0.7, sequence_N=torch.tensor([0, 0, 1]), num_sequences=2,
         )  # fmt: skip
         assert loss.isfinite()
-    alone = {"vespo": {"importance_sampling_level", "vllm_importance_sampling_mode"}}
-    alone["gmpo"] = {"importance_sampling_level"}
-    assert refused == {f"loss.{key}" for key in alone.get(loss_type, set())}
+    level_alone = {
+        ("loss.importance_sampling_level", True),
+        ("loss.importance_sampling_level", False),
+    }
+    mode_alone = {("loss.vllm_importance_sampling_mode", True)}  # of no correction harms nothing
+    alone = {"vespo": level_alone | mode_alone, "gmpo": level_alone}
+    assert refused == alone.get(loss_type, set())
