@@ -56,6 +56,8 @@ class Report:
     """What was looked at, and what is wrong."""
 
     rollouts: int = 0
+    unaccounted: int = 0
+    """Those of a user's own sampler that say nothing of the engine's requests."""
     turns: int = 0
     forks: int = 0
     sampled_tokens: int = 0
@@ -94,7 +96,10 @@ def verify_run(run: Path) -> Report:
             ]
         for place, rollout in rollouts:
             where = f"step {step} {split} group {place['group']} rollout {place['index']}"
-            report.faults += [f"{where}: {fault}" for fault in rollout_faults(rollout)]
+            accounted = bool(rollout.turns) or not config.rollout.sampler
+            found = rollout_faults(rollout, accounted=accounted)
+            report.faults += [f"{where}: {fault}" for fault in found]
+            report.unaccounted += not accounted
             if split != "train" and rollout.learner_logprobs is not None:
                 report.faults.append(f"{where}: seen by the learner, but not played for training")
             _count(report, rollout)
@@ -107,8 +112,13 @@ def verify_run(run: Path) -> Report:
     return report
 
 
-def rollout_faults(rollout: Rollout) -> Iterator[str]:
-    """What is wrong with a rollout's tokens; nothing, if it is what the engine saw."""
+def rollout_faults(rollout: Rollout, *, accounted: bool = True) -> Iterator[str]:
+    """What is wrong with a rollout's tokens; nothing, if it is what the engine saw.
+
+    Args:
+        rollout: as recorded.
+        accounted: it says what the engine saw; else that is not looked at.
+    """
     turns: dict[int, list[tuple[int, Turn]]] = {i: [] for i in range(len(rollout.rows))}
     for number, turn in enumerate(rollout.turns):
         if turn.row not in turns:
@@ -118,7 +128,8 @@ def rollout_faults(rollout: Rollout) -> Iterator[str]:
     for index, row in enumerate(rollout.rows):
         name = f"row {index}: " if len(rollout.rows) > 1 else ""
         yield from (name + fault for fault in _segment_faults(row))
-        yield from (name + fault for fault in _turn_faults(row, turns[index]))
+        if accounted:
+            yield from (name + fault for fault in _turn_faults(row, turns[index]))
     yield from _view_faults(rollout)
     total = sum(len(segment.token_ids) for row in rollout.rows for segment in row)
     for span in rollout.span_rewards:
@@ -412,6 +423,11 @@ def main(arguments: Sequence[str]) -> int:
         f"{report.forks} forks, {report.sampled_tokens} sampled tokens; {report.steps} steps "
         f"packed into {report.terms} loss terms, {report.learned} of them with the learner's view"
     )
+    if report.unaccounted:
+        print(  # noqa: T201
+            f"of {report.unaccounted} rollouts of rollout.sampler it is not recorded what the "
+            "engine saw: that their tokens are what it sampled is not proven"
+        )
     return 1 if report.faults else 0
 
 

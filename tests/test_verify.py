@@ -81,6 +81,28 @@ def test_what_the_sampler_recorded_is_proven(
     assert capsys.readouterr().out.startswith("0 faults in 32 rollouts")
 
 
+@pytest.mark.parametrize("sampler", ["users_own:Mine", ""])
+def test_a_users_sampler_keeps_no_account_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: str
+) -> None:
+    """Of ours the same is a fault; and the packed batches are proven for both."""
+    write_run(tmp_path, **{"rollout.sampler": sampler})
+    records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**record, "turns": []}) + "\n" for record in records]
+    (tmp_path / "rollouts.jsonl").write_text("".join(lines))
+    report = verify.verify_run(tmp_path)
+    assert report.unaccounted == (32 if sampler else 0)
+    assert len(report.faults) == (0 if sampler else 32)
+    assert report.learned == report.terms > 100
+    assert verify.main([str(tmp_path)]) == (0 if sampler else 1)
+    said = "of 32 rollouts of rollout.sampler it is not recorded what the engine saw"
+    assert (said in capsys.readouterr().out) == bool(sampler)
+    record = json.loads(lines[-1])
+    _sampled(record)["logprobs"][0] = 0.5
+    (tmp_path / "rollouts.jsonl").write_text("".join(lines[:-1]) + json.dumps(record) + "\n")
+    assert verify.verify_run(tmp_path).faults, "its tokens are looked at all the same"
+
+
 def _sampled(record: Record) -> Record:
     found: list[Record] = [s for s in record["segments"] if s["logprobs"]]
     return found[-1]
