@@ -86,7 +86,8 @@ def test_a_users_sampler_keeps_no_account_and_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: str
 ) -> None:
     """Of ours the same is a fault; and the packed batches are proven for both."""
-    write_run(tmp_path, **{"rollout.sampler": sampler})
+    overrides: dict[str, Any] = {"rollout.sampler": sampler}
+    write_run(tmp_path, **overrides)
     records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     lines = [json.dumps({**record, "turns": []}) + "\n" for record in records]
     (tmp_path / "rollouts.jsonl").write_text("".join(lines))
