@@ -1,4 +1,7 @@
-"""Where episodes run: blocking ones on threads, asynchronous ones on one event loop."""
+"""Where episodes run: blocking ones on threads, asynchronous ones on one event loop.
+
+The loop is the process's: clients that outlive an episode, as a judge's, keep their connections.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, Self
 
 from agentgrpo.agents.base import Action
@@ -23,8 +27,6 @@ class EpisodeRunner:
 
     def __init__(self, max_threads: int) -> None:
         self._threads = ThreadPoolExecutor(max_threads, "episode")
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
 
     def step(self, episode: AnyEpisode, action: Action) -> Future[Observation]:
         """Begin a step."""
@@ -49,17 +51,8 @@ class EpisodeRunner:
             return self._threads.submit(function, *args)
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # a coroutine has begun: it cannot be taken back
-        asyncio.run_coroutine_threadsafe(_settle(future, function(*args)), self._event_loop())
+        asyncio.run_coroutine_threadsafe(_settle(future, function(*args)), _event_loop())
         return future
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(
-                target=self._loop.run_forever, name="episodes", daemon=True
-            )
-            self._loop_thread.start()
-        return self._loop
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -68,10 +61,13 @@ class EpisodeRunner:
     def __exit__(self, *error: object) -> None:
         """Wait for what has begun, then stop the threads."""
         self._threads.shutdown()
-        if self._loop is not None and self._loop_thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join()
-            self._loop.close()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="episodes", daemon=True).start()
+    return loop
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -223,6 +223,26 @@ def test_S2_12_sixty_four_asynchronous_episodes_wait_together(deterministic: boo
     assert world.closed == 64
 
 
+def test_asynchronous_episodes_of_all_steps_have_one_loop() -> None:
+    """A judge's client, made at the first step, holds connections that are of its loop."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    @dataclass
+    class Connected(SlowEpisode):
+        async def step(self, action: Action) -> Observation:
+            loops.append(asyncio.get_running_loop())
+            answered = loops[-1].create_future()
+            loops[0].call_soon(answered.set_result, "told")
+            return Observation(await answered)
+
+    world = Slow(expected=9)
+    world.reset = lambda task: Connected(world)  # type: ignore[method-assign]
+    for closed in (1, 2):
+        assert play(world, "x\n", "!done").status is Status.COMPLETED
+        assert world.closed == closed
+    assert len(loops) == 2
+
+
 def test_S2_12_sixty_four_blocking_episodes_wait_together() -> None:
     """None answers before all have been asked; the sampler has the threads for it."""
     meeting = threading.Barrier(64)
