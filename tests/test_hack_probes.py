@@ -182,10 +182,13 @@ def test_env_reasoning_gym_pays_only_what_its_verifier_accepts(pool: SandboxPool
     def earned(*turns: str) -> float:
         return worth(play(CODE, env, *turns, given=given, max_turns=3), env, format=0)
 
-    assert earned(EOT) == 0
-    assert earned("<code>1</code>", "<code>1</code>", "<code>1</code>") == 0
-    assert earned(f"Answer: 1 2 3 4 5 6{EOT}") < 0.05, "partial credit for trying is 0.01"
-    assert earned(f"Answer: {right}{EOT}") == 1
+    try:
+        assert earned(EOT) == 0
+        assert earned("<code>1</code>", "<code>1</code>", "<code>1</code>") == 0
+        assert earned(f"Answer: 1 2 3 4 5 6{EOT}") < 0.05, "partial credit for trying is 0.01"
+        assert earned(f"Answer: {right}{EOT}") == 1
+    finally:
+        env.close()
 
 
 def test_env_gymnasium_pays_only_the_goal() -> None:

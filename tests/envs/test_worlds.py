@@ -109,24 +109,60 @@ def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) ->
 # reasoning-gym
 
 
-def test_reasoning_gym_judges_by_its_own_verifier() -> None:
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    pool: Any = None
+@pytest.fixture(scope="module")
+def chains(pool: SandboxPool) -> Iterator[ReasoningGymEnv]:
+    pytest.importorskip("reasoning_gym")
     env = ReasoningGymEnv(pool, 1.0, dataset="chain_sum", size=4, config={"max_terms": 3})
+    yield env
+    env.close()
+
+
+@pytest.mark.nsjail
+def test_reasoning_gym_judges_by_its_own_verifier(chains: ReasoningGymEnv) -> None:
+    import reasoning_gym
+
     upstream = reasoning_gym.create_dataset("chain_sum", size=4, seed=0, max_terms=3)
-    tasks = env.tasks("train")
+    tasks = chains.tasks("train")
     assert [t.messages[0]["content"] for t in tasks] == [e["question"] for e in upstream]
     assert upstream[0]["answer"] not in str(tasks[0].spec)
-    right = [env.reset(t).finish(e["answer"]) for t, e in zip(tasks, upstream, strict=True)]
+    right = [chains.reset(t).finish(e["answer"]) for t, e in zip(tasks, upstream, strict=True)]
     assert right == [{"solved": 1.0, "partial": 0.0}] * 4
-    wrong = env.reset(tasks[0]).finish("none")
-    assert wrong["solved"] == 0.0
-    assert env.reset(tasks[0]).finish(None) == {"solved": 0.0, "partial": 0.0}
-    assert {t.messages[0]["content"] for t in env.tasks("heldout")}.isdisjoint(
+    for wrong in ("none", "12345", ""):
+        expected = {"solved": 0.0, "partial": upstream.score_answer(wrong, upstream[0])}
+        assert chains.reset(tasks[0]).finish(wrong) == expected
+    assert chains.reset(tasks[0]).finish(None) == {"solved": 0.0, "partial": 0.0}
+    assert {t.messages[0]["content"] for t in chains.tasks("heldout")}.isdisjoint(
         t.messages[0]["content"] for t in tasks
     )
     with pytest.raises(ValueError, match="dataset 'chain_sums'"):
-        ReasoningGymEnv(pool, 1.0, dataset="chain_sums")
+        ReasoningGymEnv(chains.pool, 1.0, dataset="chain_sums")
+
+
+@pytest.mark.nsjail
+def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
+    chains: ReasoningGymEnv, tmp_path: Path
+) -> None:
+    """Its countdown and n_queens evaluate what they are given; others raise, or never return."""
+    import reasoning_gym
+
+    mark = tmp_path / "pwned"
+    touch = f"__import__('pathlib').Path({str(mark)!r}).touch() or 0"
+    forged = "__import__('builtins').__dict__.update(float=lambda x: 1.0) or 0"
+    for dataset, answers in {
+        "countdown": [touch, forged, "9**9**9**9", "().__class__", "eval('1+1')", "S('open(0)')"],
+        "n_queens": [touch, "open(0)"],
+        "prime_factorization": ["none"],
+    }.items():
+        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, verify_timeout_s=1.0)
+        # one set of sandboxes for all: what starts takes seconds
+        env.graders = chains.graders
+        (given,) = env.tasks("train")
+        for answer in answers:
+            assert env.score(given, answer) < 0.1, answer
+        made = reasoning_gym.create_dataset(dataset, size=1, seed=0)
+        right = made[0]["answer"] or made[0]["metadata"]["solutions"][0]
+        assert env.score(given, str(right)) == 1.0, "and the right one is right"
+    assert not mark.exists()
 
 
 # hidden tests
@@ -173,8 +209,15 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
     episode.step(RunCode("f = lambda x: x * x\nopen('f.py', 'w').write('f = 1')"))
     assert episode.finish("print('nothing defined')")["solved"] == 0.0
     episode.close()
-    with pytest.raises(ValueError, match="neither 'tests' nor 'cases'"):
-        graded.reset(task())
+    for bad, message in [
+        ({}, "neither 'tests' nor 'cases'"),
+        ({"tests": "assert ("}, "its 'tests' are not Python: "),
+        ({"tests": 3}, "its 'tests' are not Python: "),
+        ({"cases": []}, r"expected 'cases' as \[stdin, expected stdout\] pairs, got \[\]"),
+        ({"cases": ["ab"]}, "expected 'cases' as"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            graded.reset(task(**bad))
     assert program_in("```\na\n```\n```py\nb\n```") == "b\n"
 
 
