@@ -160,6 +160,23 @@ def test_S2_6_errors_go_back_to_the_policy_and_are_counted(hermes: ReadCalls) ->
     }
 
 
+def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
+    """Half of a surrogate pair, in what the policy gives and in what a tool answers."""
+
+    def half(name: str) -> str:
+        """Answers with one."""
+        return f"{name.encode()!r} \ud800"
+
+    env = ToolEnv([half])
+    made = ToolAgent(AgentConfig(kind="tools"), env.tools, hermes)
+    turn = '<tool_call>{"name": "half", "arguments": {"name": "\\ud800"}}</tool_call>'
+    played = play(made, env, turn + EOT, f"ok{EOT}")
+    assert f"tool\nb'?' \ufffd{EOT}" in shown(played)
+    assert (played.answer, played.stats["tool_errors"]) == ("ok", 0)
+    clipped = play(made, env, turn + EOT, f"ok{EOT}", max_observation_tokens=8)
+    assert (clipped.answer, clipped.stats["turns"]) == ("ok", 2)
+
+
 def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
     """Nor is half of it said to anybody, nor an end put to it that nobody sampled."""
     said = call("add", a=1)

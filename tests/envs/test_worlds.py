@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.base import CallTools, RunCode, Say, ToolCall
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import UnitTestEnv, program_in
 from agentgrpo.envs.gymnasium import GymnasiumEnv
@@ -363,6 +364,12 @@ def fail() -> str:
     """Fail."""
     raise ValueError("no")
 
+@server.tool()
+def end() -> str:
+    """End the server."""
+    import os
+    os._exit(3)
+
 server.run("stdio")
 '''
 
@@ -378,7 +385,7 @@ def mcp(tmp_path_factory: pytest.TempPathFactory) -> McpEnv:
 @pytest.mark.slow
 def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> None:
     names = [schema["function"]["name"] for schema in mcp.tools(task())]
-    assert names == ["remember", "fail"]
+    assert names == ["remember", "fail", "end"]
     with EpisodeRunner(1) as runner:
         one, two = mcp.reset(task()), mcp.reset(task())
         steps = [runner.step(one, call("remember", word=w)) for w in "a"]
@@ -390,6 +397,8 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
         )
         assert "Error executing tool fail" in told.outputs[0]
         assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
+        with pytest.raises(InfrastructureError, match="the MCP server ended in end"):
+            runner.step(one, call("end")).result(60)
         assert runner.finish(one, None).result(60) == {}
         runner.close(two).result(60)
 
