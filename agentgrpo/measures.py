@@ -233,10 +233,10 @@ def quality_by(name: str, *, weight: float = 1.0, judge: Endpoint | None = None)
 
 
 def _judged_answer(rollout: Rollout, weight: float) -> float:
-    """What the environment says (`solved`), else the reward."""
+    """What the environment says (`solved`), else the reward: `answer`, or a share as `partial`."""
     if "solved" in rollout.rewards:
         return rollout.rewards["solved"]
-    return rollout.rewards.get("answer", 0.0) / weight
+    return (rollout.rewards.get("answer", 0.0) + rollout.rewards.get("partial", 0.0)) / weight
 
 
 # -- many attempts ---------------------------------------------------------------------------------

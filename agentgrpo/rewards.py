@@ -179,7 +179,7 @@ class MathReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReward:
-    """`answer` for an exact match, else that share of it that the token F1 is (SQuAD's measures).
+    """`answer` for an exact match, else `partial`: the share of it that the token F1 is (SQuAD's).
 
     Several expected answers in a list: the best counts. Compared without case, punctuation,
     articles and repeated space; an answer of more than max_words words is worth nothing, so that
@@ -191,14 +191,16 @@ class TextReward:
     max_words: int = 32
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The parts `answer`, in [0, answer], and `format`."""
+        """The parts `answer` or `partial`, together in [0, answer], and `format`."""
         expected = _expected(rollout.task)
         golds = expected if isinstance(expected, list) else [expected]
         said = [] if rollout.answer is None else words(rollout.answer)
         score = max(token_f1(said, words(str(gold))) for gold in golds)
         short = len(said) <= self.max_words
+        worth = self.answer * score * short
         return {
-            "answer": self.answer * score * short,
+            "answer": worth if score == 1.0 else 0.0,
+            "partial": worth if score < 1.0 else 0.0,
             "format": self.format * (bool(said) and short and _acted_well(rollout)),
         }
 
