@@ -106,7 +106,9 @@ TEXT = [
 @pytest.mark.parametrize(("answer", "expected"), TEXT)
 def test_reward_text_does_not_pay_reciting(answer: str | None, expected: float) -> None:
     reward = make_reward(RewardConfig(kind="text"))
-    assert reward(_answered(answer, "Paris"))["answer"] == pytest.approx(expected)
+    parts = reward(_answered(answer, "Paris"))
+    assert parts["answer"] == (expected == 1.0), "solved is what is right and no share of it"
+    assert parts["answer"] + parts["partial"] == pytest.approx(expected)
 
 
 MATH = [

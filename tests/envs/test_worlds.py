@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.base import CallTools, RunCode, Say, ToolCall
+from agentgrpo.config import DataConfig
+from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import UnitTestEnv, program_in
@@ -19,7 +21,7 @@ from agentgrpo.envs.gymnasium import GymnasiumEnv
 from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.envs.search import SearchEnv
+from agentgrpo.envs.search import SearchEnv, read_corpus
 from agentgrpo.sandbox import SandboxPool
 from tests.playing import task
 
@@ -254,6 +256,14 @@ def test_no_query_is_syntax(corpus: Path, query: str) -> None:
     assert told.failed == (query == '"')
 
 
+def test_a_line_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    """Encyclopedias have other line ends in their texts, which JSON leaves as they are."""
+    path = tmp_path / "texts.jsonl"
+    text = "one\u2028two\x85three\x0bfour"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert read_corpus(path) == [("1", "", text)]
+
+
 def test_bad_corpora_are_refused_by_file_and_line(tmp_path: Path, corpus: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"title": "b"}\n')
@@ -313,6 +323,52 @@ def test_a_factorys_methods_are_tools_and_instances_share_nothing(kind: Any) -> 
         assert runner.finish(one, "7").result(9) == {"environment": 1.0}
         assert runner.finish(two, None).result(9) == {"environment": 0.0}
     assert env.judges
+
+
+def test_a_files_tasks_begin_with_what_reset_says(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "Reach 7.", "start": 3}\n' * 4)
+    env = FactoryEnv(Counter)
+    data = DataConfig(train=str(path), heldout="split", num_heldout=1)
+    (given,) = training_tasks(data, 0, env, answers=False).next(1)
+    assert given.messages[0]["content"] == "Reach 7.\n\nThe counter is at 3."
+    (held,) = heldout_tasks(data, env, answers=False)
+    assert held.messages == given.messages
+    plain = training_tasks(data, 0, None, answers=False).next(1)
+    assert plain[0].messages[0]["content"] == "Reach 7."
+
+
+class Late(Counter):
+    """Only its reward is a coroutine."""
+
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return 0.5
+
+
+def test_a_factory_may_be_a_function_and_its_reward_a_coroutine() -> None:
+    env = FactoryEnv(lambda: Late())
+    assert env.judges
+    with EpisodeRunner(1) as runner:
+        episode = env.reset(task(start=1))
+        assert runner.finish(episode, None).result(9) == {"environment": 0.5}
+
+
+class Mute(Counter):
+    def get_reward(self) -> float:
+        return None  # type: ignore[return-value]
+
+
+class Slow(Counter):
+    async def reset(self, start: int = 0, **row: Any) -> str:  # type: ignore[override]
+        return ""
+
+
+def test_what_a_factory_may_not_do_is_said() -> None:
+    expected = r"Mute.get_reward: expected a number or named parts, got None"
+    with pytest.raises(TypeError, match=expected):
+        FactoryEnv(Mute).reset(task()).finish(None)
+    with pytest.raises(ValueError, match="reset runs before the loop does: no coroutine"):
+        FactoryEnv(Slow)
 
 
 def test_trl_environments_run_as_they_are() -> None:
