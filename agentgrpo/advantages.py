@@ -183,10 +183,16 @@ def _gdpo(
 
 
 def reward_parts(rollout: Rollout) -> dict[str, float]:
-    """All that the rollout earned, by name; its reward is the sum."""
+    """All that the rollout earned, by name; its reward is the sum.
+
+    `partial` is within what it is a share of: normalised apart, the one would cancel the other.
+    """
     parts = dict(rollout.rewards)
     for span in rollout.span_rewards:
         parts[span.name] = parts.get(span.name, 0.0) + span.value
+    if share := parts.pop("partial", 0.0):
+        whole = "solved" if "solved" in parts else "answer"
+        parts[whole] = parts.get(whole, 0.0) + share
     return parts
 
 

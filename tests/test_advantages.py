@@ -374,6 +374,16 @@ def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> 
     assert got[2:] == pytest.approx(want[2:].tolist(), rel=1e-6)
 
 
+@pytest.mark.parametrize("whole", ["answer", "solved"])
+def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str) -> None:
+    shares = make_group([0.0, 0.0, 0.0])
+    for rollout, worth in zip(shares.rollouts, (1.0, 0.5, 0.0), strict=True):
+        part = {whole: 1.0, "partial": 0.0} if worth == 1 else {whole: 0.0, "partial": worth}
+        rollout.rewards = part
+    whole_group = make_group([1.0, 0.5, 0.0])
+    assert assigned(shares, **NORMALIZE_THEN_SUM) == assigned(whole_group, **NORMALIZE_THEN_SUM)
+
+
 def test_gdpo_of_dead_groups_alone_is_zero() -> None:
     assert (
         assigned(make_group([1.0, 1.0]), make_group([0.5, 0.5]), **NORMALIZE_THEN_SUM) == [0.0] * 4
