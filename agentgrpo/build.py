@@ -34,6 +34,7 @@ from agentgrpo.models import (
 from agentgrpo.plan import memory_warnings, plan, require_room_to_sample
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
+from agentgrpo.records import require_recordable
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
 from agentgrpo.rewards import expected_answer, try_reward
 from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
@@ -216,6 +217,7 @@ class Stage:
         for task in tasks:
             if needs_answers(config.reward, self.env):
                 expected_answer(task)
+            require_recordable(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:
                 continue
