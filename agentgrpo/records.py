@@ -42,7 +42,9 @@ def require_recordable(task: Task) -> None:
         try:
             json.dumps(_plain(value))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"task {task.id!r}: spec[{key!r}] cannot be recorded: {error}") from error
+            raise ValueError(
+                f"task {task.id!r}: spec[{key!r}] cannot be recorded: {error}"
+            ) from error
 
 
 def read_rollout(record: dict[str, Any]) -> Rollout:

@@ -1,4 +1,4 @@
-r"""Formulas compared apart from the run: no text keeps it busy, and none of its own are misjudged."""
+"""Formulas compared apart from the run: no text keeps it busy."""
 
 from __future__ import annotations
 

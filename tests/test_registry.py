@@ -182,12 +182,12 @@ def test_code_that_cannot_run_is_refused_before_the_run(
     script = tmp_path / "tools.py"
     script.write_text("def f(): ...")
     sandbox = SandboxConfig(tools=script)
-    for shown in ("source", "no"):
-        c = config({"language": "bash", "show_tools": shown}, {}, sandbox=sandbox)
-        if shown == "no":
+    for show in ("source", "no"):
+        c = config({"language": "bash", "show_tools": show}, {}, sandbox=sandbox)
+        if show == "no":
             make_agent(c, make_env(c, pool=Pool()))
             continue
-        with pytest.raises(ValueError, match="its functions are Python's, and agent.language is"):
+        with pytest.raises(ValueError, match=r"its functions are Python's, and agent\.language is"):
             make_agent(c, make_env(c, pool=Pool()))
 
 

@@ -114,7 +114,9 @@ class ReasoningGymEnv(PythonEnv):
                 told = session.step(asked, self._timeout_s)
         except SandboxException as error:
             raise InfrastructureError(str(error)) from error
-        if told.status is Status.INFRA_ERROR or told.error is not None and told.status is Status.ERROR:
+        if told.status is Status.INFRA_ERROR or (
+            told.error is not None and told.status is Status.ERROR
+        ):
             raise InfrastructureError(f"the verifier did not run: {told.detail} {told.error}")
         return float(told.value) if told.status is Status.OK and told.value else 0.0
 

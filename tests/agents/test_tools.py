@@ -219,7 +219,15 @@ FAMILIES = [
     ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
 ]
 # half of each, and what else could make a parser stumble
-BROKEN = ["[TOOL_CALLS]", "[add(", '{"name":', "[1]", "<tool_call><function=>", "[" * 3000, "{" * 3000]
+BROKEN = [
+    "[TOOL_CALLS]",
+    "[add(",
+    '{"name":',
+    "[1]",
+    "<tool_call><function=>",
+    "[" * 3000,
+    "{" * 3000,
+]
 
 
 @pytest.mark.parametrize(("parser", "text"), FAMILIES)

@@ -212,6 +212,7 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
     episode.step(RunCode("f = lambda x: x * x\nopen('f.py', 'w').write('f = 1')"))
     assert episode.finish("print('nothing defined')")["solved"] == 0.0
     episode.close()
+    bad: dict[str, Any]
     for bad, message in [
         ({}, "neither 'tests' nor 'cases'"),
         ({"tests": "assert ("}, "its 'tests' are not Python: "),

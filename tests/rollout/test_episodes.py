@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -249,3 +250,45 @@ def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
     with pytest.raises(ZeroDivisionError):
         play(world, "x\n")
     assert world.closed == 1
+
+
+class Shy(EchoAgent):
+    def parse(self, text: str) -> Action:
+        return cast(Action, text)
+
+
+SAID = Observation("s")
+
+
+@pytest.mark.parametrize(
+    ("world", "agent", "message"),
+    [
+        (World([cast(Any, "hi")]), EchoAgent(), "World.step: expected an Observation, got 'hi'"),
+        (World([Observation(cast(Any, 3))]), EchoAgent(), "World.step: expected a text, got 3"),
+        (
+            World([Observation("s", rewards={"a": math.nan})]),
+            EchoAgent(),
+            r"World.step: expected \{name: finite number\}, got \{'a': nan\}",
+        ),
+        (
+            World([SAID], cast(Any, 1.0)),
+            EchoAgent(),
+            r"World.finish: expected \{name: finite n.*1\.0",
+        ),
+        (World([SAID], {"a": math.inf}), EchoAgent(), "World.finish: .*inf"),
+        (World(), Shy(), r"Shy.parse: expected an action of agents/base.py, got 'x\\n'"),
+        (World([SAID]), EchoAgent(cast(Any, lambda o: None)), "EchoAgent.observe: .*text or mess"),
+    ],
+)
+def test_what_a_users_class_returns_wrongly_is_said_with_its_name(
+    world: World, agent: EchoAgent, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        play(world, "x\n", "!done", agent=agent)
+    assert world.closed == 1
+
+
+def test_what_an_environment_raises_says_in_which_task() -> None:
+    with pytest.raises(ZeroDivisionError) as raised_error:
+        play(World([ZeroDivisionError()]), "x\n")
+    assert raised_error.value.__notes__ == ["from the environment, in task 't'"]

@@ -24,7 +24,7 @@ evaluate = sympy_parser.eval_expr
 
 
 def plain(code: str, local_dict: Any, global_dict: Any) -> Any:
-    """sympy's eval_expr for arithmetic; ValueError for any other program."""
+    """As eval_expr of sympy, for arithmetic; ValueError for any other program."""
     for node in ast.walk(ast.parse(code.strip(), mode="eval")):
         if not isinstance(node, NODES):
             raise ValueError(f"{type(node).__name__} is no arithmetic")
