@@ -212,14 +212,14 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
     episode.step(RunCode("f = lambda x: x * x\nopen('f.py', 'w').write('f = 1')"))
     assert episode.finish("print('nothing defined')")["solved"] == 0.0
     episode.close()
-    bad: dict[str, Any]
-    for bad, message in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({}, "neither 'tests' nor 'cases'"),
         ({"tests": "assert ("}, "its 'tests' are not Python: "),
         ({"tests": 3}, "its 'tests' are not Python: "),
         ({"cases": []}, r"expected 'cases' as \[stdin, expected stdout\] pairs, got \[\]"),
         ({"cases": ["ab"]}, "expected 'cases' as"),
-    ]:
+    ]
+    for bad, message in refused:
         with pytest.raises(ValueError, match=message):
             graded.reset(task(**bad))
     assert program_in("```\na\n```\n```py\nb\n```") == "b\n"
