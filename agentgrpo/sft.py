@@ -289,7 +289,7 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
         parts = set_stage(config, model=str(resumed) if resumed else None, progress=progress)
-        parts.pool.close()
+        parts.close()
         examples = read_examples(
             data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len
         )
