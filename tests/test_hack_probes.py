@@ -119,6 +119,11 @@ MATH = [
     (r"$\frac{2}{4}$", r"\frac{1}{2}", 1.0),
     ("1/3", "1/2", 0.0),
     ("nothing to read", "1/2", 0.0),
+    (" ".join(f"${a}/{b}$" for a in range(1, 9) for b in range(1, 9)), "1/2", 0.0),
+    ("$1/2$, $2$, $3$", "1/2", 0.0),
+    (r"\boxed{1/2} \boxed{3}", "1/2", 0.0),
+    ("$1$ $2$ $1/2$", "1/2", 1.0),  # the last one is the answer, as with numeric
+    ("$9^{9^{9^{9}}}$", "1/2", 0.0),
 ]
 
 
