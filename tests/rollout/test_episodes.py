@@ -25,6 +25,7 @@ EOT = "<|im_end|>"
 T = TypeVar("T")
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
 PROMPT = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n"
+SAID = Observation("s")
 
 
 @dataclass
@@ -224,6 +225,21 @@ def test_S2_12_sixty_four_asynchronous_episodes_wait_together(deterministic: boo
     assert world.closed == 64
 
 
+@pytest.mark.parametrize("late", ["finish", "close"])
+def test_only_some_of_an_episodes_methods_may_be_coroutines(late: str) -> None:
+    class Mixed(World):
+        async def finish_late(self, answer: str | None) -> Mapping[str, float]:
+            return World.finish(self, answer)
+
+        async def close_late(self) -> None:
+            World.close(self)
+
+    world = Mixed([SAID], {"a": 1.0})
+    setattr(world, late, getattr(world, f"{late}_late"))
+    assert play(world, "x\n", "!done").rewards == {"a": 1.0}
+    assert world.closed == 1
+
+
 def test_S2_12_sixty_four_blocking_episodes_wait_together() -> None:
     """None answers before all have been asked; the sampler has the threads for it."""
     meeting = threading.Barrier(64)
@@ -255,9 +271,6 @@ def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
 class Shy(EchoAgent):
     def parse(self, text: str) -> Action:
         return cast(Action, text)
-
-
-SAID = Observation("s")
 
 
 @pytest.mark.parametrize(
