@@ -329,6 +329,13 @@ def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
     assert why_dead(group) == "all_solved"
 
 
+def test_S2_14_where_some_are_not_solved_equal_rewards_are_no_more_than_equal() -> None:
+    group = make_group([1.0, 1.0])
+    group.rollouts[0].rewards = {"environment": 1.0}
+    assigned(group)
+    assert why_dead(group) == "all_equal"
+
+
 def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
     group = make_group([1.0, 0.0], sampled=0)
     assigned(group)

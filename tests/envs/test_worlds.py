@@ -150,10 +150,16 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
 
     mark = tmp_path / "pwned"
     touch = f"__import__('pathlib').Path({str(mark)!r}).touch() or 0"
-    forged = "__import__('builtins').__dict__.update(float=lambda x: 1.0) or 0"
+    first = {
+        name: reasoning_gym.create_dataset(name, size=1, seed=0)[0]["metadata"]
+        for name in ("countdown", "n_queens")
+    }
+    used = "+".join(map(str, first["countdown"]["numbers"]))
+    forged = f"exec('import numpy; numpy.isclose = lambda *a, **k: True') or {used}"
+    board = [row.split() for row in first["n_queens"]["valid_answers"][0].splitlines()]
     for dataset, answers in {
         "countdown": [touch, forged, "9**9**9**9", "().__class__", "eval('1+1')", "S('open(0)')"],
-        "n_queens": [touch, "open(0)"],
+        "n_queens": [touch, "open(0)", f"list({board})"],
         "prime_factorization": ["none"],
     }.items():
         env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, verify_timeout_s=1.0)
@@ -165,6 +171,8 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
         made = reasoning_gym.create_dataset(dataset, size=1, seed=0)
         right = made[0]["answer"] or made[0]["metadata"]["solutions"][0]
         assert env.score(given, str(right)) == 1.0, "and the right one is right"
+        if dataset == "n_queens":
+            assert env.score(given, str(board)) == 0.5, "a board as a literal is read"
     assert not mark.exists()
 
 
