@@ -129,7 +129,7 @@ def why_dead(group: Group) -> str | None:
     """Why a group has no gradient, for the count of reasons; None if it has one.
 
     `broken`: fewer than two sound rollouts; `silent`: nothing was sampled; else no contrast:
-    `all_solved` if the part `solved` or `answer` of every reward is positive, `all_equal` if not.
+    `all_solved` if every rollout is (Rollout.solved), `all_equal` if not.
     """
     if has_gradient(group):
         return None
@@ -138,11 +138,7 @@ def why_dead(group: Group) -> str | None:
         return "broken"
     if not any(rollout.num_sampled for rollout in sound):
         return "silent"
-    solved = all(
-        any(rollout.rewards.get(part, 0.0) > 0 for part in ("solved", "answer"))
-        for rollout in sound
-    )
-    return "all_solved" if solved else "all_equal"
+    return "all_solved" if all(rollout.solved for rollout in sound) else "all_equal"
 
 
 def _sampled_advantages(rollout: Rollout) -> list[float]:
@@ -187,10 +183,16 @@ def _gdpo(
 
 
 def reward_parts(rollout: Rollout) -> dict[str, float]:
-    """All that the rollout earned, by name; its reward is the sum."""
+    """All that the rollout earned, by name; its reward is the sum.
+
+    `partial` is within what it is a share of: normalised apart, the one would cancel the other.
+    """
     parts = dict(rollout.rewards)
     for span in rollout.span_rewards:
         parts[span.name] = parts.get(span.name, 0.0) + span.value
+    if share := parts.pop("partial", 0.0):
+        whole = "solved" if "solved" in parts else "answer"
+        parts[whole] = parts.get(whole, 0.0) + share
     return parts
 
 

@@ -34,6 +34,7 @@ from agentgrpo.models import (
 from agentgrpo.plan import memory_warnings, plan, require_room_to_sample
 from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
 from agentgrpo.progress import Progress
+from agentgrpo.records import require_recordable
 from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
 from agentgrpo.rewards import expected_answer, try_reward
 from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
@@ -74,9 +75,7 @@ class Player:
 
     def close(self) -> None:
         """Stop the sandbox, what else the environment holds, and the engine."""
-        close_env = getattr(self.env, "close", None)
-        if close_env is not None:
-            close_env()
+        _close_env(self.env)
         self.pool.close()
         self.engine.shutdown()
 
@@ -138,13 +137,13 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         # an adapter's checkpoint holds no model: its base is config.model
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
-        undo.callback(stage.pool.close)
+        undo.callback(stage.close)
         for warning in memory_warnings(config, stage.model):
             stage.progress.say(f"WARNING: {warning}")
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
-        undo.callback(player.close)
+        undo.callback(player.engine.shutdown)
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
     return parts
@@ -168,7 +167,7 @@ def planned(config: TrainConfig) -> str:
     require_same_run(config)
     _whole_checkpoint(config)
     stage = set_stage(config)
-    with contextlib.closing(stage.pool):
+    with contextlib.closing(stage):
         require_room_to_sample(config, stage.model)
         train = stage.training_tasks(config).next(NUM_LOOKED_AT)
         prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
@@ -191,6 +190,11 @@ class Stage:
     progress: Progress
     user_sampler: RolloutSampler | None
     """config.rollout.sampler, if one is named."""
+
+    def close(self) -> None:
+        """Stop what the environment holds, and the sandbox."""
+        _close_env(self.env)
+        self.pool.close()
 
     def training_tasks(self, config: TrainConfig) -> Tasks:
         """The stream to train on, checked as far as it is a list."""
@@ -216,6 +220,7 @@ class Stage:
         for task in tasks:
             if needs_answers(config.reward, self.env):
                 expected_answer(task)
+            require_recordable(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:
                 continue
@@ -265,11 +270,13 @@ def set_stage(
     if trained:
         require_trainable(config.learner)
     progress.say("sandbox: checking that this machine can isolate code")
-    pool = open_sandbox(config.sandbox)
-    try:
+    with contextlib.ExitStack() as undo:
+        pool = open_sandbox(config.sandbox)
+        undo.callback(pool.close)
         progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
         progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
         env = make_env(config, pool)
+        undo.callback(_close_env, env)
         heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
         reward = make_reward(config.reward, env)
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
@@ -301,10 +308,14 @@ def set_stage(
         _check_shown(config, stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")
-    except BaseException:
-        pool.close()
-        raise
+        undo.pop_all()
     return stage
+
+
+def _close_env(env: Environment) -> None:
+    close = getattr(env, "close", None)
+    if close is not None:
+        close()
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
@@ -375,7 +386,7 @@ def build_player(
     try:
         return start_engine(config, stage)
     except BaseException:
-        stage.pool.close()
+        stage.close()
         raise
 
 

@@ -51,7 +51,8 @@ def evaluate(
 
     Returns:
         The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
-        rollouts whose answer was right. Those that the machine broke are counted and left out.
+        rollouts that were (Rollout.solved), and left out where nobody says what that is. Rollouts
+        that the machine broke are counted and left out.
     """
     own_seed = seed + parallel.RANK_SEED * parallel.rank()
     played, _ = sampler.play(
@@ -83,7 +84,8 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     if not valid:
         return metrics
     metrics["reward"] = fmean(rollout.reward for rollout in valid)
-    metrics["solved"] = fmean(map(solved, valid))
+    if any(rollout.solved is not None for rollout in valid):
+        metrics["solved"] = fmean(bool(rollout.solved) for rollout in valid)
     metrics["answered"] = fmean(rollout.answer is not None for rollout in valid)
     metrics["sampled_tokens"] = fmean(rollout.num_sampled for rollout in valid)
     for name in dict.fromkeys(name for rollout in valid for name in rollout.stats):
@@ -91,14 +93,6 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     for status in Status:
         metrics[f"status_{status}"] = fmean(rollout.status is status for rollout in valid)
     return metrics
-
-
-def solved(rollout: Rollout) -> bool:
-    """Whether the answer was right: the environment's word, else the reward's, else any reward."""
-    for name in ("solved", "answer"):
-        if name in rollout.rewards:
-            return rollout.rewards[name] > 0
-    return rollout.reward > 0
 
 
 def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Progress:
         self._numbers = _numbers(rollout, learner, agreement, left)
         self.say(
             f"step {step + 1}/{self._total}  reward {rollout['reward']:.3f}  "
-            f"solved {rollout['solved']:.0%}  live groups {rollout['live_groups']:.0f}/"
+            f"{_solved(rollout)}live groups {rollout['live_groups']:.0f}/"
             f"{rollout['groups']:.0f}  tool calls {rollout['tool_calls']:.2f}  "
             f"sampled {rollout['decode_s'] + rollout['idle_s']:.1f}s  "
             f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
@@ -90,9 +90,11 @@ class Progress:
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """The line of an evaluation."""
-        self._solved[step] = metrics["solved"]
+        told = "solved" if "solved" in metrics else "reward"  # where nobody says what is solved
+        if told == "solved":
+            self._solved[step] = metrics["solved"]
         self.say(
-            f"held-out after {step} steps: solved {metrics['solved']:.3f} of "
+            f"held-out after {step} steps: {told} {metrics[told]:.3f} of "
             f"{metrics['rollouts']:.0f} tasks, greedy  {_infra(metrics)}"
             f"(answered {metrics['answered']:.0%}, "
             f"tool errors {metrics['tool_errors']:.2f} a rollout)"
@@ -172,7 +174,7 @@ def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) ->
     sampling_s = rollout["decode_s"] + rollout["idle_s"]
     return {
         "reward": f"{rollout['reward']:.3f}",
-        "solved": f"{rollout['solved']:.0%}",
+        **({"solved": f"{rollout['solved']:.0%}"} if "solved" in rollout else {}),
         "generation": _rate(rollout.get("total_sampled_tokens", 0.0), sampling_s),
         "learning": _rate(learner["packed_tokens"], learner["seconds"]),
         "engine idle": f"{rollout['idle_s'] / sampling_s:.0%}" if sampling_s else "-",
@@ -195,6 +197,10 @@ def _memory() -> str:
         free, total = torch.cuda.mem_get_info()
         shown += f", GPU {(total - free) / 2**30:.1f} of {total / 2**30:.0f}"
     return shown
+
+
+def _solved(metrics: Metrics) -> str:
+    return f"solved {metrics['solved']:.0%}  " if "solved" in metrics else ""
 
 
 def _infra(metrics: Metrics) -> str:

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from agentgrpo.types import Rollout
+from agentgrpo.types import Rollout, Task
 
 PLACE = ("step", "split", "group", "index", "flywheel")
 """Where in its run a rollout was played (or how it was made), beside its fields."""
@@ -30,6 +30,21 @@ PLACE = ("step", "split", "group", "index", "flywheel")
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as JSON values; read_rollout() gives it back exactly."""
     return {field.name: _plain(getattr(rollout, field.name)) for field in fields(Rollout)}
+
+
+def require_recordable(task: Task) -> None:
+    """That rollouts of the task can be written down.
+
+    Raises:
+        ValueError: its spec holds what JSON does not; names the task and the entry.
+    """
+    for key, value in task.spec.items():
+        try:
+            json.dumps(_plain(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"task {task.id!r}: spec[{key!r}] cannot be recorded: {error}"
+            ) from error
 
 
 def read_rollout(record: dict[str, Any]) -> Rollout:

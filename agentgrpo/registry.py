@@ -29,6 +29,8 @@ from agentgrpo.rewards import (
     load_reward,
     with_tool_cost,
 )
+from agentgrpo.sandbox import SandboxException
+from agentgrpo.sandbox.contexts import command_of
 
 ENVIRONMENTS = {
     "python": "agentgrpo.envs.python:PythonEnv",
@@ -44,6 +46,8 @@ ENVIRONMENTS = {
     "tau_bench": "agentgrpo.envs.tau_bench:TauBenchEnv",
     "verifiers": "agentgrpo.envs.verifiers:VerifiersEnv",
 }
+RUN_CODE = {"code": ("python", "unit_tests", "reasoning_gym"), "repl": ("console",)}
+"""Which of them answer the code of which agent; the others answer calls of tools."""
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
     "math": MathReward,
@@ -101,11 +105,9 @@ def make_agent(config: TrainConfig, env: Environment, read_calls: ReadCalls | No
             although the agent calls tools; names the key.
     """
     c = config.agent
+    _require_fit(c.kind, config.env.kind)
     if c.kind == "code":
-        from agentgrpo.agents.code import CodeAgent
-
-        script = config.sandbox.tools
-        return CodeAgent(c, tools=None if script is None else script.read_text())
+        return _code_agent(config, env)
     if c.kind == "repl":
         from agentgrpo.agents.repl import ReplAgent
 
@@ -118,6 +120,33 @@ def make_agent(config: TrainConfig, env: Environment, read_calls: ReadCalls | No
     names = ("stop", "messages", "prefill", "tools", "parse", "observe")
     _require(made, names, key="agent.kind", name=c.kind)
     return cast(Agent, made)
+
+
+def _require_fit(agent: str, env: str) -> None:
+    """That an environment of this kind answers what an agent of that kind does, as far as known."""
+    fits = RUN_CODE.get(agent)
+    if fits is not None and env in ENVIRONMENTS and env not in fits:
+        callers = "; agent.kind inline and tools call tools" if env != "console" else ""
+        raise ValueError(
+            f"agent.kind {agent!r} acts in env.kind {', '.join(fits)}, and not in {env!r}{callers}"
+        )
+
+
+def _code_agent(config: TrainConfig, env: Environment) -> Agent:
+    from agentgrpo.agents.code import CodeAgent
+
+    c, script, pool = config.agent, config.sandbox.tools, getattr(env, "pool", None)
+    if pool is not None:
+        try:
+            command_of(c.language, pool.template, pool.limits)
+        except SandboxException as error:
+            raise ValueError(f"agent.language: {error}") from error
+    if script is not None and c.language != "python" and c.show_tools != "no":
+        raise ValueError(
+            f"sandbox.tools: its functions are Python's, and agent.language is {c.language!r}; "
+            "with agent.show_tools = 'no' it is run and not shown"
+        )
+    return CodeAgent(c, tools=None if script is None else script.read_text())
 
 
 def _tool_agent(config: TrainConfig, env: Environment, read_calls: ReadCalls | None) -> Agent:

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from agentgrpo.formulas import compare
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
 NUMBER = re.compile(
@@ -157,7 +158,7 @@ class MathReward:
     """`answer` for an answer equal to the expected one as mathematics, by the package math-verify.
 
     Raises (when called):
-        ValueError: `task.spec["answer"]` is missing or cannot be read.
+        ValueError: `task.spec["answer"]` is missing or cannot be read, or there is no such package.
     """
 
     answer: float = 1.0
@@ -165,26 +166,20 @@ class MathReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        from math_verify import parse, verify
-
         gold = str(_expected(rollout.task))
-        expected = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", **_UNTIMED)
-        if not expected:
+        wanted = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+        wanted_read, said_read, equal = compare(wanted, rollout.answer or "")
+        if not wanted_read:
             raise ValueError(f"task {rollout.task.id}: cannot read the answer {gold!r}")
-        said = [] if rollout.answer is None else parse(rollout.answer, **_UNTIMED)
-        right = bool(said) and verify(expected, said, timeout_seconds=None)
         return {
-            "answer": self.answer * right,
-            "format": self.format * (bool(said) and _acted_well(rollout)),
+            "answer": self.answer * equal,
+            "format": self.format * (said_read and _acted_well(rollout)),
         }
-
-
-_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # its timeouts are signals of the main thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReward:
-    """`answer` for an exact match, else that share of it that the token F1 is (SQuAD's measures).
+    """`answer` for an exact match, else `partial`: the share of it that the token F1 is (SQuAD's).
 
     Several expected answers in a list: the best counts. Compared without case, punctuation,
     articles and repeated space; an answer of more than max_words words is worth nothing, so that
@@ -196,14 +191,16 @@ class TextReward:
     max_words: int = 32
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The parts `answer`, in [0, answer], and `format`."""
+        """The parts `answer` or `partial`, together in [0, answer], and `format`."""
         expected = _expected(rollout.task)
         golds = expected if isinstance(expected, list) else [expected]
         said = [] if rollout.answer is None else words(rollout.answer)
         score = max(token_f1(said, words(str(gold))) for gold in golds)
         short = len(said) <= self.max_words
+        worth = self.answer * score * short
         return {
-            "answer": self.answer * score * short,
+            "answer": worth if score == 1.0 else 0.0,
+            "partial": worth if score < 1.0 else 0.0,
             "format": self.format * (bool(said) and short and _acted_well(rollout)),
         }
 

@@ -9,7 +9,7 @@ The reward of ET-Agent for rollout i of a group G that answers one question:
 It multiplies, so a wrong answer gains nothing by being short. Both factors lie in (0, 2) and are 1
 for the group's average. Sigmas decay to 0 in the course of a stage: efficient first, then accurate.
 What the factors add or take away is a part of its own, `efficiency`, so that `answer` still says
-whether the answer was right.
+whether the answer was right. The part `partial`, where a reward has one, counts with `answer`.
 
 Unlike the released code, only what the policy sampled is counted: a tool call is one that was
 parsed and carried out, and a long document that a search returned makes no rollout long.
@@ -66,7 +66,8 @@ def add_efficiency(
         z = (rollout.num_sampled - mean_length) / deviation if deviation else 0.0
         factor = _factor(sigma_tool * (rollout.stats["tool_calls"] - mean_calls))
         factor *= _factor(sigma_length * z)
-        rollout.rewards["efficiency"] = rollout.rewards["answer"] * (factor - 1.0)
+        worth = rollout.rewards["answer"] + rollout.rewards.get("partial", 0.0)
+        rollout.rewards["efficiency"] = worth * (factor - 1.0)
         rollout.rewards["format"] = 0.0 if valid(rollout) else -1.0
 
 

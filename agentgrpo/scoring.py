@@ -121,8 +121,10 @@ def length(view: RolloutView) -> float:
 
 
 def efficiency(view: RolloutView) -> float:
-    """One over the turns it took, for a rollout whose answer was right."""
-    return (view.rollout.rewards.get("answer", 0.0) > 0) / max(1.0, view.cost("turns"))
+    """One over the turns it took, for a rollout that solved its task."""
+    if view.rollout.solved is None:
+        raise ValueError("neither the environment nor reward.kind says what is solved")
+    return view.rollout.solved / max(1.0, view.cost("turns"))
 
 
 def exact(view: RolloutView) -> float:
@@ -205,6 +207,9 @@ class Scoring:
             score(group, self._base)
         if self._functions:
             self._loop.run(self._apply_all(rollouts))
+        if self._config.solved_at is not None:
+            for _, rollout in rollouts:
+                rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
         if step is not None:
             for group in groups:
                 self._compare(group, step)

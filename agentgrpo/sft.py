@@ -118,8 +118,7 @@ def _example(
         if row.get("split") == "heldout":
             return None
         played = read_rollout(dict(row))
-        right = played.rewards.get("solved", played.rewards.get("answer", 0.0)) > 0
-        if played.status is Status.INFRA_ERROR or (config.keep == "solved" and not right):
+        if played.status is Status.INFRA_ERROR or (config.keep == "solved" and not played.solved):
             return None
         rows = [[_segment(s.token_ids, s.sampled) for s in part] for part in played.rows]
         if "flywheel" in row:
@@ -290,7 +289,7 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
         parts = set_stage(config, model=str(resumed) if resumed else None, progress=progress)
-        parts.pool.close()
+        parts.close()
         examples = read_examples(
             data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len
         )

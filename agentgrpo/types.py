@@ -207,6 +207,16 @@ class Rollout:
         return sum(self.rewards.values()) + sum(span.value for span in self.span_rewards)
 
     @property
+    def solved(self) -> bool | None:
+        """Whether the task was solved, by whoever says so first; None: nobody does.
+
+        reward.solved_at (scoring.py counts it in `stats`), then a part `solved`, then a part
+        `answer`: above 0.
+        """
+        said = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
+        return next((value > 0 for value in said if value is not None), None)
+
+    @property
     def token_ids(self) -> Int32:
         return np.concatenate([segment.token_ids for segment in self.segments])
 

@@ -87,7 +87,7 @@ def steps_of(out_dir: Path) -> dict[str, list[float]]:
     steps = [row for row in rows if "rollout/reward" in row]
     found = {
         "reward": [row["rollout/reward"] for row in steps],
-        "solved": [row["rollout/solved"] for row in steps],
+        "solved": [row["rollout/solved"] for row in steps if "rollout/solved" in row],
         "live_groups": [float(row["rollout/live_groups"]) for row in steps],
         "infra_errors": [row["rollout/infra_errors"] for row in steps],
         "grad_norm": [row.get("learner/grad_norm", 0.0) for row in steps],
@@ -151,6 +151,8 @@ def main(arguments: Sequence[str]) -> int:
         shape = {"steps": len(found["reward"])}
         for metric in ("acted", "reward", "solved", "max_dlogp"):
             values = [round(value, 6) for value in found[metric]]
+            if not values:
+                continue  # nobody says what is solved
             unit = "nats" if metric == "max_dlogp" else "mean" if metric == "reward" else "share"
             note = f"by step: {values}; {' '.join([*CUTS[name], *changed])}"
             append_row("configs", f"{name}_{metric}", values, unit=unit, shape=shape, note=note)

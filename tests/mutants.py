@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant("advantages.py", "if len(sound) < 2:", "if len(sound) < 1:"),
     Mutant("advantages.py", "if len(sound) < 2:", "if len(sound) < 3:"),
     Mutant("advantages.py", 'get(part, 0.0) > 0 for', 'get(part, 0.0) >= 0 for'),
-    Mutant("advantages.py", "solved = all(", "solved = any("),
+    Mutant("advantages.py", "if all(rollout.solved", "if any(rollout.solved"),
     Mutant("advantages.py", "if not any(rollout.num_sampled", "if any(rollout.num_sampled"),
     # normalisers
     Mutant("losses.py", "return rollout.trained and rollout.num_sampled > 0", "return rollout.trained"),

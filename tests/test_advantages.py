@@ -329,6 +329,13 @@ def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
     assert why_dead(group) == "all_solved"
 
 
+def test_S2_14_where_some_are_not_solved_equal_rewards_are_no_more_than_equal() -> None:
+    group = make_group([1.0, 1.0])
+    group.rollouts[0].rewards = {"environment": 1.0}
+    assigned(group)
+    assert why_dead(group) == "all_equal"
+
+
 def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
     group = make_group([1.0, 0.0], sampled=0)
     assigned(group)
@@ -372,6 +379,16 @@ def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> 
     summed = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0], dtype=torch.float64) / (1 + 1e-4)
     want = (summed - summed.mean()) / (summed.std() + 1e-4)
     assert got[2:] == pytest.approx(want[2:].tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("whole", ["answer", "solved"])
+def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str) -> None:
+    shares = make_group([0.0, 0.0, 0.0])
+    for rollout, worth in zip(shares.rollouts, (1.0, 0.5, 0.0), strict=True):
+        part = {whole: 1.0, "partial": 0.0} if worth == 1 else {whole: 0.0, "partial": worth}
+        rollout.rewards = part
+    whole_group = make_group([1.0, 0.5, 0.0])
+    assert assigned(shares, **NORMALIZE_THEN_SUM) == assigned(whole_group, **NORMALIZE_THEN_SUM)
 
 
 def test_gdpo_of_dead_groups_alone_is_zero() -> None:

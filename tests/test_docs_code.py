@@ -243,6 +243,30 @@ def test_the_pages_agent_is_played_by_its_config(
     assert played.answer == "42"
 
 
+@of_page("docs/agents.md", after="# doors.py")
+def test_the_pages_environment_is_played_by_the_pages_agent(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = next(b for b in blocks(ROOT / "docs/agents.md", "python") if "# lines.py" in b)
+    (tmp_path / "lines.py").write_text(lines)
+    (tmp_path / "doors.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ["agent.kind=lines:LineAgent", "env.kind=doors:Doors", "data.train=env"]
+    (tmp_path / "c.toml").write_text('model = "m"\n')
+    config = load_config(str(tmp_path / "c.toml"), [f"out_dir={tmp_path}/run", *settings])
+    env: Any = make_env(config, None)
+    given = next(task for task in env.tasks("train") if task.spec["right"] == "c")
+    agent = make_agent(config, env)
+    played = play(agent, env, "a\n", "\n", "c\n", given=given)
+    assert shown(played).endswith("a\na goat\n\na goat\nc\n")
+    assert played.rewards == {"solved": 1.0}
+    assert [span.value for span in played.span_rewards] == [-0.1] * 3
+    assert (played.stats["goats"], played.stats["tool_errors"]) == (2, 1)
+    assert play(agent, env, "= c\n", given=given).rewards == {"solved": 0.0}
+    for name in ("lines", "doors"):
+        sys.modules.pop(name, None)
+
+
 @of_page("docs/agents.md", after="## Without training")
 @pytest.mark.slow
 @pytest.mark.nsjail

@@ -54,6 +54,27 @@ def test_shares_are_of_valid_rollouts(rollout: Callable[..., Rollout]) -> None:
     )
 
 
+def test_solved_is_what_somebody_says_and_absent_where_nobody_does(
+    rollout: Callable[..., Rollout],
+) -> None:
+    """reward.solved_at, else the environment, else the reward; a reward alone says nothing."""
+    said = {
+        (): None,
+        (("environment", 1.0), ("format", 0.1)): None,
+        (("answer", 1.0),): True,
+        (("answer", 0.0), ("format", 0.1)): False,
+        (("solved", 0.0), ("answer", 1.0), ("partial", 0.5)): False,
+        (("solved", 1.0), ("answer", 0.0)): True,
+    }
+    assert [rollout(rewards=dict(parts)).solved for parts in said] == list(said.values())
+    counted = rollout(rewards={"solved": 1.0}, stats={"solved": 0.0})
+    assert counted.solved is False
+    nobody = Group(task=TASK, rollouts=[rollout(rewards={"environment": 1.0})])
+    assert "solved" not in summarize([nobody])
+    one = Group(task=TASK, rollouts=[rollout(rewards={"answer": 1.0}), rollout(rewards={})])
+    assert summarize([one])["solved"] == 0.5
+
+
 def test_of_broken_rollouts_only_their_number_is_known(rollout: Callable[..., Rollout]) -> None:
     broken = Group(task=TASK, rollouts=[rollout(status=Status.INFRA_ERROR)])
     with pytest.raises(InfrastructureError, match="broke 1 of 1 rollouts"):

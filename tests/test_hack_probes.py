@@ -106,7 +106,9 @@ TEXT = [
 @pytest.mark.parametrize(("answer", "expected"), TEXT)
 def test_reward_text_does_not_pay_reciting(answer: str | None, expected: float) -> None:
     reward = make_reward(RewardConfig(kind="text"))
-    assert reward(_answered(answer, "Paris"))["answer"] == pytest.approx(expected)
+    parts = reward(_answered(answer, "Paris"))
+    assert parts["answer"] == (expected == 1.0), "solved is what is right and no share of it"
+    assert parts["answer"] + parts["partial"] == pytest.approx(expected)
 
 
 MATH = [
@@ -117,6 +119,11 @@ MATH = [
     (r"$\frac{2}{4}$", r"\frac{1}{2}", 1.0),
     ("1/3", "1/2", 0.0),
     ("nothing to read", "1/2", 0.0),
+    (" ".join(f"${a}/{b}$" for a in range(1, 9) for b in range(1, 9)), "1/2", 0.0),
+    ("$1/2$, $2$, $3$", "1/2", 0.0),
+    (r"\boxed{1/2} \boxed{3}", "1/2", 0.0),
+    ("$1$ $2$ $1/2$", "1/2", 1.0),  # the last one is the answer, as with numeric
+    ("$9^{9^{9^{9}}}$", "1/2", 0.0),
 ]
 
 
@@ -182,10 +189,13 @@ def test_env_reasoning_gym_pays_only_what_its_verifier_accepts(pool: SandboxPool
     def earned(*turns: str) -> float:
         return worth(play(CODE, env, *turns, given=given, max_turns=3), env, format=0)
 
-    assert earned(EOT) == 0
-    assert earned("<code>1</code>", "<code>1</code>", "<code>1</code>") == 0
-    assert earned(f"Answer: 1 2 3 4 5 6{EOT}") < 0.05, "partial credit for trying is 0.01"
-    assert earned(f"Answer: {right}{EOT}") == 1
+    try:
+        assert earned(EOT) == 0
+        assert earned("<code>1</code>", "<code>1</code>", "<code>1</code>") == 0
+        assert earned(f"Answer: 1 2 3 4 5 6{EOT}") < 0.05, "partial credit for trying is 0.01"
+        assert earned(f"Answer: {right}{EOT}") == 1
+    finally:
+        env.close()
 
 
 def test_env_gymnasium_pays_only_the_goal() -> None:

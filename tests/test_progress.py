@@ -35,6 +35,17 @@ def test_the_end_compares_the_first_and_the_last_evaluation() -> None:
     assert "held-out solved: 0.422 after 0 steps, 0.844 after 12" in said
 
 
+def test_where_nobody_says_what_is_solved_the_reward_is_told() -> None:
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out, highlight=False, soft_wrap=True))
+    told = {"rollouts": 64, "answered": 1, "tool_errors": 0, "infra_errors": 0, "reward": 0.5}
+    for step in (0, 6):
+        progress.evaluated(step, told)
+    progress.finished(Path("run"))
+    assert "held-out after 6 steps: reward 0.500 of 64 tasks, greedy" in out.getvalue()
+    assert "held-out solved" not in out.getvalue()
+
+
 def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write(0, eval={"solved": 0.25})

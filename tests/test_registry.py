@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.base import RunCode
-from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, TrainConfig
+from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.read_config import load_config
 from agentgrpo.registry import ENVIRONMENTS, make_agent, make_env, make_reward
 from agentgrpo.rewards import load_callable, score
+from agentgrpo.sandbox import Limits
+from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Group
 from tests.playing import EOT, play, shown, task
 
@@ -120,6 +122,13 @@ def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
         ({"kind": "tools"}, {}, "agent.kind 'tools' needs an environment with tools, .* 'auto'"),
         ({"kind": "inline"}, {"kind": "console"}, "agent.kind 'inline' needs an environment"),
         (
+            {},
+            {"kind": "tools", "options": {"tools": ["agentgrpo.envs.calculator:calculate"]}},
+            "agent.kind 'code' acts in env.kind python, .*, and not in 'tools'; agent.kind inline",
+        ),
+        ({}, {"kind": "console"}, "agent.kind 'code' acts in env.kind python, .* not in 'console'"),
+        ({"kind": "repl"}, {"kind": "python"}, "agent.kind 'repl' acts in env.kind console, and"),
+        (
             {"kind": f"{__name__}:Shouting", "options": {"marc": "?"}},
             {},
             "agent.options.marc: Shouting does not take it; it takes mark",
@@ -157,6 +166,29 @@ def test_keys_that_would_be_ignored_are_refused(
     path.write_text("model = 'm'\nout_dir = 'o'\n")
     with pytest.raises(ValueError, match=message):
         load_config(path, overrides)
+
+
+class Pool:
+    template, limits = Template(), Limits()
+
+
+def test_code_that_cannot_run_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+    c = config({"language": "node"}, {})
+    with pytest.raises(ValueError, match=r"agent\.language: node is not installed under /usr"):
+        make_agent(c, make_env(c, pool=Pool()))
+    script = tmp_path / "tools.py"
+    script.write_text("def f(): ...")
+    sandbox = SandboxConfig(tools=script)
+    for show in ("source", "no"):
+        c = config({"language": "bash", "show_tools": show}, {}, sandbox=sandbox)
+        if show == "no":
+            make_agent(c, make_env(c, pool=Pool()))
+            continue
+        with pytest.raises(ValueError, match=r"its functions are Python's, and agent\.language is"):
+            make_agent(c, make_env(c, pool=Pool()))
 
 
 def test_every_shipped_kind_is_there() -> None:

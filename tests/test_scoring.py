@@ -162,6 +162,25 @@ def test_spans_are_rewarded_by_themselves() -> None:
     assert rollout.reward == 1.0 + 1.5
 
 
+def test_efficiency_needs_somebody_who_says_what_is_solved() -> None:
+    rollout = played()
+    config = RewardConfig(functions={"efficiency": 1.0})
+    Scoring(lambda _: {}, config, decode).score([Group(task=rollout.task, rollouts=[rollout])])
+    assert rollout.status is Status.INFRA_ERROR
+    assert "neither the environment nor reward.kind says what is solved" in (rollout.error or "")
+
+
+@pytest.mark.parametrize(("earned", "solved"), [(0.8, True), (0.79, False)])
+def test_solved_at_is_of_all_parts_together(earned: float, solved: bool) -> None:
+    """Those of the environment, of its steps and of functions too; whatever a part is called."""
+    rollout = played()
+    rollout.rewards = {"environment": earned, "answer": 0.0}
+    rollout.span_rewards = [SpanReward(6, 19, "step", 0.2)]
+    config = RewardConfig(functions={"mine:half": 1.0}, solved_at=1.5)
+    Scoring(lambda _: {}, config, decode).score([Group(task=rollout.task, rollouts=[rollout])])
+    assert rollout.solved is solved
+
+
 def test_async_functions_wait_for_one_another_not_in_line() -> None:
     rollouts = scored({"mine:slow": 1.0}, *(played() for _ in range(6)))
     assert [r.rewards["slow"] for r in rollouts] == [1.0] * 6

@@ -285,6 +285,10 @@ def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
     sampled = next(areas["rollout"] for _, areas in fake.rows if "rollout" in areas)
     assert sampled["groups"] == 2 * rounds
     assert sampled["live_groups"] == sum(live_per_round[:rounds])
+    dead = 2 * rounds - sum(live_per_round[:rounds])
+    assert {name: n for name, n in sampled.items() if name.startswith("dead_")} == (
+        {"dead_all_solved": dead} if dead else {}
+    )
     assert sampled["decode_s"] == 1.0 * rounds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -124,3 +125,21 @@ def answer_in(text: str, prefix: str) -> str | None:
     if prefix.startswith("<") and prefix.endswith(">"):
         answer = answer.partition(f"</{prefix[1:]}")[0]
     return answer.strip() if found else None
+
+
+def as_json(value: Any) -> Any:
+    """What a policy gave as an argument, as JSON carries it: tuples are lists, keys are text.
+
+    Half of a surrogate pair, which nothing that encodes text takes, becomes a question mark.
+
+    Raises:
+        ValueError: JSON cannot carry it.
+
+    >>> as_json((1, "a", {2: None}))
+    [1, 'a', {'2': None}]
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return json.loads(text.encode("utf-8", "replace"))

@@ -21,6 +21,7 @@ from agentgrpo.agents.base import (
     Schema,
     ToolCall,
     answer_in,
+    as_json,
 )
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.base import Observation
@@ -142,9 +143,9 @@ def read_python(body: str, known: Mapping[str, Schema]) -> ToolCall:
 
 def _literal(node: ast.expr, name: str, key: str) -> Any:
     try:
-        return ast.literal_eval(node)
+        return as_json(ast.literal_eval(node))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{name}: argument {key} must be a literal") from None
+        raise ValueError(f"{name}: argument {key} must be a literal, of JSON's types") from None
 
 
 def read_json(body: str, known: Mapping[str, Schema]) -> ToolCall:
@@ -158,7 +159,7 @@ def read_json(body: str, known: Mapping[str, Schema]) -> ToolCall:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be an object")
-    return ToolCall(call["name"], arguments)
+    return ToolCall(call["name"], as_json(arguments))
 
 
 FORMS: dict[str, ReadCall] = {"python": read_python, "json": read_json}

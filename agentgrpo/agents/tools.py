@@ -20,6 +20,7 @@ from agentgrpo.agents.base import (
     Schema,
     ToolCall,
     answer_in,
+    as_json,
 )
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.base import Observation
@@ -111,7 +112,7 @@ class ToolAgent:
         calls = []
         for number, (name, arguments) in enumerate(reading.calls):
             try:
-                values = json.loads(arguments or "{}")
+                values = as_json(json.loads(arguments or "{}"))
             except (ValueError, RecursionError) as error:
                 return self._malformed(f"Error: {name}: the arguments are not JSON: {error}")
             if not isinstance(values, dict):

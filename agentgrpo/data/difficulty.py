@@ -75,9 +75,7 @@ class DifficultyTasks:
     def feedback(self, groups: Sequence[Group]) -> None:
         for group in groups:
             outcomes = [
-                float(r.rewards.get("solved", r.rewards.get("answer", 0.0)) > 0)
-                for r in group.rollouts
-                if r.status is not Status.INFRA_ERROR
+                float(bool(r.solved)) for r in group.rollouts if r.status is not Status.INFRA_ERROR
             ]
             if outcomes:
                 before = self._rate.get(group.task.id, fmean(outcomes))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +141,28 @@ def _row(value: Any, columns: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+    if row is value:
+        row = {column: _as_json(column, cell) for column, cell in row.items()}
     for column in columns:
         if row.get(column) is None:
             raise ValueError(f"no column {column!r}; the row has {sorted(row)}")
     return row
+
+
+def _as_json(column: str, cell: Any) -> Any:
+    """What a cell of Arrow's types is in a record of a rollout: times and decimals are text."""
+    try:
+        return json.loads(json.dumps(cell, default=_text))
+    except TypeError as error:
+        raise ValueError(f"column {column!r}: {error}; leave it out of the file") from None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be in a task")
 
 
 def _spec(row: dict[str, Any], question: str, answer: str) -> dict[str, Any]:

@@ -385,7 +385,7 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
         finally:
             player.engine.shutdown()
     finally:
-        stage.pool.close()
+        stage.close()
     stage.progress.say(f"kept {summary['kept']} of {summary['trajectories']} trajectories")
     return dict(summary)
 

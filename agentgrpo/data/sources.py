@@ -72,12 +72,16 @@ def _rows(
             f"dataset's directory, got {name!r}{hint}"
         )
     try:
-        return read_tasks(
+        read = read_tasks(
             name, question=config.question, answer=config.answer, answered=answers, id=config.id,
             seed=seed,
         )  # fmt: skip
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.{key}: {error}") from None
+    begin = getattr(env, "begin", None)
+    if begin is not None:
+        read.rows = [begin(task) for task in read.rows]
+    return read
 
 
 def _of_env(env: Environment | None, split: str) -> Sequence[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,6 +51,33 @@ class Observation:
     ask: Ask | None = None
     """The answer waits for this: step() is called again, with what was said as Heard, and only then
     gives the observation of the policy's action. Nothing else of this one is read."""
+
+
+def require_observation(told: Any, by: object) -> None:
+    """That what step() returned is an Observation whose rewards are numbers.
+
+    Raises:
+        TypeError: it is not; names the class of `by`, the episode.
+    """
+    name = type(by).__name__
+    if not isinstance(told, Observation):
+        raise TypeError(f"{name}.step: expected an Observation, got {told!r:.80}")
+    if not isinstance(told.text, str):
+        raise TypeError(f"{name}.step: expected a text, got {told.text!r:.80}")
+    require_rewards(told.rewards, f"{name}.step")
+
+
+def require_rewards(rewards: Any, by: str) -> None:
+    """That rewards are finite numbers by name.
+
+    Raises:
+        TypeError: they are not; says whose they are.
+    """
+    if not isinstance(rewards, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+        for name, value in rewards.items()
+    ):
+        raise TypeError(f"{by}: expected {{name: finite number}}, got {rewards!r:.80}")
 
 
 class Episode(Protocol):

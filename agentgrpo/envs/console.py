@@ -7,17 +7,17 @@ A line is worth what `line_rewards` says of how it ended, credited to the tokens
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from agentgrpo.agents.base import Action, RunCode
 from agentgrpo.envs.base import InfrastructureError, Observation
 from agentgrpo.sandbox import Console as Terminal
-from agentgrpo.sandbox import SandboxException, SandboxPool, Status, StepResult
+from agentgrpo.sandbox import SandboxException, SandboxPool, Session, Status, StepResult
 from agentgrpo.types import Task
 
 OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
 SUBMIT = "submit_final_answer"
-_DEFINE = f"def {SUBMIT}(value): return value"
+_DEFINE = f"def {SUBMIT}(value):\n    {SUBMIT}.answer = str(value)\n    return value"
 
 
 class ConsoleEnv:
@@ -60,7 +60,7 @@ class ConsoleEpisode:
     def __init__(self, env: ConsoleEnv) -> None:
         self._env = env
         self._terminal: Terminal | None = None
-        self._close_session: Callable[[], None] = lambda: None
+        self._session: Session | None = None
         self._statement: list[str] = []
 
     def step(self, action: Action) -> Observation:
@@ -87,7 +87,7 @@ class ConsoleEpisode:
             return Observation(
                 typed.shown,
                 done=True,
-                answer=submitted(typed.step, typed.shown),
+                answer=self._submitted(typed.shown),
                 rewards=rewards,
                 counts=counts,
             )
@@ -97,9 +97,19 @@ class ConsoleEpisode:
             shown = f"{typed.shown}(the interpreter was restarted: its variables are gone)\n>>> "
         return Observation(shown, failed=failed, rewards=rewards, counts=counts)
 
+    def _submitted(self, shown: str) -> str:
+        """The answer: str() of what was submitted; what was shown if the policy redefined it."""
+        assert self._session is not None
+        told = self._session.step(f"{SUBMIT}.answer", self._env.timeout_s)
+        if told.status is not Status.OK or told.value is None:
+            return shown.rstrip("\n")
+        try:
+            return str(ast.literal_eval(told.value))
+        except (SyntaxError, ValueError):  # cut, being longer than a value may be
+            return shown.rstrip("\n")
+
     def _start(self) -> Terminal:
-        session = self._env.pool.acquire()
-        self._close_session = session.close
+        self._session = session = self._env.pool.acquire()
         defined = session.step(_DEFINE)
         if defined.status is not Status.OK:
             raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
@@ -113,8 +123,9 @@ class ConsoleEpisode:
     def close(self) -> None:
         """End the session, if there is one."""
         self._terminal = None
-        self._close_session()
-        self._close_session = lambda: None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
 
 def outcome_of(step: StepResult) -> str:
@@ -144,13 +155,3 @@ def is_submission(statement: str) -> bool:
         and call.func.id == SUBMIT
         and len(call.args) + len(call.keywords) == 1
     )
-
-
-def submitted(step: StepResult, shown: str) -> str:
-    """The answer: what the call's value shows as, without the quotes of a string."""
-    text = shown.rstrip("\n")
-    try:
-        value = ast.literal_eval(text)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return text
-    return value if isinstance(value, str) else text

@@ -1,7 +1,7 @@
 """Environments as classes whose public methods are tools, as in TRL's environment_factory.
 
     class Counter:
-        def reset(self, **row) -> str | None: ...   # a text is added to the last user message
+        def reset(self, **row) -> str | None: ...   # a text is added to the question
         def add(self, n: int) -> int: ...           # a tool
         def get_reward(self) -> float: ...          # optional: the environment's own reward
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentgrpo.agents.base import Action, Schema
@@ -41,8 +42,11 @@ class FactoryEnv:
         if isinstance(factory, str):
             factory = load_callable(factory, key="env.options.factory")
         self._factory = factory
-        self.judges = hasattr(factory, "get_reward")
-        self._schemas = Toolset(_tools(factory())).schemas
+        self._first = first = factory()  # tells of every task, and is played with by none
+        if inspect.iscoroutinefunction(getattr(first, "reset", None)):
+            raise ValueError(f"factory: {factory}: reset runs before the loop does: no coroutine")
+        self.judges = hasattr(first, "get_reward")
+        self._schemas = Toolset(_tools(first)).schemas
         if not self._schemas:
             raise ValueError(f"factory: {factory} has no public methods, so no tools")
 
@@ -59,18 +63,23 @@ class FactoryEnv:
 
     def task(self, id: str, row: Mapping[str, Any]) -> Task:
         """A task from a row: its `question`, with what reset says; the whole row is the spec."""
-        world = self._factory()
-        opening = _reset(world, row)
-        texts = [str(row.get("question", "")), opening or ""]
-        content = "\n\n".join(text for text in texts if text)
-        return Task(id=id, messages=({"role": "user", "content": content},), spec=dict(row))
+        asked = {"role": "user", "content": str(row.get("question", ""))}
+        return self.begin(Task(id=id, messages=(asked,), spec=dict(row)))
+
+    def begin(self, task: Task) -> Task:
+        """The task with what reset says of it at the end of its last message."""
+        opening = _reset(self._first, task.spec)
+        *before, last = task.messages
+        content = "\n\n".join(text for text in (last["content"], opening) if text)
+        return replace(task, messages=(*before, {**last, "content": content}))
 
     def reset(self, task: Task) -> FactoryEpisode | AsyncFactoryEpisode:
         """A new instance; its reset runs before its first step."""
         world = self._factory()
         toolset = Toolset(_tools(world))
-        kind = AsyncFactoryEpisode if toolset.any_async else FactoryEpisode
-        return kind(world, toolset, task)
+        others = [getattr(world, name, None) for name in ("get_reward", "close")]
+        waits = toolset.any_async or any(map(inspect.iscoroutinefunction, others))
+        return (AsyncFactoryEpisode if waits else FactoryEpisode)(world, toolset, task)
 
 
 def _tools(world: Any) -> list[Tool]:
@@ -82,8 +91,6 @@ def _tools(world: Any) -> list[Tool]:
 
 def _reset(world: Any, row: Mapping[str, Any]) -> str | None:
     said = world.reset(**row) if hasattr(world, "reset") else None
-    if inspect.isawaitable(said):
-        raise ValueError("reset must not be a coroutine: it runs before the loop does")
     return None if said is None else str(said)
 
 
@@ -113,7 +120,12 @@ class _World:
         )
 
     def _rewards(self, value: Any) -> Mapping[str, float]:
-        return value if isinstance(value, Mapping) else {"environment": float(value)}
+        if isinstance(value, Mapping):
+            return value
+        if not isinstance(value, int | float):
+            name = type(self._world).__name__
+            raise TypeError(f"{name}.get_reward: expected a number or named parts, got {value!r}")
+        return {"environment": float(value)}
 
 
 class FactoryEpisode(_World):
@@ -138,7 +150,7 @@ class FactoryEpisode(_World):
 
 
 class AsyncFactoryEpisode(_World):
-    """An instance of which at least one tool is a coroutine: a turn's calls run at once."""
+    """An instance of which something is a coroutine: a turn's calls run at once."""
 
     async def step(self, action: Action) -> Observation:
         """Call the methods of a turn at once; answers keep their order."""

@@ -6,18 +6,63 @@ its names are called in the answer) or `cases`, a list of [stdin, expected stdou
 
 from __future__ import annotations
 
+import ast
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.sandbox import SandboxException, SandboxPool
 from agentgrpo.sandbox.grade import Verdict, check_all, check_tests
+from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 GRADERS = 4
+
+
+class Graders:
+    """Sandboxes for grading alone: no rollout holds one, so that grading never waits long.
+
+    Args:
+        like: the pool whose limits and template they have,
+        template: or another template,
+        memory_mib: and at least this much memory.
+    """
+
+    def __init__(
+        self, like: SandboxPool, *, template: Template | None = None, memory_mib: int = 0
+    ) -> None:
+        self._like, self._template, self._memory_mib = like, template, memory_mib
+        self.places = threading.BoundedSemaphore(GRADERS)
+        """Held by who grades."""
+        self._pool: SandboxPool | None = None
+        self._lock = threading.Lock()
+
+    def pool(self) -> SandboxPool:
+        """They, started at the first use."""
+        with self._lock:
+            if self._pool is None:
+                limits = self._like.limits
+                self._pool = SandboxPool(
+                    limits=replace(limits, memory_mib=max(limits.memory_mib, self._memory_mib)),
+                    template=self._template or self._like.template,
+                    max_live=2 * GRADERS,
+                    min_idle=0,
+                    zygotes=1,
+                    allow_degraded=self._like.degraded,
+                )
+            return self._pool
+
+    def close(self) -> None:
+        """End them."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.close()
+                self._pool = None
 
 
 class UnitTestEnv(PythonEnv):
@@ -38,39 +83,29 @@ class UnitTestEnv(PythonEnv):
         if not test_timeout_s > 0:
             raise ValueError(f"test_timeout_s: expected more than 0, got {test_timeout_s}")
         self.test_timeout_s = test_timeout_s
-        self.places = threading.BoundedSemaphore(GRADERS)
-        self._graders: SandboxPool | None = None
-        self._lock = threading.Lock()
-
-    def graders(self) -> SandboxPool:
-        """Sandboxes for grading alone: no rollout holds one, so that grading never waits long."""
-        with self._lock:
-            if self._graders is None:
-                self._graders = SandboxPool(
-                    limits=self.pool.limits,
-                    template=self.pool.template,
-                    max_live=2 * GRADERS,
-                    min_idle=0,
-                    zygotes=1,
-                )
-            return self._graders
+        self.graders = Graders(pool)
 
     def reset(self, task: Task) -> UnitTestEpisode:
         """An episode with hidden tests at its end.
 
         Raises:
-            ValueError: the task's spec has neither `tests` nor `cases`.
+            ValueError: the task's spec has neither `tests` that are Python nor `cases`.
         """
-        if not {"tests", "cases"} & task.spec.keys():
+        tests, cases = task.spec.get("tests"), task.spec.get("cases")
+        if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
+        if tests is not None:
+            _require_tests(task.id, tests)
+        elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
+            raise ValueError(
+                f"task {task.id}: expected 'cases' as [stdin, expected stdout] pairs, "
+                f"got {cases!r:.80}"
+            )
         return UnitTestEpisode(self, task)
 
     def close(self) -> None:
         """End the sandboxes for grading."""
-        with self._lock:
-            if self._graders is not None:
-                self._graders.close()
-                self._graders = None
+        self.graders.close()
 
 
 class UnitTestEpisode(PythonEpisode):
@@ -85,7 +120,7 @@ class UnitTestEpisode(PythonEpisode):
         code = program_in(answer)
         if code is None:
             return {"solved": 0.0}
-        with self._grading.places:
+        with self._grading.graders.places:
             verdicts = self._grade(code)
         for verdict in verdicts:
             if verdict.infra_error:
@@ -94,15 +129,22 @@ class UnitTestEpisode(PythonEpisode):
         return {"solved": float(passed == 1.0), "partial": passed if passed < 1.0 else 0.0}
 
     def _grade(self, code: str) -> list[Verdict]:
-        pool, limit, spec = self._grading.graders(), self._grading.test_timeout_s, self._spec
+        pool, limit, spec = self._grading.graders.pool(), self._grading.test_timeout_s, self._spec
         try:
-            if "tests" in spec:
+            if spec.get("tests") is not None:
                 names = spec.get("names")
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
             cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
             return check_all(pool, code, cases, timeout_s=limit / len(cases))
         except SandboxException as error:
             raise InfrastructureError(str(error)) from error
+
+
+def _require_tests(name: str, tests: Any) -> None:
+    try:
+        ast.parse(tests)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"task {name}: its 'tests' are not Python: {error}") from None
 
 
 def program_in(answer: str | None) -> str | None:

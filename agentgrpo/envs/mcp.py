@@ -113,6 +113,7 @@ class McpEpisode:
             known = ", ".join(sorted(self._names))
             return Answer(f"UnknownTool: no tool {call.name!r}; there are: {known}", "unknown_tool")
         from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
         try:
             async with asyncio.timeout(self._env.timeout_s):
@@ -120,6 +121,8 @@ class McpEpisode:
         except TimeoutError:
             return Answer(f"TimeoutError: over {self._env.timeout_s:g} s", "tool_exception")
         except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise InfrastructureError(f"the MCP server ended in {call.name}") from error
             return Answer(f"BadArguments: {error}", "bad_arguments")
         text = "\n".join(block.text for block in result.content if block.type == "text")
         return Answer(text, "tool_exception" if result.is_error else "")

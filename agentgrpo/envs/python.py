@@ -179,10 +179,10 @@ def render(result: StepResult, *, style: Style = "terminal", max_chars: int = 20
         "stderr": result.stderr.rstrip("\n"),
         "value": result.value or "",
     }
-    if result.error is not None:
-        parts["error"] = f"{result.error.name}: {result.error.value}".rstrip(": ")
-    elif result.status in ("timeout", "timeout_killed"):
+    if result.status in ("timeout", "timeout_killed"):
         parts["timeout"] = f"Error: {result.status.replace('_', ' ')}"
+    elif result.error is not None:
+        parts["error"] = f"{result.error.name}: {result.error.value}".rstrip(": ")
     elif result.status != "ok":
         parts["error"] = f"Error: {result.status.replace('_', ' ')}"
     shown = {name: head_and_tail(text, max_chars) for name, text in parts.items() if text}

@@ -1,15 +1,26 @@
-"""reasoning-gym's generated tasks, judged by its verifiers; Python may be run on the way."""
+"""reasoning-gym's generated tasks, judged by its verifiers; Python may be run on the way.
+
+The verifiers run in sandboxes of their own, never in this process: several evaluate the answer as
+code (countdown, puzzle24, n_queens, ...), and none is bounded in time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from agentgrpo import sandbox
+from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.envs.graded import Graders
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import SandboxException, SandboxPool, Status
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
+JUDGE = (Path(sandbox.__file__).parent / "guest" / "puzzles.py").read_text()
+MEMORY_MIB = 1024
 
 
 class ReasoningGymEnv(PythonEnv):
@@ -22,6 +33,7 @@ class ReasoningGymEnv(PythonEnv):
         size: tasks of a split.
         config: further arguments of reasoning_gym.create_dataset.
         seed: of the training tasks; held-out ones have another.
+        verify_timeout_s: wall-clock seconds of judging an answer; one that takes longer is wrong.
 
     Raises:
         ValueError: there is no such dataset, its arguments are wrong, or the package is missing.
@@ -38,25 +50,42 @@ class ReasoningGymEnv(PythonEnv):
         size: int = 256,
         config: Mapping[str, Any] | None = None,
         seed: int = 0,
+        verify_timeout_s: float = 10.0,
     ) -> None:
         super().__init__(pool, timeout_s)
         try:
             import reasoning_gym
         except ImportError as error:
             raise ValueError(f"the package reasoning-gym is needed: {error}") from error
-        self._name = dataset
+        if not verify_timeout_s > 0:
+            raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
+        self._name, self._timeout_s = dataset, verify_timeout_s
+        self._options = {
+            split: {"size": size, "seed": first + seed, **(config or {})}
+            for split, first in (("train", 0), ("heldout", HELDOUT_SEED))
+        }
         try:
             self._splits = {
-                split: reasoning_gym.create_dataset(
-                    dataset, size=size, seed=first + seed, **(config or {})
-                )
-                for split, first in (("train", 0), ("heldout", HELDOUT_SEED))
+                split: reasoning_gym.create_dataset(dataset, **options)
+                for split, options in self._options.items()
             }
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"dataset {dataset!r}: {error}") from error
+        template = dataclasses.replace(
+            pool.template,
+            site_dirs=(*pool.template.site_dirs, str(Path(reasoning_gym.__file__).parents[1])),
+            preload=("reasoning_gym",),
+            setup=JUDGE,
+        )
+        self.graders = Graders(pool, template=template, memory_mib=MEMORY_MIB)
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split; only the verifier knows what is right."""
+        """All tasks of a split; only the verifier knows what is right.
+
+        Raises:
+            SandboxUnavailable: the package cannot be imported in a sandbox.
+        """
+        self.graders.pool()  # what is wrong with it is said now
         return [
             Task(
                 id=f"{self._name}/{split}/{index}",
@@ -71,11 +100,29 @@ class ReasoningGymEnv(PythonEnv):
         return ReasoningGymEpisode(self, task)
 
     def score(self, task: Task, answer: str | None) -> float:
-        """The verifier's word, in [0, 1]; None is worth nothing."""
-        dataset = self._splits[task.spec["split"]]
+        """The verifier's word, in [0, 1]; None is worth nothing, nor what it cannot read.
+
+        Raises:
+            InfrastructureError: the sandbox failed.
+        """
         if answer is None:
             return 0.0
-        return float(dataset.score_answer(answer, dataset[task.spec["index"]]))
+        options, index = self._options[task.spec["split"]], task.spec["index"]
+        asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
+        try:
+            with self.graders.places, self.graders.pool().acquire() as session:
+                told = session.step(asked, self._timeout_s)
+        except SandboxException as error:
+            raise InfrastructureError(str(error)) from error
+        if told.status is Status.INFRA_ERROR or (
+            told.error is not None and told.status is Status.ERROR
+        ):
+            raise InfrastructureError(f"the verifier did not run: {told.detail} {told.error}")
+        return float(told.value) if told.status is Status.OK and told.value else 0.0
+
+    def close(self) -> None:
+        """End the sandboxes for judging."""
+        self.graders.close()
 
 
 class ReasoningGymEpisode(PythonEpisode):

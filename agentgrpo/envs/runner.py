@@ -39,7 +39,8 @@ class EpisodeRunner:
 
     def finish(self, episode: AnyEpisode, answer: str | None) -> Future[Mapping[str, float]]:
         """Begin the end of an episode: its rewards, then, whatever came of that, its closing."""
-        run = _finish_async if _is_async(episode.finish) else _finish
+        waits = _is_async(episode.finish) or _is_async(episode.close)
+        run = _finish_async if waits else _finish
         return self._start(run, episode, answer)
 
     def close(self, episode: AnyEpisode) -> Future[None]:
@@ -91,9 +92,14 @@ def _finish(episode: Any, answer: str | None) -> Any:
 
 async def _finish_async(episode: Any, answer: str | None) -> Any:
     try:
-        return await episode.finish(answer)
+        return await _settled(episode.finish(answer))
     finally:
-        await episode.close()
+        await _settled(episode.close())
+
+
+async def _settled(value: Any) -> Any:
+    """The value, awaited if need be: of an episode only some methods may be coroutines."""
+    return await value if inspect.isawaitable(value) else value
 
 
 async def _settle(future: Future[Any], work: Awaitable[Any]) -> None:

@@ -116,12 +116,12 @@ def read_corpus(path: Path) -> list[tuple[str, str, str]]:
         ValueError: a line is not an object with a non-empty `text`; says file and line.
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except ValueError as error:  # bad JSON or bad UTF-8
             raise ValueError(f"{path}:{number}: not JSON: {error}") from None
         if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
             raise ValueError(f"{path}:{number}: expected an object with a 'text'")

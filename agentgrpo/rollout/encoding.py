@@ -25,6 +25,7 @@ from agentgrpo.types import Int32
 
 _MARKS = range(0xF0000, 0xFFFFE)  # private characters: no template and no vocabulary has them
 _ALIAS = "\U0010fffd"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _CONTROL_SPELLING = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # ASCII's bar or the wide one
 
 
@@ -55,10 +56,14 @@ class TextEncoder:
     def shield(self, value: Any) -> tuple[Any, str]:
         """Mark the control spellings in all strings of a nested value of JSON types.
 
+        Half of a surrogate pair, which no tokenizer takes, becomes U+FFFD.
+
         Returns:
             The value, and the mark that is in it: "" if nothing had to be marked.
         """
         strings = list(_strings(value))
+        if any(map(_HALF_PAIR.search, strings)):
+            value = _mapped(value, _whole)
         if not any(self.control.search(string) for string in strings):
             return value, ""
         used = set().union(*strings)
@@ -81,6 +86,7 @@ class TextEncoder:
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """The characters [start, end) of each token of text, all of it plain."""
+        text = _whole(text)
         spelled = self.control.search(text) is not None
         tokenizer = self._renamed[1] if spelled else self._tokenizer.backend_tokenizer
         return list(tokenizer.encode(text, add_special_tokens=False).offsets)
@@ -114,6 +120,10 @@ def _any_of(spellings: Mapping[str, int]) -> re.Pattern[str]:
     """Matches any of them, the longest that begins at a place; nothing if there are none."""
     ordered = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _whole(text: str) -> str:
+    return _HALF_PAIR.sub("\ufffd", text)
 
 
 def _strings(value: Any) -> Any:

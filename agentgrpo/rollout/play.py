@@ -14,13 +14,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from agentgrpo.agents.base import Action, Agent, Finish, Heard, Malformed
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Ask, Environment, InfrastructureError, Observation
+from agentgrpo.envs.base import (
+    Ask,
+    Environment,
+    InfrastructureError,
+    Observation,
+    require_observation,
+    require_rewards,
+)
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.delta import ChatTemplate
@@ -85,7 +92,9 @@ class Play:
         self._queue: deque[Pending] = deque()
         self._live: dict[int, Live] = {}
         self._decoding: dict[str, int] = {}
-        self._waiting = Waiting(together=config.deterministic)
+        self._waiting = Waiting(
+            together=config.deterministic, task_of=lambda index: tasks[index // group_size]
+        )
         self._played: dict[int, Rollout] = {}
         self.stats = SamplerStats()
 
@@ -276,7 +285,14 @@ class Play:
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
-            self._act(index, self._agent.parse(self._chat.decode(turn.token_ids)))
+            self._act(index, self._parsed(turn))
+
+    def _parsed(self, turn: Completion) -> Action:
+        action: Any = self._agent.parse(self._chat.decode(turn.token_ids))
+        if isinstance(action, Action):
+            return action
+        name = type(self._agent).__name__
+        raise TypeError(f"{name}.parse: expected an action of agents/base.py, got {action!r:.80}")
 
     def _act(self, index: int, action: Action) -> None:
         live = self._live[index]
@@ -385,6 +401,7 @@ class Play:
         self, index: int, done: Action, action: Action, observation: Observation
     ) -> None:
         live = self._live[index]
+        require_observation(observation, live.episode)
         live.took("tools_s")
         if self._branches:
             live.history.append(Step.of(done, observation))
@@ -425,6 +442,7 @@ class Play:
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
         live = self._live.pop(index)
+        require_rewards(rewards, f"{type(live.episode).__name__}.finish")
         live.took("finish_s")
         rollout = live.rollout
         for name, value in rewards.items():

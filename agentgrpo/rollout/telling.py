@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from agentgrpo.agents.base import Action, Agent, Message
 from agentgrpo.config import RolloutConfig
@@ -37,12 +38,15 @@ def tell(
     shown = replace(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
-    said = agent.observe(action, shown)
+    said: Any = agent.observe(action, shown)
     closed = int(live.transcript.ids[-1]) in chat.stop_token_ids
     if isinstance(said, str):
         if closed:  # the policy closed the message that the text would have gone into
             return Status.COMPLETED
         ids = chat.text_ids(said)
+    elif not isinstance(said, Sequence):
+        name = type(agent).__name__
+        raise TypeError(f"{name}.observe: expected a text or messages, got {said!r:.80}")
     elif config.history == "render":
         return _render(live, said, agent, chat)
     else:

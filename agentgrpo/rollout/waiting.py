@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.types import Task
 
 Then = Callable[[int, Any], None]
 """What is to be done with a world's answer, and to which rollout."""
@@ -19,10 +20,11 @@ class Waiting:
 
     Args:
         together: take all answers at once, when the last one is there.
+        task_of: a rollout's, for what is said of an error.
     """
 
-    def __init__(self, *, together: bool) -> None:
-        self._together = together
+    def __init__(self, *, together: bool, task_of: Callable[[int], Task]) -> None:
+        self._together, self._task_of = together, task_of
         self._futures: dict[int, tuple[Future[Any], Then]] = {}
         self._answered: SimpleQueue[int] = SimpleQueue()
         self._begun: dict[int, Then] = {}
@@ -49,6 +51,7 @@ class Waiting:
             future, then = self._futures[index]
             error = future.exception()
             if error is not None and not isinstance(error, InfrastructureError):
+                error.add_note(f"from the environment, in task {self._task_of(index).id!r}")
                 raise error
             del self._futures[index]
             yield index, future, then

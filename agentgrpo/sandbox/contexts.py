@@ -45,7 +45,12 @@ def language_of(name: str | None) -> str:
     return language
 
 
-def _command(language: str, template: Template, limits: Limits) -> list[str]:
+def command_of(language: str, template: Template, limits: Limits) -> list[str]:
+    """How the interpreter of a language is started.
+
+    Raises:
+        NotSupportedException: it is not installed.
+    """
     python = [template.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
@@ -80,7 +85,7 @@ def start_context(
         with Ends(owner) as ends:
             status, request, response, out, err = ends.theirs
             fds = (status, null, out, err, request, response)
-            send_order(session, fds, _command(language, template, limits), env, directory)
+            send_order(session, fds, command_of(language, template, limits), env, directory)
             ends.close_theirs()
             pidfd = await_program(ends.status)
             context = Session(ends.detach(pidfd, os.dup(pidfd)), limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import resource
 import tempfile
 import threading
@@ -57,9 +58,10 @@ def test_S0_1_groups_keep_their_order_whatever_ends_first() -> None:
 def test_S0_2_tags_are_the_users_and_the_inner_text_is_run_and_nothing_else() -> None:
     agent = CodeAgent(AgentConfig(open_tag="<execute_code>", close_tag="</execute_code>"))
     env = StubEnv()
-    engine = scripted(lambda n, _: Turn(["so <execute_code>x = 1</execute_code>", DONE][n]))
+    turns = ["so <execute_code>x = 1</execute_code>", "<execute_code>y = '<execute_code>'"]
+    engine = scripted(lambda n, _: Turn([turns[0], f"{turns[1]}</execute_code>", DONE][n]))
     play(agent, env, engine=engine)
-    assert env.executed == ["x = 1"]
+    assert env.executed == ["x = 1", "y = '<execute_code>'"], "a tag within code is code"
     assert engine.requests[0].options["stop"] == ("</execute_code>",)
     assert "between <execute_code> and </execute_code>" in engine.tokenizer.decode(
         engine.requests[0].prompt
@@ -248,8 +250,12 @@ def test_S0_8_endless_code_is_stopped_and_the_session_goes_on(pool: SandboxPool)
     env = PythonEnv(pool, 0.3, style="labelled")
     played = play(AGENT, env, "<code>x = 1\nwhile True: pass</code>", "<code>x</code>", DONE)
     first, second = outputs(played)
-    assert first.startswith(("error:\nKeyboardInterrupt", "timeout:"))
-    assert second == "value:\n1"
+    assert played.stats["tool_errors"] == 1 + ("killed" in first)
+    if "killed" in first:  # a machine so busy that the interrupt came too late
+        assert first.startswith("timeout:\nError: timeout killed\n(the interpreter was restarted")
+        assert second == "error:\nNameError: name 'x' is not defined"
+    else:
+        assert (first, second) == ("timeout:\nError: timeout", "value:\n1")
 
 
 @pytest.mark.nsjail
@@ -265,8 +271,10 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
     assert text.startswith("a" * 50 + "\n... ")
     assert text.endswith(" characters left out ...\n" + "z" * 50)
     assert flood.failed
-    assert "Error: output limit" in flood.text
-    assert len(flood.text) < 400
+    assert re.fullmatch(
+        r"a{50}\n... \d+ characters left out ...\n[^\n]{50}\nError: output limit\n.*restarted.*",
+        flood.text,
+    )
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 64 * 1024, "a flood is not collected in this process"
 
@@ -287,6 +295,8 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
     config = SandboxConfig(site_dirs=(str(folder),), env={"KEY": "v"}, max_live=2)
     with open_sandbox(config) as pool:
         assert outputs(play(AGENT, PythonEnv(pool, 2.0), code, DONE)) == ["42 v"]
+        shell = CodeAgent(AgentConfig(language="bash"))
+        assert outputs(play(shell, PythonEnv(pool, 2.0), "<code>echo $KEY</code>", DONE)) == ["v"]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ def test_S1_7_a_failed_call_is_an_error_with_its_class_and_the_policy_goes_on(
         ("__import__('os').system('x')", "expected one call of a function by its name"),
         ("weather('a', 1, 2)", "weather takes 2 arguments, got 3"),
         ("weather(*'ab')", "argument city must be a literal"),
+        ("weather(b'Oslo')", "argument city must be a literal, of JSON's types"),
+        ("weather({'Oslo'})", "argument city must be a literal, of JSON's types"),
+        ("weather({(1, 2): 3})", "argument city must be a literal, of JSON's types"),
+        ("weather(1j)", "argument city must be a literal, of JSON's types"),
         ("weather(**{})", "given twice or not by its name"),
         ("weather('a', city='b')", "given twice"),
         ("weather", "expected one call"),
@@ -90,6 +94,15 @@ def test_S1_7_only_literals_are_ever_read(call: str, error: str) -> None:
     assert error in shown(played)
     assert played.stats["malformed"] == 1
     assert len(CALLS) == before
+
+
+def test_S1_7_arguments_are_what_json_carries() -> None:
+    """So that every environment can write them down; half a surrogate pair is in no text."""
+    known = ENV.toolset.schemas[0]
+    read = read_python("weather((1, '\\ud800'), days={1: None})", {"weather": known})
+    assert read.arguments == {"city": [1, "?"], "days": {"1": None}}
+    body = '{"name": "weather", "arguments": {"city": "\\ud800"}}'
+    assert read_json(body, {}).arguments == {"city": "?"}
 
 
 def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:

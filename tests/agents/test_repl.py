@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import code
-import contextlib
-import io
 import sys
 from typing import Any, cast
 
@@ -19,6 +16,7 @@ from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import SpanReward, Status
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import StubEngine, Turn
+from tests.terminal import typed_into_python
 from tests.tiny import make_tokenizer
 
 AGENT = ReplAgent(AgentConfig(kind="repl", system_prompt="", banner=""))
@@ -35,57 +33,33 @@ SNIPPETS = [
     ["'''one", "two'''", "(1,", "2)"],
     ["a = 1; b = 2; a + b"],
     ["1 +", "print('still here')"],
-    ["if True", "x ="],
+    ["if True", "x =", "f(1, 2 3)", "'abc", "def f(:", "for", "x = (1,", "y z)", "a b"],
     ["1 / 0", "undefined"],
     ["def f():", "    raise KeyError('k')", "", "f()"],
     ["# only a thought", "", "import sys", "sys.version_info[0]"],
     ["class A:", "    def __repr__(self): return 'an A'", "", "A()"],
     ["print('é \\u2713')", "'\\t'"],
+    ["with open('/nope') as f:", "    pass", "", "  1", "0 or \\", "1 + 1"],
+    ["class B(Exception): pass", "", "raise B('x') from ValueError('y')"],
+    ["if 1:", "    2", "else:", "    3", "", "print('a', end='')", "1"],
+    ["async def f(): return 3", "", "import asyncio", "asyncio.run(f())", "del f", "f"],
 ]
 
 
-def oracle(lines: list[str]) -> str:
-    """The same lines typed into the standard library's console, in this process."""
-    out = io.StringIO()
-    todo = iter(lines)
-    console = code.InteractiveConsole({"__name__": "__main__"}, filename="<stdin>")
-
-    def type_line(prompt: str) -> str:
-        line = next(todo, None)
-        if line is None:
-            raise EOFError
-        out.write(f"{prompt}{line}\n")
-        return line
-
-    console.raw_input = type_line  # type: ignore[assignment,method-assign]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        console.interact(banner="", exitmsg="")
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0])
-def test_S1_1_the_transcript_is_cpythons(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+def test_S1_1_the_transcript_is_cpythons(pool: SandboxPool, lines: list[str]) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *(f" {line}\n" for line in lines), f"{EOT}")
-    expected = oracle(lines).removesuffix("\n") + ">>>"  # it ends its input with a newline
-    assert shown(typed) == START.removesuffix(">>>") + expected + EOT
+    assert shown(typed) == START.removesuffix(">>>") + typed_into_python(lines) + EOT
     assert [text for sampled, text in given_and_sampled(typed) if sampled][:-1] == [
         f" {line}\n" for line in lines
     ]
 
 
-def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(pool: SandboxPool) -> None:
     endless, interrupted = "while True: pass", "while True: raise KeyboardInterrupt"
     typed = play(AGENT, ConsoleEnv(pool, 0.5), f" {endless}\n", " \n", " 1 + 1\n", EOT)
-    expected = oracle([interrupted, "", "1 + 1"]).replace(interrupted, endless)
-    assert shown(typed).removeprefix(START.removesuffix(">>>")) == (
-        expected.removesuffix("\n") + ">>>" + EOT
-    )
+    expected = typed_into_python([interrupted, "", "1 + 1"]).replace(interrupted, endless)
+    assert shown(typed).removeprefix(START.removesuffix(">>>")) == expected + EOT
 
 
 def test_S1_1_the_message_begins_with_pythons_banner() -> None:
@@ -134,14 +108,22 @@ def test_S1_2_a_block_asks_for_more_and_an_empty_line_ends_it(pool: SandboxPool)
         ("submit_final_answer(6 * 7)\n", "42"),
         ("submit_final_answer('a b')\n", "a b"),
         ("submit_final_answer(value=[1, 2])\n", "[1, 2]"),
+        ("submit_final_answer(None)\n", "None"),
+        ("submit_final_answer(__import__('fractions').Fraction(1, 2))\n", "1/2"),
+        ("submit_final_answer(print('x') or 'y')\n", "y"),
+        ("submit_final_answer('z' * 100_000)\n", None),
         (f"submit_final_answer(3){EOT}", "3"),
     ],
 )
 def test_S1_3_submitting_ends_the_rollout_with_the_value(
-    pool: SandboxPool, line: str, answer: str
+    pool: SandboxPool, line: str, answer: str | None
 ) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), line, "never asked for\n")
-    assert (typed.status, typed.answer) == (Status.COMPLETED, answer)
+    assert typed.status is Status.COMPLETED
+    if answer is None:
+        assert "zzz" in str(typed.answer), "longer than a value may be: as it is shown"
+    else:
+        assert typed.answer == answer
     assert typed.stats["turns"] == 1
 
 
@@ -149,6 +131,9 @@ def test_S1_3_only_a_call_that_worked_submits(pool: SandboxPool) -> None:
     lines = ["submit_final_answer(x)\n", "submit_final_answer()\n", "y = submit_final_answer(5)\n"]
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, "submit_final_answer(y)\n")
     assert (typed.answer, typed.stats["turns"]) == ("5", 4)
+    mine = " def submit_final_answer(v): return 7\n"
+    redefined = play(AGENT, ConsoleEnv(pool, 5.0), mine, "\n", "submit_final_answer(1)\n")
+    assert redefined.answer == "7", "as it is shown"
     assert not is_submission("submit_final_answer(1); submit_final_answer(2)")
     assert not is_submission("submit_final_answer(1, 2)")
 

@@ -160,6 +160,23 @@ def test_S2_6_errors_go_back_to_the_policy_and_are_counted(hermes: ReadCalls) ->
     }
 
 
+def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
+    """Half of a surrogate pair, in what the policy gives and in what a tool answers."""
+
+    def half(name: str) -> str:
+        """Answers with one."""
+        return f"{name.encode()!r} \ud800"
+
+    env = ToolEnv([half])
+    made = ToolAgent(AgentConfig(kind="tools"), env.tools, hermes)
+    turn = '<tool_call>{"name": "half", "arguments": {"name": "\\ud800"}}</tool_call>'
+    played = play(made, env, turn + EOT, f"ok{EOT}")
+    assert f"tool\nb'?' \ufffd{EOT}" in shown(played)
+    assert (played.answer, played.stats["tool_errors"]) == ("ok", 0)
+    clipped = play(made, env, turn + EOT, f"ok{EOT}", max_observation_tokens=8)
+    assert (clipped.answer, clipped.stats["turns"]) == ("ok", 2)
+
+
 def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
     """Nor is half of it said to anybody, nor an end put to it that nobody sampled."""
     said = call("add", a=1)
@@ -197,10 +214,23 @@ FAMILIES = [
         "qwen3_coder",
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
     ),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}'),  # of tokenizers with that token
+    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+]
+# half of each, and what else could make a parser stumble
+BROKEN = [
+    "[TOOL_CALLS]",
+    "[add(",
+    '{"name":',
+    "[1]",
+    "<tool_call><function=>",
+    "[" * 3000,
+    "{" * 3000,
 ]
 
 
-@pytest.mark.parametrize(("parser", "text"), FAMILIES, ids=[name for name, _ in FAMILIES])
+@pytest.mark.parametrize(("parser", "text"), FAMILIES)
 def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     from tokenizers import AddedToken
 
@@ -209,9 +239,12 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
 
     tokenizer = make_tokenizer()
     marks = ["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"]
+    marks += ["[TOOL_CALLS]", *["[ARGS]"][: "[ARGS]" in text]]
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     reader = tool_call_reader(parser, tokenizer)
     assert agent(reader).parse(text) == ADD
+    for broken in [*BROKEN, text[: len(text) // 2], text[:-1]]:
+        assert isinstance(agent(reader).parse(broken), Malformed | Finish | CallTools)
     assert agent(reader).parse("plain words") == Finish("plain words")
 
 

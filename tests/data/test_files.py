@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentgrpo.config import DataConfig
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks
+from agentgrpo.records import require_recordable
 from agentgrpo.types import Task
 
 ROWS = [{"q": f"question {i}", "gold": i, "extra": {"n": [i]}, "key": f"k{i}"} for i in range(20)]
@@ -59,6 +63,30 @@ def test_bad_rows_are_named_by_file_and_number(rows: Path) -> None:
     assert read_tasks(rows, question="q", answered=False).rows[0].id == f"{rows.name}:1"
 
 
+def test_arrows_other_types_are_what_a_record_can_hold(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    when = datetime.datetime(2020, 1, 2, 3, 4)
+    row = {"q": "a", "gold": 1, "when": when, "cost": Decimal("1.50"), "days": [when.date()]}
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), path)
+    (given,) = read_tasks(path, question="q", answer="gold").rows
+    expected = {"when": "2020-01-02T03:04:00", "cost": "1.50", "days": ["2020-01-02"]}
+    assert given.spec == {"gold": 1, "answer": 1, **expected}
+    require_recordable(given)
+    pyarrow.parquet.write_table(pa.Table.from_pylist([{**row, "image": {"b": b"x"}}]), path)
+    said = r"rows\.parquet:1: column 'image': bytes cannot be in a task; leave it out of the file"
+    with pytest.raises(ValueError, match=said):
+        read_tasks(path, question="q", answer="gold")
+
+
+def test_what_cannot_be_recorded_is_refused_before_it_is_played() -> None:
+    given = Task(id="t", messages=(), spec={"fine": np.zeros(2), "when": datetime.date(2020, 1, 2)})
+    with pytest.raises(ValueError, match=r"task 't': spec\['when'\] cannot be recorded: .* date"):
+        require_recordable(given)
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "bad.parquet").write_text("x")
@@ -93,7 +121,7 @@ def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:
     assert held == {t.id for t in heldout_tasks(config)}
     other = config.model_copy(update={"split_seed": 1})
     assert held != {t.id for t in heldout_tasks(other)}
-    with pytest.raises(ValueError, match=r"rows.jsonl .*: 20 tasks, of which 20 cannot be held out"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl .*: 20 tasks, of which 20 cannot be"):
         heldout_tasks(config.model_copy(update={"num_heldout": 20}))
 
 

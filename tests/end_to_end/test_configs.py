@@ -66,9 +66,7 @@ def test_a_shipped_config_sets_its_stage(
         episode = stage.env.reset(task)
         assert hasattr(episode, "step")
     finally:
-        close: Any = getattr(stage.env, "close", lambda: None)
-        close()
-        stage.pool.close()
+        stage.close()
 
 
 @pytest.mark.parametrize("limit", [65, 20])

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.base import CallTools, RunCode, Say, ToolCall
+from agentgrpo.config import DataConfig
+from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import UnitTestEnv, program_in
 from agentgrpo.envs.gymnasium import GymnasiumEnv
 from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.envs.search import SearchEnv
+from agentgrpo.envs.search import SearchEnv, read_corpus
 from agentgrpo.sandbox import SandboxPool
 from tests.playing import task
 
@@ -109,24 +112,68 @@ def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) ->
 # reasoning-gym
 
 
-def test_reasoning_gym_judges_by_its_own_verifier() -> None:
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    pool: Any = None
+@pytest.fixture(scope="module")
+def chains(pool: SandboxPool) -> Iterator[ReasoningGymEnv]:
+    pytest.importorskip("reasoning_gym")
     env = ReasoningGymEnv(pool, 1.0, dataset="chain_sum", size=4, config={"max_terms": 3})
+    yield env
+    env.close()
+
+
+@pytest.mark.nsjail
+def test_reasoning_gym_judges_by_its_own_verifier(chains: ReasoningGymEnv) -> None:
+    import reasoning_gym
+
     upstream = reasoning_gym.create_dataset("chain_sum", size=4, seed=0, max_terms=3)
-    tasks = env.tasks("train")
+    tasks = chains.tasks("train")
     assert [t.messages[0]["content"] for t in tasks] == [e["question"] for e in upstream]
     assert upstream[0]["answer"] not in str(tasks[0].spec)
-    right = [env.reset(t).finish(e["answer"]) for t, e in zip(tasks, upstream, strict=True)]
+    right = [chains.reset(t).finish(e["answer"]) for t, e in zip(tasks, upstream, strict=True)]
     assert right == [{"solved": 1.0, "partial": 0.0}] * 4
-    wrong = env.reset(tasks[0]).finish("none")
-    assert wrong["solved"] == 0.0
-    assert env.reset(tasks[0]).finish(None) == {"solved": 0.0, "partial": 0.0}
-    assert {t.messages[0]["content"] for t in env.tasks("heldout")}.isdisjoint(
+    for wrong in ("none", "12345", ""):
+        expected = {"solved": 0.0, "partial": upstream.score_answer(wrong, upstream[0])}
+        assert chains.reset(tasks[0]).finish(wrong) == expected
+    assert chains.reset(tasks[0]).finish(None) == {"solved": 0.0, "partial": 0.0}
+    assert {t.messages[0]["content"] for t in chains.tasks("heldout")}.isdisjoint(
         t.messages[0]["content"] for t in tasks
     )
     with pytest.raises(ValueError, match="dataset 'chain_sums'"):
-        ReasoningGymEnv(pool, 1.0, dataset="chain_sums")
+        ReasoningGymEnv(chains.pool, 1.0, dataset="chain_sums")
+
+
+@pytest.mark.nsjail
+def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
+    chains: ReasoningGymEnv, tmp_path: Path
+) -> None:
+    """Its countdown and n_queens evaluate what they are given; others raise, or never return."""
+    import reasoning_gym
+
+    mark = tmp_path / "pwned"
+    touch = f"__import__('pathlib').Path({str(mark)!r}).touch() or 0"
+    first = {
+        name: reasoning_gym.create_dataset(name, size=1, seed=0)[0]["metadata"]
+        for name in ("countdown", "n_queens")
+    }
+    used = "+".join(map(str, first["countdown"]["numbers"]))
+    forged = f"exec('import numpy; numpy.isclose = lambda *a, **k: True') or {used}"
+    board = [row.split() for row in first["n_queens"]["valid_answers"][0].splitlines()]
+    for dataset, answers in {
+        "countdown": [touch, forged, "9**9**9**9", "().__class__", "eval('1+1')", "S('open(0)')"],
+        "n_queens": [touch, "open(0)", f"list({board})"],
+        "prime_factorization": ["none"],
+    }.items():
+        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, verify_timeout_s=1.0)
+        # one set of sandboxes for all: what starts takes seconds
+        env.graders = chains.graders
+        (given,) = env.tasks("train")
+        for answer in answers:
+            assert env.score(given, answer) < 0.1, answer
+        made = reasoning_gym.create_dataset(dataset, size=1, seed=0)
+        right = made[0]["answer"] or made[0]["metadata"]["solutions"][0]
+        assert env.score(given, str(right)) == 1.0, "and the right one is right"
+        if dataset == "n_queens":
+            assert env.score(given, str(board)) == 0.5, "a board as a literal is read"
+    assert not mark.exists()
 
 
 # hidden tests
@@ -173,8 +220,16 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
     episode.step(RunCode("f = lambda x: x * x\nopen('f.py', 'w').write('f = 1')"))
     assert episode.finish("print('nothing defined')")["solved"] == 0.0
     episode.close()
-    with pytest.raises(ValueError, match="neither 'tests' nor 'cases'"):
-        graded.reset(task())
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "neither 'tests' nor 'cases'"),
+        ({"tests": "assert ("}, "its 'tests' are not Python: "),
+        ({"tests": 3}, "its 'tests' are not Python: "),
+        ({"cases": []}, r"expected 'cases' as \[stdin, expected stdout\] pairs, got \[\]"),
+        ({"cases": ["ab"]}, "expected 'cases' as"),
+    ]
+    for bad, message in refused:
+        with pytest.raises(ValueError, match=message):
+            graded.reset(task(**bad))
     assert program_in("```\na\n```\n```py\nb\n```") == "b\n"
 
 
@@ -208,6 +263,14 @@ def test_no_query_is_syntax(corpus: Path, query: str) -> None:
     told = SearchEnv(corpus).reset(task()).step(call("search", query=query))
     assert "syntax error" not in told.text
     assert told.failed == (query == '"')
+
+
+def test_a_line_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    """Encyclopedias have other line ends in their texts, which JSON leaves as they are."""
+    path = tmp_path / "texts.jsonl"
+    text = "one\u2028two\x85three\x0bfour"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert read_corpus(path) == [("1", "", text)]
 
 
 def test_bad_corpora_are_refused_by_file_and_line(tmp_path: Path, corpus: Path) -> None:
@@ -271,6 +334,52 @@ def test_a_factorys_methods_are_tools_and_instances_share_nothing(kind: Any) -> 
     assert env.judges
 
 
+def test_a_files_tasks_begin_with_what_reset_says(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "Reach 7.", "start": 3}\n' * 4)
+    env = FactoryEnv(Counter)
+    data = DataConfig(train=str(path), heldout="split", num_heldout=1)
+    (given,) = training_tasks(data, 0, env, answers=False).next(1)
+    assert given.messages[0]["content"] == "Reach 7.\n\nThe counter is at 3."
+    (held,) = heldout_tasks(data, env, answers=False)
+    assert held.messages == given.messages
+    plain = training_tasks(data, 0, None, answers=False).next(1)
+    assert plain[0].messages[0]["content"] == "Reach 7."
+
+
+class Late(Counter):
+    """Only its reward is a coroutine."""
+
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return 0.5
+
+
+def test_a_factory_may_be_a_function_and_its_reward_a_coroutine() -> None:
+    env = FactoryEnv(lambda: Late())
+    assert env.judges
+    with EpisodeRunner(1) as runner:
+        episode = env.reset(task(start=1))
+        assert runner.finish(episode, None).result(9) == {"environment": 0.5}
+
+
+class Mute(Counter):
+    def get_reward(self) -> float:
+        return None  # type: ignore[return-value]
+
+
+class Slow(Counter):
+    async def reset(self, start: int = 0, **row: Any) -> str:  # type: ignore[override]
+        return ""
+
+
+def test_what_a_factory_may_not_do_is_said() -> None:
+    expected = r"Mute.get_reward: expected a number or named parts, got None"
+    with pytest.raises(TypeError, match=expected):
+        FactoryEnv(Mute).reset(task()).finish(None)
+    with pytest.raises(ValueError, match="reset runs before the loop does: no coroutine"):
+        FactoryEnv(Slow)
+
+
 def test_trl_environments_run_as_they_are() -> None:
     """The shape that TRL documents: no annotations of ours, a docstring per tool, get_reward."""
     source = '''
@@ -320,6 +429,12 @@ def fail() -> str:
     """Fail."""
     raise ValueError("no")
 
+@server.tool()
+def end() -> str:
+    """End the server."""
+    import os
+    os._exit(3)
+
 server.run("stdio")
 '''
 
@@ -335,7 +450,7 @@ def mcp(tmp_path_factory: pytest.TempPathFactory) -> McpEnv:
 @pytest.mark.slow
 def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> None:
     names = [schema["function"]["name"] for schema in mcp.tools(task())]
-    assert names == ["remember", "fail"]
+    assert names == ["remember", "fail", "end"]
     with EpisodeRunner(1) as runner:
         one, two = mcp.reset(task()), mcp.reset(task())
         steps = [runner.step(one, call("remember", word=w)) for w in "a"]
@@ -347,6 +462,8 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
         )
         assert "Error executing tool fail" in told.outputs[0]
         assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
+        with pytest.raises(InfrastructureError, match="the MCP server ended in end"):
+            runner.step(one, call("end")).result(60)
         assert runner.finish(one, None).result(60) == {}
         runner.close(two).result(60)
 

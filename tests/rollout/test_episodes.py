@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ EOT = "<|im_end|>"
 T = TypeVar("T")
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
 PROMPT = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n"
+SAID = Observation("s")
 
 
 @dataclass
@@ -243,6 +245,21 @@ def test_asynchronous_episodes_of_all_steps_have_one_loop() -> None:
     assert len(loops) == 2
 
 
+@pytest.mark.parametrize("late", ["finish", "close"])
+def test_only_some_of_an_episodes_methods_may_be_coroutines(late: str) -> None:
+    class Mixed(World):
+        async def finish_late(self, answer: str | None) -> Mapping[str, float]:
+            return World.finish(self, answer)
+
+        async def close_late(self) -> None:
+            World.close(self)
+
+    world = Mixed([SAID], {"a": 1.0})
+    setattr(world, late, getattr(world, f"{late}_late"))
+    assert play(world, "x\n", "!done").rewards == {"a": 1.0}
+    assert world.closed == 1
+
+
 def test_S2_12_sixty_four_blocking_episodes_wait_together() -> None:
     """None answers before all have been asked; the sampler has the threads for it."""
     meeting = threading.Barrier(64)
@@ -269,3 +286,42 @@ def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
     with pytest.raises(ZeroDivisionError):
         play(world, "x\n")
     assert world.closed == 1
+
+
+class Shy(EchoAgent):
+    def parse(self, text: str) -> Action:
+        return cast(Action, text)
+
+
+@pytest.mark.parametrize(
+    ("world", "agent", "message"),
+    [
+        (World([cast(Any, "hi")]), EchoAgent(), "World.step: expected an Observation, got 'hi'"),
+        (World([Observation(cast(Any, 3))]), EchoAgent(), "World.step: expected a text, got 3"),
+        (
+            World([Observation("s", rewards={"a": math.nan})]),
+            EchoAgent(),
+            r"World.step: expected \{name: finite number\}, got \{'a': nan\}",
+        ),
+        (
+            World([SAID], cast(Any, 1.0)),
+            EchoAgent(),
+            r"World.finish: expected \{name: finite n.*1\.0",
+        ),
+        (World([SAID], {"a": math.inf}), EchoAgent(), "World.finish: .*inf"),
+        (World(), Shy(), r"Shy.parse: expected an action of agents/base.py, got 'x\\n'"),
+        (World([SAID]), EchoAgent(cast(Any, lambda o: None)), "EchoAgent.observe: .*text or mess"),
+    ],
+)
+def test_what_a_users_class_returns_wrongly_is_said_with_its_name(
+    world: World, agent: EchoAgent, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        play(world, "x\n", "!done", agent=agent)
+    assert world.closed == 1
+
+
+def test_what_an_environment_raises_says_in_which_task() -> None:
+    with pytest.raises(ZeroDivisionError) as raised_error:
+        play(World([ZeroDivisionError()]), "x\n")
+    assert raised_error.value.__notes__ == ["from the environment, in task 't'"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -23,6 +24,7 @@ CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
 PATIENCE_S = 60
+PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
 
 def play(*turns: str | Turn, env: StubEnv | None = None, **config: Any) -> Rollout:
@@ -264,6 +266,26 @@ def test_S2_4_every_end_has_a_treatment_and_the_config_may_change_it() -> None:
 
 
 BROKEN = "<code>broken machine</code>"
+ENDS: dict[Status, tuple[list[str | Turn], dict[str, Any]]] = {
+    Status.COMPLETED: ([CALL, DONE], {}),
+    Status.TRUNCATED_LENGTH: ([Turn("<code>1", cut=True)], {}),
+    Status.TRUNCATED_TURNS: ([CALL] * 2, {"max_turns": 2}),
+    Status.TRUNCATED_CALLS: ([CALL] * 2, {"max_tool_calls": 0}),
+    Status.MALFORMED: (["oh</code>"] * 2, {"max_malformed": 2}),
+    Status.TIMED_OUT: ([Turn(CALL, steps=99)], {"max_seconds": 1e-6}),
+    Status.INFRA_ERROR: ([BROKEN], {}),
+}
+
+
+@pytest.mark.parametrize("status", Status)
+def test_S2_4_every_end_is_a_status_of_its_own_treated_as_the_page_says(status: Status) -> None:
+    turns, config = ENDS[status]
+    played = play(*turns, **config)
+    assert played.status is status
+    (row,) = re.findall(rf"^\| `{status}` \|.*\| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert row.split(",")[0] == played.treatment == TREATMENTS[status]
+    kept = played.treatment is Treatment.TRAIN
+    assert (played.scored, played.trained) == (kept, kept)
 
 
 def test_what_the_machine_broke_is_played_again_and_then_left_out() -> None:

@@ -1,13 +1,9 @@
 """The console shows what Python's own interactive console shows."""
 
-import code
-import contextlib
-import io
-import sys
-
 import pytest
 
 from agentgrpo.sandbox import Console, SandboxPool, Session, Status
+from tests.terminal import typed_into_python
 
 pytestmark = pytest.mark.nsjail
 
@@ -21,35 +17,9 @@ SCRIPTS = [
     ["1 +", "x = (1,", "2)", "x"],
     ["import sys", "sys.stderr.write('e\\n') and None", "print('a'); print('b')"],
     ["class A:", "    def __repr__(self): return 'an A'", "", "A()"],
-    ["'''one", "two'''", "  indented", "@", "\\"],
+    ["'''one", "two'''", "  indented", "@", "\\", "5"],
     ["raise KeyboardInterrupt", "raise ValueError('x') from KeyError('y')"],
 ]
-
-
-@pytest.fixture(autouse=True)
-def pythons_own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle prints through it, and torch.distributed puts one in that adds "[rank0]"."""
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
-
-def oracle(lines: list[str]) -> str:
-    """The same lines typed into the standard library's console, in this process."""
-    shown = io.StringIO()
-    todo = iter(lines)
-    console = code.InteractiveConsole({"__name__": "__main__"}, filename="<stdin>")
-
-    def type_line(prompt: str) -> str:
-        try:
-            line = next(todo)
-        except StopIteration:
-            raise EOFError from None
-        shown.write(f"{prompt}{line}\n")
-        return line
-
-    console.raw_input = type_line  # type: ignore[assignment,method-assign]
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        console.interact(banner="", exitmsg="")
-    return shown.getvalue()
 
 
 @pytest.mark.parametrize("lines", SCRIPTS, ids=lambda lines: lines[0])
@@ -57,9 +27,7 @@ def test_transcript_is_pythons(session: Session, lines: list[str]) -> None:
     console = Console(session)
     for line in lines:
         console.type(line)
-    # the oracle adds a newline for its empty banner, the prompt at the end of its input and another
-    shown = oracle(lines).removeprefix("\n").removesuffix("\n")
-    assert console.transcript == shown
+    assert f"{console.transcript}>>>" == typed_into_python(lines)
 
 
 def test_prompt_and_failure_of_each_line(session: Session) -> None:

@@ -29,8 +29,7 @@ class Console:
             code = self._compile(source, "<stdin>", "single")
         except (OverflowError, SyntaxError, ValueError) as error:
             self._lines.clear()
-            self._show(error, None)
-            return False, error
+            return False, self._refused(source, error)
         if code is None:
             return True, None
         self._lines.clear()
@@ -43,6 +42,18 @@ class Console:
             self._show(error, trace.tb_next if trace is not None else None)
             return False, error
         return False, None
+
+    def _refused(self, source: str, error: Exception) -> Exception:
+        """Show why a statement cannot be compiled; at a terminal it ends with its newline."""
+        try:
+            compile(f"{source}\n", "<stdin>", "single", self._compile.compiler.flags, True)
+        except SyntaxError as typed:
+            typed.__context__ = None
+            error = typed
+        except (OverflowError, ValueError):
+            pass
+        self._show(error, None)
+        return error
 
     def _show(self, error: BaseException, trace: Any) -> None:
         told = traceback.TracebackException(type(error), error, trace, limit=-40)
