@@ -32,7 +32,6 @@ from agentgrpo.data.import_gguf import (
     write_tokenizer,
 )
 from agentgrpo.models import resolve_model
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from tests import tiny
 from tests.test_docs import PAGES, ROOT, blocks, lines, words
 
@@ -205,10 +204,6 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
     folder = tmp_path_factory.mktemp("reader")
     model = folder / "cache" / "models" / "SmolLM2-135M-Instruct"
     make_standin(model)

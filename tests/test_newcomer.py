@@ -18,7 +18,6 @@ from agentgrpo import checkpoint, machine
 from agentgrpo.footprint import GIB
 from agentgrpo.plan import memory_warnings
 from agentgrpo.read_config import load_config
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.train import main
 from tests import tiny
 
@@ -30,18 +29,8 @@ pytestmark = pytest.mark.nsjail
 DryRun = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def isolated() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-
-
 @pytest.fixture
-def dry_run(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], isolated: None
-) -> DryRun:
+def dry_run(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> DryRun:
     """Runs `agentgrpo train --dry-run` on SUMS with settings of its own; status, out, err.
 
     dry=False: `agentgrpo train`.

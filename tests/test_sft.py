@@ -18,7 +18,6 @@ from agentgrpo.envs.base import Observation
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
 from agentgrpo.records import rollout_record
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.sft import (
     batch_of,
     conversation,
@@ -168,14 +167,6 @@ def test_each_epoch_has_every_example_once_in_another_order() -> None:
     assert batch_of(4, 10, 4, 7) == batch_of(4, 10, 4, 7) != batch_of(4, 10, 4, 8)
 
 
-@pytest.fixture
-def _sandbox() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-
-
 def recipe(folder: Path, model: Path, **sft: Any) -> RecipeConfig:
     return RecipeConfig.model_validate(
         {
@@ -232,7 +223,7 @@ def test_S3_14_the_loss_is_cross_entropy_with_masked_labels(
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.nsjail
 def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
     tmp_path: Path, tiny_model: Path
 ) -> None:

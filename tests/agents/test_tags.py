@@ -84,6 +84,7 @@ def test_S3_1_tags_are_the_users() -> None:
         TagAgent(result="a b")
 
 
+@pytest.mark.nsjail
 def test_S3_1_results_are_given_within_the_message_and_never_trained(
     tokenizer: Any, pool: SandboxPool, corpus: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_S3_1_results_are_given_within_the_message_and_never_trained(
     assert (played.stats["tool_calls"], played.stats["tool_errors"]) == (2, 0)
 
 
+@pytest.mark.nsjail
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
@@ -123,6 +125,7 @@ def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
     assert [text for text, sampled in parts(tokenizer, played) if sampled] == turns
 
 
+@pytest.mark.nsjail
 def test_S3_1_a_limit_of_one_tool_leaves_the_other(
     tokenizer: Any, pool: SandboxPool, corpus: Path
 ) -> None:
@@ -151,6 +154,7 @@ def test_S3_2_the_best_texts_come_in_order_and_are_remembered(tmp_path: Path) ->
     assert SearchEnv(path, top_k=2).reset(TASK).step(ask).text == first
 
 
+@pytest.mark.nsjail
 def test_S3_2_search_is_local_bounded_and_repeats(pool: SandboxPool, corpus: Path) -> None:
     env = TaggedEnv(pool, 5.0, corpus=corpus, top_k=1, max_chars=20)
     ask = CallTools((ToolCall("search", {"query": "tomato?"}),))
@@ -164,6 +168,7 @@ def test_S3_2_search_is_local_bounded_and_repeats(pool: SandboxPool, corpus: Pat
     assert (missing.failed, missing.text) == (True, "Error: there is no search here")
 
 
+@pytest.mark.nsjail
 def test_S3_3_python_shows_its_last_value_and_its_errors(pool: SandboxPool) -> None:
     env = TaggedEnv(pool, 1.0)
     episode = env.reset(TASK)
@@ -177,6 +182,7 @@ def test_S3_3_python_shows_its_last_value_and_its_errors(pool: SandboxPool) -> N
         episode.close()
 
 
+@pytest.mark.nsjail
 def test_S3_17_a_document_is_not_taken_for_the_policy(
     tokenizer: Any, pool: SandboxPool, corpus: Path
 ) -> None:
@@ -210,6 +216,7 @@ def test_boxes_are_balanced() -> None:
     assert boxed("1") is None
 
 
+@pytest.mark.nsjail
 @pytest.mark.parametrize("limits", [{"max_python": -1}, {"max_search": True}, {"max_calls": 1.5}])
 def test_bad_limits_are_named(pool: SandboxPool, limits: dict[str, Any]) -> None:
     (name,) = limits

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1500)]
 
 SCRIPTS = """
 import re
@@ -91,10 +90,6 @@ steps = [2, 1]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
     made = tmp_path_factory.mktemp("recipe")
     tiny.make_agent_dir(made / "agent", steps=300)  # right about every second time
     for name, count, seed in (("train", 40, 0), ("heldout", 4, 1)):

@@ -18,7 +18,6 @@ import pytest
 
 from agentgrpo import verify
 from agentgrpo.records import read_rollout
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
@@ -29,14 +28,6 @@ PATIENCE_S = 600
 TIMES = ("decode_s", "idle_s", "publish_s", "seconds", "total_s")
 """Metrics that no run can repeat."""
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +132,7 @@ def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def whole_run(
-    sandbox: None, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
+def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of a run that nobody interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     status, out, err = finish(start(write_config(folder, model)))
@@ -358,7 +347,6 @@ def refused(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     model: Path, tmp_path: Path, serve: str
@@ -388,7 +376,6 @@ def random_config(tmp_path: Path, tiny_model: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -406,7 +393,6 @@ def test_a_missing_model(random_config: Path, tmp_path: Path, name: str, message
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors"])
 def test_half_a_model(tmp_path: Path, missing: str) -> None:
     model = tiny.make_model_dir(tmp_path / "model")

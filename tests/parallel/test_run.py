@@ -14,7 +14,6 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.read_config import load_config
 from agentgrpo.records import read_rollout
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
 from tests import tiny
@@ -49,10 +48,6 @@ def learner_of(config: TrainConfig) -> Learner:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("divided", [False, True], ids=["an engine each", "one engine"])
 def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path, divided: bool) -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
     model = tiny.make_agent_dir(tmp_path / "model", steps=300)
     path = write_config(tmp_path, model)
     overrides = [
