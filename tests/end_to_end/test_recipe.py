@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import tiny
+from tests import tiny, warm
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1500)]
 
 SCRIPTS = """
@@ -29,7 +25,7 @@ def reflector(messages):
 """
 
 RECIPE = """
-model = "{folder}/agent"
+model = "{model}"
 out_dir = "{folder}/run"
 save_every = 1
 eval_every = 0
@@ -89,25 +85,18 @@ steps = [2, 1]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, agent_model: Path) -> Path:
     made = tmp_path_factory.mktemp("recipe")
-    tiny.make_agent_dir(made / "agent", steps=300)  # right about every second time
     for name, count, seed in (("train", 40, 0), ("heldout", 4, 1)):
         rows = tiny.sums(count, seed=seed)
         (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (made / "recipe_scripts.py").write_text(SCRIPTS)
-    (made / "recipe.toml").write_text(RECIPE.format(folder=made))
+    (made / "recipe.toml").write_text(RECIPE.format(folder=made, model=agent_model))
     return made
 
 
-def command(folder: Path, module: str, *arguments: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-m", f"agentgrpo.{module}", str(folder / "recipe.toml"), *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def command(folder: Path) -> str:
+    ran = warm.run("-m", "agentgrpo.recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder))
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
 
@@ -119,7 +108,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """The whole recipe, by one command."""
-    said = command(folder, "recipe")
+    said = command(folder)
     assert (folder / "run/report.md").read_text() in said
     return folder / "run"
 
@@ -176,11 +165,11 @@ def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
         assert branch["task"] == parent["task"]
 
 
-def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, folder: Path) -> None:
+def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, agent_model: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     last = json.loads((run / "stage_2/stage.json").read_text())["to"]
     models = {part: measured["model"] for part, measured in report["reports"].items()}
-    assert models["prompting"] == str(folder / "agent")
+    assert models["prompting"] == str(agent_model)
     assert models["trained"] == last
     assert all(measured["tasks"] == 4 for measured in report["reports"].values())
     stages = report["stages"]
@@ -193,5 +182,5 @@ def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, folder: Path
 
 def test_a_finished_recipe_is_not_done_again(run: Path, folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")}
-    assert "==" not in command(folder, "recipe")
+    assert "==" not in command(folder)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")} == before

@@ -21,8 +21,8 @@ from agentgrpo.records import read_rollout
 from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
+from tests.warm import ROOT, Command, environment
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 PATIENCE_S = 600
 TIMES = ("decode_s", "idle_s", "publish_s", "seconds", "total_s")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose embeddings are not tied, unlike that of the other tests."""
-    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), steps=300, tied=False)
+    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), tied=False)
 
 
 def write_config(folder: Path, model: Path | str) -> Path:
@@ -76,39 +76,34 @@ decay = "linear"
     return path
 
 
-def start(config: Path, *overrides: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentgrpo.train", str(config), *overrides]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(config: Path, *overrides: str, **env: str) -> Command:
+    return Command("-m", "agentgrpo.train", str(config), *overrides, **env)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
+def finish(process: Command) -> tuple[int | None, str, str]:
+    out, err = process.communicate(PATIENCE_S)
     return process.returncode, out, err
 
 
-def kill_when(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+def kill_when(process: Command, happened: Callable[[], bool]) -> None:
     """SIGKILL the run as soon as something has happened on disk."""
     deadline = time.monotonic() + PATIENCE_S
     try:
         while not happened():
-            assert process.poll() is None, f"the run ended too early: {process.communicate()}"
+            assert process.returncode is None, f"the run ended too early: {finish(process)}"
             assert time.monotonic() < deadline
             time.sleep(0.0005)
     finally:
         process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert finish(process)[0] == -signal.SIGKILL
+
+
+def evaluated(config: Path, *overrides: str) -> dict[str, Any]:
+    """What `agentgrpo evaluate` prints."""
+    status, out, err = finish(Command("-m", "agentgrpo.evaluate", str(config), *overrides))
+    assert status == 0, err
+    measured: dict[str, Any] = json.loads(out[out.index("{") :])
+    return measured
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -135,9 +130,12 @@ def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of a run that nobody interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    status, out, err = finish(start(write_config(folder, model)))
-    assert (status, err) == (0, "")
-    return folder / "run", out
+    ran = subprocess.run(
+        [sys.executable, "-m", "agentgrpo.train", str(write_config(folder, model))],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return folder / "run", ran.stdout
 
 
 @pytest.mark.slow
@@ -275,12 +273,8 @@ class TestWholeRun:
         self, whole_run: tuple[Path, str]
     ) -> None:
         run, _ = whole_run
-        command = [sys.executable, "-m", "agentgrpo.evaluate", str(run.parent / "config.toml")]
-        command += [f"model={run / 'checkpoints' / f'step_{STEPS:06d}'}"]
-        ran = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-        )
-        seen = json.loads(ran.stdout[ran.stdout.index("{") :])
+        checkpoint = run / "checkpoints" / f"step_{STEPS:06d}"
+        seen = evaluated(run.parent / "config.toml", f"model={checkpoint}")
         last = lines(run / "metrics.jsonl")[-1]
         assert last["step"] == STEPS
         for name in ("solved", "reward", "answered", "sampled_tokens", "tool_calls"):
@@ -317,7 +311,7 @@ class TestWholeRun:
         process = start(config, "steps=500", "save_every=500", "eval_every=0")
         metrics = run / "metrics.jsonl"
         while not metrics.exists() or "learner/loss" not in metrics.read_text():
-            assert process.poll() is None, process.communicate()
+            assert process.returncode is None, finish(process)
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         status, out, err = finish(process)
@@ -335,7 +329,7 @@ def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Roll
             yield read_rollout(row)
 
 
-def refused(process: subprocess.Popen[str]) -> str:
+def refused(process: Command) -> str:
     """What a run that stops before any work says: one message, and nothing else."""
     status, _, err = finish(process)
     assert status == 2, err
@@ -355,12 +349,8 @@ def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     lora = ["learner.lora.rank=4", f'learner.lora.serve="{serve}"', 'engine.weights="auto"']
     status, _, err = finish(start(config, *lora, "steps=2", "learner.learning_rate=0.1"))
     assert (status, err) == (0, "")
-    command = [sys.executable, "-m", "agentgrpo.evaluate", str(config), *lora]
-    command += [f"model={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"]
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    seen = json.loads(ran.stdout[ran.stdout.index("{") :])
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+    seen = evaluated(config, *lora, f"model={checkpoint}")
     rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
     assert [row["step"] for row in rows] == [0, 2]
     names = ("solved", "reward", "answered", "sampled_tokens", "tool_calls")
