@@ -65,7 +65,7 @@ ELSEWHERE = {
 } | {
     f"agentgrpo {part} recipe.toml": (
         "tests/end_to_end/test_recipe.py",
-        'command(folder, "recipe")',  # runs each of its parts in a process of its own
+        '"-m", "agentgrpo.recipe"',  # runs each of its parts in a process of its own
     )
     for part in ("flywheel", "sft", "curriculum")
 }
