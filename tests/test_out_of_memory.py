@@ -204,6 +204,7 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
 @contextlib.contextmanager
 def room_for(more: int) -> Iterator[None]:
     """This process may map so many bytes more."""
+    gc.unfreeze()
     gc.collect()  # what other tests left, else it is given back in between and is room as well
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = machine._kib("/proc/self/status")["VmSize"] * 1024
