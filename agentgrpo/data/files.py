@@ -63,7 +63,7 @@ def read_tasks(
         tasks[task.id] = task
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
-    source = f"SHA-256 {_digest(path)}"
+    source = f"{path.name} (SHA-256 {_digest(path)})"
     return RowTasks(list(tasks.values()), source=source, shuffle=shuffle, seed=seed)
 
 
