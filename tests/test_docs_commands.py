@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli, recipe
+from agentgrpo.atomic import write_lines
 from agentgrpo.data.import_gguf import (
     MARKER,
     Metadata,
@@ -214,8 +215,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
                 (folder / file[1]).write_text(code)
     for name in ("MODEL", "CHECKPOINT"):
         (folder / name).symlink_to(model)
-    rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
-    (folder / "sums.jsonl").write_text(rows)
+    write_lines(folder / "sums.jsonl", tiny.sums(20))
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "requirements.txt").write_text(f"{make_numpy(folder)}\n")
     (folder / "tools.py").write_text("def double(x):\n    return 2 * x\n")

@@ -7,7 +7,6 @@ documented in docs/agents.md. A test's name says which kind it probes, and one t
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tags import TagAgent
+from agentgrpo.atomic import write_lines
 from agentgrpo.config import AgentConfig, RewardConfig
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
@@ -337,7 +337,7 @@ def test_env_search_with_the_text_reward(
 ) -> None:
     """With a format reward of 0.1 and a cost of 0.1 a search."""
     corpus = tmp_path / "texts.jsonl"
-    corpus.write_text("\n".join(map(json.dumps, TEXTS)))
+    write_lines(corpus, TEXTS)
     env = SearchEnv(corpus)
     agent = InlineAgent(AgentConfig(kind="inline"), env.tools)
     played = play(
@@ -354,7 +354,7 @@ def test_env_python_and_search_in_tags_pay_the_answer_alone(
 ) -> None:
     """envs/tagged.py, which a config names as module:Class."""
     corpus = tmp_path / "texts.jsonl"
-    corpus.write_text("\n".join(map(json.dumps, TEXTS)))
+    write_lines(corpus, TEXTS)
     env = TaggedEnv(pool, 2.0, corpus=corpus, max_calls=2)
     agent = TagAgent()
 

@@ -6,7 +6,6 @@ is in docs/troubleshooting.md.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import checkpoint, machine
+from agentgrpo.atomic import write_lines
 from agentgrpo.footprint import GIB
 from agentgrpo.plan import memory_warnings
 from agentgrpo.read_config import load_config
@@ -35,8 +35,7 @@ def dry_run(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 
     dry=False: `agentgrpo train`.
     """
-    rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
-    (tmp_path / "rows.jsonl").write_text(rows)
+    write_lines(tmp_path / "rows.jsonl", tiny.sums(20))
     path = tmp_path / "c.toml"
     path.write_text(
         f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\nsteps = 3\n'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 from agentgrpo import machine
+from agentgrpo.atomic import write_lines
 from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.engine import Engine
 from agentgrpo.footprint import GIB
@@ -176,7 +176,7 @@ sys.exit(train.main(sys.argv[2:]))
 @pytest.mark.nsjail
 def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_path: Path) -> None:
     """The real one, in a process whose address space ends at the size of its KV cache."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in tiny.sums(9)))
+    write_lines(tmp_path / "rows.jsonl", tiny.sums(9))
     (tmp_path / "c.toml").write_text(
         f'model = "{tiny_model}"\nout_dir = "run"\n'
         '[data]\ntrain = "rows.jsonl"\nheldout = "split"\nnum_heldout = 1\n'

@@ -13,6 +13,7 @@ import torch
 
 from agentgrpo.agents.base import RunCode
 from agentgrpo.agents.code import CodeAgent
+from agentgrpo.atomic import read_lines
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
@@ -248,8 +249,7 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
             interrupt_after(3, made)
         last = finetune(made)
         assert last.name == "step_000008"
-        metrics = (made.out_dir / "sft" / "metrics.jsonl").read_text().splitlines()
-        written.append([json.loads(line) for line in metrics])
+        written.append(read_lines(made.out_dir / "sft" / "metrics.jsonl"))
     whole, resumed = written
     assert [row["step"] for row in whole] == [row["step"] for row in resumed] == list(range(8))
     for name in ("sft/nll", "sft/grad_norm"):

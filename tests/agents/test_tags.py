@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from agentgrpo.agents.base import CallTools, Finish, Malformed, RunCode, ToolCall
 from agentgrpo.agents.tags import TagAgent, boxed
+from agentgrpo.atomic import write_lines
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.search import SearchEnv
@@ -38,7 +38,7 @@ def corpus(tmp_path: Path) -> Path:
     texts = {"Engine": "The engine was built by Ada.", "Spam": EVIL, "Long": "tomato " * 200}
     rows = [{"id": title, "title": title, "text": text} for title, text in texts.items()]
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
@@ -150,7 +150,7 @@ def test_S3_2_the_best_texts_come_in_order_and_are_remembered(tmp_path: Path) ->
     assert env.cache_hits == 1
     path = tmp_path / "texts.jsonl"
     rows = [{"id": name, "title": title, "text": text} for name, title, text in texts]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write_lines(path, rows)
     assert SearchEnv(path, top_k=2).reset(TASK).step(ask).text == first
 
 

@@ -93,7 +93,9 @@ def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:
     assert held == {t.id for t in heldout_tasks(config)}
     other = config.model_copy(update={"split_seed": 1})
     assert held != {t.id for t in heldout_tasks(other)}
-    with pytest.raises(ValueError, match=r"rows.jsonl .*: 20 tasks, of which 20 cannot be held out"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl .*: 20 tasks, of which 20 cannot be held out"
+    ):
         heldout_tasks(config.model_copy(update={"num_heldout": 20}))
 
 

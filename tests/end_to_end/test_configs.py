@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentgrpo import examples
+from agentgrpo.atomic import write_lines
 from agentgrpo.build import prompt_length, set_stage
 from agentgrpo.progress import Progress
 from agentgrpo.read_config import load_config, load_config_of, shipped_configs
@@ -74,7 +74,7 @@ def test_the_length_filter_counts_what_it_leaves_out(
 ) -> None:
     rows = [{"question": "q" * (1 + 40 * (i % 2)), "answer": 1} for i in range(20)]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write_lines(path, rows)
     overrides = [
         f"out_dir={tmp_path}/run",
         f"data.train={path}",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.atomic import read_lines, write_lines
 from tests import tiny, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1500)]
@@ -88,8 +89,7 @@ steps = [2, 1]
 def folder(tmp_path_factory: pytest.TempPathFactory, agent_model: Path) -> Path:
     made = tmp_path_factory.mktemp("recipe")
     for name, count, seed in (("train", 40, 0), ("heldout", 4, 1)):
-        rows = tiny.sums(count, seed=seed)
-        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(made / f"{name}.jsonl", tiny.sums(count, seed=seed))
     (made / "recipe_scripts.py").write_text(SCRIPTS)
     (made / "recipe.toml").write_text(RECIPE.format(folder=made, model=agent_model))
     return made
@@ -99,10 +99,6 @@ def command(folder: Path) -> str:
     ran = warm.run("-m", "agentgrpo.recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder))
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +114,9 @@ def test_the_flywheels_trajectories_are_what_is_fine_tuned_on(run: Path) -> None
     assert summary["questions"] == 12
     assert summary["failed_by_the_machine"] == 0
     assert summary["kept"] > 0
-    everything = lines(run / "flywheel/rollouts.jsonl")
+    everything = read_lines(run / "flywheel/rollouts.jsonl")
     assert {one["flywheel"]["operator"] for one in everything} >= {"fresh", "reflection"}
-    metrics = lines(run / "sft/metrics.jsonl")
+    metrics = read_lines(run / "sft/metrics.jsonl")
     assert metrics
     assert all(row["sft/nll"] > 0 for row in metrics)
 
@@ -133,8 +129,8 @@ def test_S3_15_three_stages_each_from_the_last_ones_checkpoint(run: Path) -> Non
         assert (stage["from"], stage["candidates"], stage["steps"]) == (start, 16, steps)
         assert 0 < stage["selected"] <= stage["mixed"]
         start = stage["to"]
-        selected = lines(folder / "tasks.jsonl")
-        trained = lines(folder / "rl/rollouts.jsonl")
+        selected = read_lines(folder / "tasks.jsonl")
+        trained = read_lines(folder / "rl/rollouts.jsonl")
         questions = {row["question"][0]["content"] for row in selected}
         played = {r["task"]["messages"][0]["content"] for r in trained if r["split"] == "train"}
         assert played <= questions
@@ -145,7 +141,7 @@ def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
     """And have its tokens up to there, log-probabilities included: right behind a tool's answer."""
     by_place = {
         (record["step"], record["group"], record["index"]): record
-        for record in lines(run / "stage_0/rl/rollouts.jsonl")
+        for record in read_lines(run / "stage_0/rl/rollouts.jsonl")
         if record["split"] == "train"
     }
     branches = [place for place, record in by_place.items() if record["parent"] is not None]

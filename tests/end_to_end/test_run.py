@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from agentgrpo import verify
+from agentgrpo.atomic import read_lines, write_lines
 from agentgrpo.records import read_rollout
 from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import STREAMS, read_run
@@ -39,8 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_config(folder: Path, model: Path | str) -> Path:
     """A config of STEPS short steps on SUMS, that writes to folder / "run"."""
     for name, count, seed in (("train", 20, 0), ("heldout", 4, 1)):
-        rows = tiny.sums(count, seed=seed)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", tiny.sums(count, seed=seed))
     path = folder / "config.toml"
     path.write_text(
         f"""
@@ -106,10 +106,6 @@ def evaluated(config: Path, *overrides: str) -> dict[str, Any]:
     return measured
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A run's records without times and the memory of the process in them."""
     metrics = [
@@ -118,9 +114,9 @@ def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             for name, value in row.items()
             if name.rpartition("/")[2] not in TIMES and not name.startswith(("time/", "engine/rss"))
         }
-        for row in lines(run / "metrics.jsonl")
+        for row in read_lines(run / "metrics.jsonl")
     ]
-    rollouts = lines(run / "rollouts.jsonl")
+    rollouts = read_lines(run / "rollouts.jsonl")
     for row in rollouts:
         assert row.pop("timings")["generate_s"] > 0
     return metrics, rollouts
@@ -163,7 +159,7 @@ class TestWholeRun:
             assert f"step {step}/{STEPS}" in out
 
     def test_every_step_is_recorded_and_agrees(self, whole_run: tuple[Path, str]) -> None:
-        rows = lines(whole_run[0] / "metrics.jsonl")
+        rows = read_lines(whole_run[0] / "metrics.jsonl")
         steps = [row for row in rows if "learner/loss" in row]
         assert [row["step"] for row in steps] == list(range(STEPS))
         assert all(row["engine/max_dlogp"] <= 1e-4 for row in steps)
@@ -207,7 +203,7 @@ class TestWholeRun:
             assert rollout.timings["generate_s"] > 0
 
     def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
-        rows = [r for r in lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
+        rows = [r for r in read_lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
         assert len(rows) == STEPS + 3
         for row in rows:
             parts = {name: s for name, s in row.items() if name.startswith("time/")}
@@ -275,7 +271,7 @@ class TestWholeRun:
         run, _ = whole_run
         checkpoint = run / "checkpoints" / f"step_{STEPS:06d}"
         seen = evaluated(run.parent / "config.toml", f"model={checkpoint}")
-        last = lines(run / "metrics.jsonl")[-1]
+        last = read_lines(run / "metrics.jsonl")[-1]
         assert last["step"] == STEPS
         for name in ("solved", "reward", "answered", "sampled_tokens", "tool_calls"):
             assert seen[name] == pytest.approx(last[f"eval/{name}"])
@@ -319,12 +315,12 @@ class TestWholeRun:
         assert "stopping after this step, then saving" in out
         assert "stopped. The same command continues from the last checkpoint." in out
         (saved,) = (run / "checkpoints").iterdir()
-        trained = [row for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+        trained = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
         assert saved.name == f"step_{len(trained):06d}"
 
 
 def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Rollout]:
-    for row in lines(run / "rollouts.jsonl"):
+    for row in read_lines(run / "rollouts.jsonl"):
         if row["split"] == split and step in (None, row["step"]):
             yield read_rollout(row)
 
@@ -351,7 +347,7 @@ def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     assert (status, err) == (0, "")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
     seen = evaluated(config, *lora, f"model={checkpoint}")
-    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
+    rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
     assert [row["step"] for row in rows] == [0, 2]
     names = ("solved", "reward", "answered", "sampled_tokens", "tool_calls")
     first, last = ([row[f"eval/{name}"] for name in names] for row in rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.config import TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.read_config import load_config
@@ -15,7 +16,7 @@ from agentgrpo.records import read_rollout
 from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
 from tests import warm
-from tests.end_to_end.test_run import lines, write_config
+from tests.end_to_end.test_run import write_config
 from tests.learning.given import Holder
 from tests.parallel.test_parallel import torchrun
 from tests.warm import run_ranks
@@ -24,7 +25,7 @@ from tests.warm import run_ranks
 def recorded(run: Path, step: int) -> list[Group]:
     """The groups of a step, as rollouts.jsonl has them."""
     groups: dict[int, list[Any]] = {}
-    for row in lines(run / "rollouts.jsonl"):
+    for row in read_lines(run / "rollouts.jsonl"):
         if (row["split"], row["step"]) == ("train", step):
             groups.setdefault(row["group"], []).append(read_rollout(row))
     return [Group(task=r[0].task, rollouts=r) for _, r in sorted(groups.items())]
@@ -60,7 +61,7 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("step 2/2") == 1, "the first rank alone speaks"
     run, config = tmp_path / "run", load_config(path, [*overrides, "steps=2"])
-    rows = [row for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+    rows = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
     assert [row["step"] for row in rows] == [0, 1]
     alone = learner_of(config)
     for step, row in enumerate(rows):
@@ -76,5 +77,5 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(
     again = warm.run("-m", "agentgrpo.train", str(path), *overrides, "steps=3")
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resumed from" in again.stdout
-    steps = [row["step"] for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+    steps = [row["step"] for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
     assert steps == [0, 1, 2]
