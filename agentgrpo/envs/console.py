@@ -87,7 +87,7 @@ class ConsoleEpisode:
             return Observation(
                 typed.shown,
                 done=True,
-                answer=submitted(typed.step, typed.shown),
+                answer=submitted(typed.shown),
                 rewards=rewards,
                 counts=counts,
             )
@@ -146,7 +146,7 @@ def is_submission(statement: str) -> bool:
     )
 
 
-def submitted(step: StepResult, shown: str) -> str:
+def submitted(shown: str) -> str:
     """The answer: what the call's value shows as, without the quotes of a string."""
     text = shown.rstrip("\n")
     try:

@@ -105,7 +105,6 @@ class GymnasiumEpisode:
     def __init__(self, env: GymnasiumEnv, seed: int) -> None:
         self._env, self._seed = env, seed
         self._world: Any = None
-        self._reached = False
 
     def step(self, action: Action) -> Observation:
         """Take the actions of a turn, in their order, until one ends the episode."""
@@ -142,7 +141,6 @@ class GymnasiumEpisode:
                 )
             choice = names.index(choice.lower())
         observation, reward, terminated, truncated, _ = self._world.step(choice)
-        self._reached = bool(terminated and reward > 0)
         rewards = {"environment": float(reward)} if reward else {}
         text = shown(self._world, observation)
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)
