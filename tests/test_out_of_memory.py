@@ -20,14 +20,14 @@ import torch
 
 from agentgrpo import machine
 from agentgrpo.atomic import write_lines
-from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.config import LearnerConfig, TrainConfig
 from agentgrpo.engine import Engine
 from agentgrpo.footprint import GIB
-from agentgrpo.learner import Learner
 from agentgrpo.memory import OutOfMemory, explained
 from agentgrpo.preflight import to_learn, to_sample
 from agentgrpo.train import CONTINUE, run
 from tests import tiny
+from tests.learning.given import learner_on
 from tests.test_preflight import Machine
 from tests.test_train import FakeRun
 
@@ -219,10 +219,7 @@ def test_a_learner_that_finds_no_memory_says_what_fits(
     engine: Engine, tiny_model: Path, config: TrainConfig
 ) -> None:
     """The real one: it is tried what number of tokens does, and that number does."""
-    learner = Learner(
-        tiny_model, engine, LearnerConfig(), LossConfig(),
-        total_steps=1, temperature=1.0, weights="shared", dlogp_limit=1e-3,
-    )  # fmt: skip
+    learner = learner_on(engine, tiny_model)
     config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**14)})
     with (
         room_for(GIB // 8),

@@ -22,7 +22,6 @@ from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.tools import ToolEnv
-from agentgrpo.learner import Learner
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
 from agentgrpo.rewards import score
@@ -31,6 +30,7 @@ from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.tool_parsers import tool_call_reader
 from agentgrpo.types import Rollout, Status
 from agentgrpo.updates import Update
+from tests.learning.given import learner_on
 from tests.playing import task
 from tests.rollout.stubs import StubEnv
 from tests.rollout.test_second_role import AGENT as TALKER
@@ -136,15 +136,8 @@ def calls(rollout: Rollout) -> dict[str, float]:
 def test_S0_14_the_share_of_rollouts_that_run_code_rises(
     engine: Engine, tiny_model: Path, tokenizer: Any
 ) -> None:
-    learner = Learner(
-        tiny_model,
-        engine,
-        LearnerConfig(learning_rate=2e-3),
-        LossConfig(),
-        total_steps=STEPS,
-        temperature=1.0,
-        weights="shared",
-        dlogp_limit=1e-4,
+    learner = learner_on(
+        engine, tiny_model, LearnerConfig(learning_rate=2e-3), total_steps=STEPS, dlogp_limit=1e-4
     )
     opens, closes = common_letters(engine, tokenizer)
     agent = CodeAgent(AgentConfig(system_prompt="S", open_tag=opens, close_tag=closes))

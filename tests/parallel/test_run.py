@@ -17,7 +17,7 @@ from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
 from tests import warm
 from tests.end_to_end.test_run import write_config
-from tests.learning.given import Holder
+from tests.learning.given import Holder, learner_on
 from tests.parallel.test_parallel import torchrun
 from tests.warm import run_ranks
 
@@ -36,10 +36,9 @@ class Holder32(Holder):
 
 
 def learner_of(config: TrainConfig) -> Learner:
-    engine: Any = Holder32()
-    return Learner(
-        config.model, engine, config.learner, config.loss, total_steps=config.steps,
-        temperature=1.0, weights="copy", dlogp_limit=1e-3,
+    return learner_on(
+        Holder32(), config.model, config.learner, config.loss, total_steps=config.steps,
+        weights="copy",
     )  # fmt: skip
 
 
