@@ -29,6 +29,12 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def read_lines(path: Path) -> list[Any]:
+    """The rows of a JSON-lines file."""
+    with path.open() as file:
+        return list(map(json.loads, file))
+
+
 def append_lines(path: Path, rows: Iterable[Any]) -> None:
     """Add rows to a JSON-lines file; they have reached the disk when this returns."""
     with path.open("a") as file:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo import parallel
-from agentgrpo.atomic import write_text
+from agentgrpo.atomic import read_lines, write_text
 from agentgrpo.records import rollout_record
 from agentgrpo.trackers import Tracker
 from agentgrpo.types import Group, Metrics
@@ -48,8 +48,7 @@ class RunLog:
         """The share of held-out tasks solved, by step, as recorded; empty on other ranks."""
         if parallel.rank() > 0:
             return {}
-        lines = (self._out_dir / "metrics.jsonl").read_text().splitlines()
-        rows = map(json.loads, lines)
+        rows = read_lines(self._out_dir / "metrics.jsonl")
         return {row["step"]: row["eval/solved"] for row in rows if "eval/solved" in row}
 
     def close(self) -> None:

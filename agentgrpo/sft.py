@@ -268,7 +268,7 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
     )
 
 
-def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
+def finetune(recipe: RecipeConfig) -> Path:
     """Fine-tune as the recipe says, from the newest checkpoint in out_dir/sft if there is one.
 
     Returns:
@@ -288,7 +288,7 @@ def finetune(recipe: RecipeConfig, *, progress: Progress | None = None) -> Path:
         stack.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
-        parts = set_stage(config, model=str(resumed) if resumed else None, progress=progress)
+        parts = set_stage(config, model=str(resumed) if resumed else None)
         parts.close()
         examples = read_examples(
             data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Int32, Rollout, Turn
 from bench.harness import append_row
@@ -187,7 +188,7 @@ def here(overrides: Sequence[str], steps: int) -> dict[str, list[float]]:
         command = [sys.executable, "-m", "agentgrpo.train", CONFIG, *overrides, f"steps={steps}"]
         command += [f"out_dir={folder}/run", "eval_every=0", f"save_every={steps}"]
         subprocess.run(command, check=True)
-        rows = map(json.loads, (Path(folder) / "run/metrics.jsonl").read_text().splitlines())
+        rows = read_lines(Path(folder) / "run/metrics.jsonl")
         mine = [row for row in rows if "learner/loss" in row]
     return {
         "seconds": [row["time/total_s"] for row in mine],

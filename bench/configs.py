@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 
 from agentgrpo import checkpoint, examples
+from agentgrpo.atomic import read_lines
 from bench import small_tau
 from bench.harness import append_row
 
@@ -83,7 +84,7 @@ def environment() -> dict[str, str]:
 
 def steps_of(out_dir: Path) -> dict[str, list[float]]:
     """What each training step measured, by name, and its rollouts' own figures."""
-    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(out_dir / "metrics.jsonl")
     steps = [row for row in rows if "rollout/reward" in row]
     found = {
         "reward": [row["rollout/reward"] for row in steps],
@@ -96,12 +97,10 @@ def steps_of(out_dir: Path) -> dict[str, list[float]]:
         ],
     }
     acted: dict[int, list[float]] = {}
-    with (out_dir / "rollouts.jsonl").open() as file:
-        for line in file:
-            rollout = json.loads(line)
-            if rollout["split"] == "train":
-                share = acted.setdefault(rollout["step"], [])
-                share.append(float(rollout["stats"]["tool_calls"] > 0))
+    for rollout in read_lines(out_dir / "rollouts.jsonl"):
+        if rollout["split"] == "train":
+            share = acted.setdefault(rollout["step"], [])
+            share.append(float(rollout["stats"]["tool_calls"] > 0))
     found["acted"] = [fmean(acted[step]) for step in sorted(acted)]
     return found
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.runtime import prepare_environment
 from agentgrpo.types import Int32, Turn
 from bench.harness import append_row
@@ -31,7 +32,7 @@ def run_seed(seed: int, out_dir: Path, overrides: Sequence[str]) -> dict[str, fl
     command = [sys.executable, "-m", "agentgrpo.train", CONFIG, *overrides]
     subprocess.run([*command, f"seed={seed}", f"out_dir={out_dir}"], check=True)
     wall_s = time.perf_counter() - started
-    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(out_dir / "metrics.jsonl")
     solved = [row["eval/solved"] for row in rows if "eval/solved" in row]
     steps = [row for row in rows if "learner/loss" in row]
     gaps = [max(s["engine/max_dlogp"], s.get("learner/sampler_gap_max", 0.0)) for s in steps]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.agents.base import CallTools, Schema, ToolCall
+from agentgrpo.atomic import write_lines
 from agentgrpo.settings import toml
 from agentgrpo.types import Rollout, Status, Task
 
@@ -130,7 +131,7 @@ def _overrides(
 ) -> list[str]:
     """Settings with which these tasks are played, which are written to a file."""
     rows = ({"question": [*task.messages], "id": task.id, **task.spec} for task in tasks)
-    (folder / "cases.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_lines(folder / "cases.jsonl", rows)
     functions = (schema["function"] for schema in schemas)
     tools = (f"{f['name']}({', '.join(f['parameters']['properties'])})" for f in functions)
     return [

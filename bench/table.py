@@ -9,11 +9,11 @@ Each line is the newest row of its kind, beside what it is compared with where t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentgrpo.atomic import read_lines
 from bench.harness import RESULTS
 
 README = RESULTS.parent.parent / "README.md"
@@ -153,7 +153,7 @@ def newest(line: Line, variant: str) -> dict[str, Any]:
     Raises:
         LookupError: there is none.
     """
-    rows = map(json.loads, (RESULTS / f"{line.name}.jsonl").read_text().splitlines())
+    rows = read_lines(RESULTS / f"{line.name}.jsonl")
     found = [
         row
         for row in rows

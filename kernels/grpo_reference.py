@@ -253,7 +253,7 @@ def _ratio_metrics(batch: Batch, objective: Objective, ratio: Tensor) -> Metrics
 
 
 @torch.no_grad()
-def batch_metrics(batch: Batch, objective: Objective, factors: Factors) -> Metrics:
+def batch_metrics(batch: Batch, factors: Factors) -> Metrics:
     """What does not depend on the loss type."""
     metrics = {"num_tokens": batch.mask.sum()}
     if batch.entropy is not None:

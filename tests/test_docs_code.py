@@ -28,7 +28,7 @@ from agentgrpo.read_config import load_config
 from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards import score
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Rollout, Task
 from tests import tiny
 from tests.playing import play, shown
@@ -49,17 +49,9 @@ def of_page(page: str, after: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("code", [found[0]], ids=[f"{page} {after}"])
 
 
-@pytest.fixture(scope="module")
-def isolated() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-
-
 @of_page("docs/sandbox.md", after="# The sandbox")
 @pytest.mark.nsjail
-def test_the_sandbox_alone(code: str, isolated: None) -> None:
+def test_the_sandbox_alone(code: str) -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     result = names["result"]
@@ -68,7 +60,7 @@ def test_the_sandbox_alone(code: str, isolated: None) -> None:
 
 @of_page("docs/sandbox.md", after="Code written for E2B")
 @pytest.mark.nsjail
-def test_code_written_for_e2b(code: str, isolated: None) -> None:
+def test_code_written_for_e2b(code: str) -> None:
     """What each line gives, the comment behind the first of them included."""
     code = re.sub(r"^    (sandbox\..*?)(?:  #.*)?$", r"    seen.append(\1)", code, flags=re.M)
     seen: list[Any] = []
@@ -228,7 +220,7 @@ def test_the_readmes_environment_is_played_by_its_config(
 @of_page("docs/agents.md", after="# lines.py")
 @pytest.mark.nsjail
 def test_the_pages_agent_is_played_by_its_config(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated: None
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(code.splitlines()) <= 32
     (tmp_path / "lines.py").write_text(code)
@@ -270,9 +262,7 @@ def test_the_pages_environment_is_played_by_the_pages_agent(
 @of_page("docs/agents.md", after="## Without training")
 @pytest.mark.slow
 @pytest.mark.nsjail
-def test_playing_without_training(
-    code: str, tmp_path: Path, tiny_model: Path, isolated: None
-) -> None:
+def test_playing_without_training(code: str, tmp_path: Path, tiny_model: Path) -> None:
     """In a process of its own; a tiny model in the place of the quickstart's."""
     config = tmp_path / "c.toml"
     config.write_text(

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli, recipe
+from agentgrpo.atomic import write_lines
 from agentgrpo.data.import_gguf import (
     MARKER,
     Metadata,
@@ -32,7 +33,6 @@ from agentgrpo.data.import_gguf import (
     write_tokenizer,
 )
 from agentgrpo.models import resolve_model
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from tests import tiny
 from tests.test_docs import PAGES, ROOT, blocks, lines, words
 
@@ -66,7 +66,7 @@ ELSEWHERE = {
 } | {
     f"agentgrpo {part} recipe.toml": (
         "tests/end_to_end/test_recipe.py",
-        'command(folder, "recipe")',  # runs each of its parts in a process of its own
+        '"-m", "agentgrpo.recipe"',  # runs each of its parts in a process of its own
     )
     for part in ("flywheel", "sft", "curriculum")
 }
@@ -205,10 +205,6 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
     folder = tmp_path_factory.mktemp("reader")
     model = folder / "cache" / "models" / "SmolLM2-135M-Instruct"
     make_standin(model)
@@ -219,8 +215,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
                 (folder / file[1]).write_text(code)
     for name in ("MODEL", "CHECKPOINT"):
         (folder / name).symlink_to(model)
-    rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
-    (folder / "sums.jsonl").write_text(rows)
+    write_lines(folder / "sums.jsonl", tiny.sums(20))
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "requirements.txt").write_text(f"{make_numpy(folder)}\n")
     (folder / "tools.py").write_text("def double(x):\n    return 2 * x\n")

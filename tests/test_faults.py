@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from agentgrpo.agreement import Disagreement, Probes, check_agreement, probe_prompts
-from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
+from agentgrpo.config import EngineConfig
 from agentgrpo.engine import Engine
 from agentgrpo.learner import Learner
 from agentgrpo.weights import views_for
+from tests.learning.given import learner_on
 from tests.tiny import VOCAB
 
 THRESHOLD = EngineConfig().agreement_on("cpu")
@@ -27,10 +28,7 @@ def probes() -> Probes:
 @pytest.fixture
 def make_learner(engine: Engine, tiny_model: Path) -> Callable[[str], Learner]:
     def make(weights: str) -> Learner:
-        return Learner(
-            tiny_model, engine, LearnerConfig(), LossConfig(),
-            total_steps=1, temperature=1.0, weights=weights, dlogp_limit=THRESHOLD,
-        )  # fmt: skip
+        return learner_on(engine, tiny_model, weights=weights, dlogp_limit=THRESHOLD)
 
     return make
 

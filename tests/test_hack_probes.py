@@ -7,7 +7,6 @@ documented in docs/agents.md. A test's name says which kind it probes, and one t
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tags import TagAgent
+from agentgrpo.atomic import write_lines
 from agentgrpo.config import AgentConfig, RewardConfig
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
@@ -35,7 +35,7 @@ from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.registry import ENVIRONMENTS, REWARDS, make_reward
 from agentgrpo.rewards import score
-from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.types import Group, Rollout, Task
 from tests.playing import EOT, play, task
 
@@ -46,11 +46,7 @@ EVERYTHING = " ".join(map(str, range(200)))
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    try:
-        made = SandboxPool(limits=Limits(timeout_s=2.0), max_live=4, min_idle=1, zygotes=1)
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-    with made:
+    with SandboxPool(limits=Limits(timeout_s=2.0), max_live=4, min_idle=1, zygotes=1) as made:
         yield made
 
 
@@ -351,7 +347,7 @@ def test_env_search_with_the_text_reward(
 ) -> None:
     """With a format reward of 0.1 and a cost of 0.1 a search."""
     corpus = tmp_path / "texts.jsonl"
-    corpus.write_text("\n".join(map(json.dumps, TEXTS)))
+    write_lines(corpus, TEXTS)
     env = SearchEnv(corpus)
     agent = InlineAgent(AgentConfig(kind="inline"), env.tools)
     played = play(
@@ -368,7 +364,7 @@ def test_env_python_and_search_in_tags_pay_the_answer_alone(
 ) -> None:
     """envs/tagged.py, which a config names as module:Class."""
     corpus = tmp_path / "texts.jsonl"
-    corpus.write_text("\n".join(map(json.dumps, TEXTS)))
+    write_lines(corpus, TEXTS)
     env = TaggedEnv(pool, 2.0, corpus=corpus, max_calls=2)
     agent = TagAgent()
 

@@ -102,35 +102,27 @@ def test_kernels_is_no_package_and_linked_into_ours() -> None:
     assert os.readlink(PACKAGE / "kernels") == "../kernels"
 
 
-def modules_after(statement: str) -> set[str]:
-    """What a fresh interpreter has loaded after a statement."""
-    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+def modules_after(*imported: str) -> set[str]:
+    """What a fresh interpreter has loaded after these imports."""
+    program = f"import {', '.join(imported)}, sys\nprint(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return set(ran.stdout.split())
 
 
-@pytest.mark.parametrize("path", python_files("kernels"), ids=lambda path: path.name)
-def test_a_kernel_loads_neither_vllm_nor_transformers(path: Path) -> None:
-    loaded = modules_after(f"import agentgrpo.kernels.{path.stem}")
-    assert f"agentgrpo.kernels.{path.stem}" in loaded
+def test_kernels_load_neither_vllm_nor_transformers() -> None:
+    kernels = {f"agentgrpo.kernels.{path.stem}" for path in python_files("kernels")}
+    loaded = modules_after(*kernels)
+    assert kernels <= loaded
     assert not loaded & {"vllm", "transformers", "agentgrpo.engine", "agentgrpo.types"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "agentgrpo",
-        "agentgrpo.sandbox",
-        "agentgrpo.envs.python",
-        "agentgrpo.train",
-        "agentgrpo.build",
-    ],
-)
-def test_what_runs_before_the_model_loads_no_torch(module: str) -> None:
-    assert not modules_after(f"import {module}") & {"torch", "vllm", "transformers", "triton"}
+def test_what_runs_before_the_model_loads_no_torch() -> None:
+    early = ("agentgrpo", "agentgrpo.sandbox", "agentgrpo.envs.python")
+    loaded = modules_after(*early, "agentgrpo.train", "agentgrpo.build")
+    assert not loaded & {"torch", "vllm", "transformers", "triton"}
 
 
 def test_transformers_can_be_imported_from_the_repository() -> None:
-    assert "transformers" in modules_after("import transformers")
+    assert "transformers" in modules_after("transformers")

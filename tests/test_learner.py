@@ -20,6 +20,7 @@ from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from agentgrpo.updates import Update
+from tests.learning.given import learner_on
 from tests.tiny import VOCAB
 
 TASK = Task(id="t", messages=(), spec={})
@@ -34,17 +35,11 @@ def make_learner(engine: Engine, tiny_model: Path) -> MakeLearner:
         *, weights: str = "shared", temperature: float = 1.0, dlogp_limit: float = 1e-3,
         loss: LossConfig | None = None, total_steps: int = 4, **config: Any,
     ) -> Learner:  # fmt: skip
-        settings = {"learning_rate": 1e-2, "max_grad_norm": 1e9, **config}
-        return Learner(
-            tiny_model,
-            engine,
-            LearnerConfig(**settings),
-            loss or LossConfig(),
-            total_steps=total_steps,
-            temperature=temperature,
-            weights=weights,
-            dlogp_limit=dlogp_limit,
-        )
+        settings = LearnerConfig(**{"learning_rate": 1e-2, "max_grad_norm": 1e9, **config})
+        return learner_on(
+            engine, tiny_model, settings, loss, total_steps=total_steps, temperature=temperature,
+            weights=weights, dlogp_limit=dlogp_limit,
+        )  # fmt: skip
 
     return make
 

@@ -18,6 +18,7 @@ from agentgrpo.footprint import footprint, shapes_in
 from agentgrpo.learner import Learner
 from agentgrpo.lora import put_in_place
 from agentgrpo.models import SavedAdapter, base_of, resolve_model, saved_adapter
+from tests.learning.given import learner_on
 from tests.tiny import VOCAB
 
 RANK, ALPHA = 4, 8.0
@@ -35,16 +36,8 @@ def served(tiny_model: Path) -> Iterator[Engine]:
 @pytest.fixture
 def make_learner(served: Engine, tiny_model: Path) -> Callable[..., Learner]:
     def make(weights: str = "auto", loss: LossConfig | None = None, **lora: Any) -> Learner:
-        return Learner(
-            tiny_model,
-            served,
-            LearnerConfig(lora={"rank": RANK, "alpha": ALPHA, **lora}),  # type: ignore[arg-type]
-            loss or LossConfig(),
-            total_steps=4,
-            temperature=1.0,
-            weights=weights,
-            dlogp_limit=1e-3,
-        )
+        config = LearnerConfig(lora={"rank": RANK, "alpha": ALPHA, **lora})  # type: ignore[arg-type]
+        return learner_on(served, tiny_model, config, loss, weights=weights)
 
     served.wake()
     return make

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.metrics import RunLog
 from agentgrpo.records import read_rollout, rollout_record
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
@@ -59,15 +59,11 @@ def test_a_rollout_survives_being_written(written: Rollout) -> None:
             assert ours.logprobs.tobytes() == theirs.logprobs.tobytes()
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_metrics_are_named_by_area(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "new" / "folder")
     log.write(0, rollout={"reward": 0.5}, learner={"loss": -1.0})
     log.write(1, eval={"solved": 1.0})
-    assert lines(tmp_path / "new" / "folder" / "metrics.jsonl") == [
+    assert read_lines(tmp_path / "new" / "folder" / "metrics.jsonl") == [
         {"step": 0, "rollout/reward": 0.5, "learner/loss": -1.0},
         {"step": 1, "eval/solved": 1.0},
     ]
@@ -77,7 +73,7 @@ def test_rollouts_say_where_they_belong(tmp_path: Path, group: Callable[..., Gro
     log = RunLog(tmp_path)
     log.rollouts(3, [group([1, 2]), group([1])])
     log.rollouts(4, [group([1])], split="heldout")
-    rows = lines(tmp_path / "rollouts.jsonl")
+    rows = read_lines(tmp_path / "rollouts.jsonl")
     assert [(r["step"], r["split"], r["group"], r["index"]) for r in rows] == [
         (3, "train", 0, 0),
         (3, "train", 0, 1),
@@ -100,7 +96,7 @@ def test_what_came_after_the_offsets_is_cut(tmp_path: Path, group: Callable[...,
     RunLog(tmp_path).cut_back(offsets)
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
     log.write(1, a={"x": 2.5})
-    assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": 1, "a/x": 2.5}
+    assert read_lines(tmp_path / "metrics.jsonl")[-1] == {"step": 1, "a/x": 2.5}
 
 
 def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ is in docs/troubleshooting.md.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import checkpoint, machine
+from agentgrpo.atomic import write_lines
 from agentgrpo.footprint import GIB
 from agentgrpo.plan import memory_warnings
 from agentgrpo.read_config import load_config
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.train import main
 from tests import tiny
 
@@ -30,24 +29,13 @@ pytestmark = pytest.mark.nsjail
 DryRun = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def isolated() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-
-
 @pytest.fixture
-def dry_run(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], isolated: None
-) -> DryRun:
+def dry_run(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> DryRun:
     """Runs `agentgrpo train --dry-run` on SUMS with settings of its own; status, out, err.
 
     dry=False: `agentgrpo train`.
     """
-    rows = "".join(json.dumps(row) + "\n" for row in tiny.sums(20))
-    (tmp_path / "rows.jsonl").write_text(rows)
+    write_lines(tmp_path / "rows.jsonl", tiny.sums(20))
     path = tmp_path / "c.toml"
     path.write_text(
         f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\nsteps = 3\n'

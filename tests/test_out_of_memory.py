@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import re
 import resource
@@ -20,14 +19,15 @@ import pytest
 import torch
 
 from agentgrpo import machine
-from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.atomic import write_lines
+from agentgrpo.config import LearnerConfig, TrainConfig
 from agentgrpo.engine import Engine
 from agentgrpo.footprint import GIB
-from agentgrpo.learner import Learner
 from agentgrpo.memory import OutOfMemory, explained
 from agentgrpo.preflight import to_learn, to_sample
 from agentgrpo.train import CONTINUE, run
 from tests import tiny
+from tests.learning.given import learner_on
 from tests.test_preflight import Machine
 from tests.test_train import FakeRun
 
@@ -176,7 +176,7 @@ sys.exit(train.main(sys.argv[2:]))
 @pytest.mark.nsjail
 def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_path: Path) -> None:
     """The real one, in a process whose address space ends at the size of its KV cache."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in tiny.sums(9)))
+    write_lines(tmp_path / "rows.jsonl", tiny.sums(9))
     (tmp_path / "c.toml").write_text(
         f'model = "{tiny_model}"\nout_dir = "run"\n'
         '[data]\ntrain = "rows.jsonl"\nheldout = "split"\nnum_heldout = 1\n'
@@ -204,6 +204,7 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
 @contextlib.contextmanager
 def room_for(more: int) -> Iterator[None]:
     """This process may map so many bytes more."""
+    gc.unfreeze()
     gc.collect()  # what other tests left, else it is given back in between and is room as well
     before = resource.getrlimit(resource.RLIMIT_AS)
     taken = machine._kib("/proc/self/status")["VmSize"] * 1024
@@ -218,10 +219,7 @@ def test_a_learner_that_finds_no_memory_says_what_fits(
     engine: Engine, tiny_model: Path, config: TrainConfig
 ) -> None:
     """The real one: it is tried what number of tokens does, and that number does."""
-    learner = Learner(
-        tiny_model, engine, LearnerConfig(), LossConfig(),
-        total_steps=1, temperature=1.0, weights="shared", dlogp_limit=1e-3,
-    )  # fmt: skip
+    learner = learner_on(engine, tiny_model)
     config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**14)})
     with (
         room_for(GIB // 8),

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine import Engine
-from agentgrpo.learner import Learner
 from agentgrpo.memory import out_of_memory, rss_bytes
 from agentgrpo.preflight import DoesNotFit, preflight
 from agentgrpo.types import Metrics
+from tests.learning.given import learner_on
 
 
 @dataclass
@@ -108,10 +107,7 @@ def test_resident_memory_is_counted_in_bytes() -> None:
 def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
     engine: Engine, tiny_model: Path
 ) -> None:
-    learner = Learner(
-        tiny_model, engine, LearnerConfig(), LossConfig(),
-        total_steps=1, temperature=1.0, weights="shared", dlogp_limit=1e-3,
-    )  # fmt: skip
+    learner = learner_on(engine, tiny_model)
     before = [p.detach().clone() for p in learner.model.parameters()]
     seen: list[tuple[int, int]] = []
     learner._scorer.register_forward_pre_hook(

@@ -13,12 +13,12 @@ import torch
 
 from agentgrpo.agents.base import RunCode
 from agentgrpo.agents.code import CodeAgent
+from agentgrpo.atomic import read_lines
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.recipe_config import RecipeConfig, SftConfig
 from agentgrpo.records import rollout_record
 from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.sft import (
     batch_of,
     conversation,
@@ -168,14 +168,6 @@ def test_each_epoch_has_every_example_once_in_another_order() -> None:
     assert batch_of(4, 10, 4, 7) == batch_of(4, 10, 4, 7) != batch_of(4, 10, 4, 8)
 
 
-@pytest.fixture
-def _sandbox() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-
-
 def recipe(folder: Path, model: Path, **sft: Any) -> RecipeConfig:
     return RecipeConfig.model_validate(
         {
@@ -232,7 +224,7 @@ def test_S3_14_the_loss_is_cross_entropy_with_masked_labels(
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.nsjail
 def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -257,8 +249,7 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
             interrupt_after(3, made)
         last = finetune(made)
         assert last.name == "step_000008"
-        metrics = (made.out_dir / "sft" / "metrics.jsonl").read_text().splitlines()
-        written.append([json.loads(line) for line in metrics])
+        written.append(read_lines(made.out_dir / "sft" / "metrics.jsonl"))
     whole, resumed = written
     assert [row["step"] for row in whole] == [row["step"] for row in resumed] == list(range(8))
     for name in ("sft/nll", "sft/grad_norm"):

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from agentgrpo.agreement import check_agreement, probe_prompts
-from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
+from agentgrpo.config import EngineConfig
 from agentgrpo.engine import Engine
-from agentgrpo.learner import Learner
 from agentgrpo.weights import views_for
+from tests.learning.given import learner_on
 from tests.tiny import SPECIAL, VOCAB, make_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -75,10 +75,7 @@ CASES = [
 @pytest.mark.parametrize("start", CASES, indirect=True)
 def test_learner_and_sampler_are_one_replica_and_one_policy(start: tuple[Engine, Path]) -> None:
     engine, model = start
-    learner = Learner(
-        model, engine, LearnerConfig(), LossConfig(),
-        total_steps=1, temperature=1.0, weights="shared", dlogp_limit=1.0,
-    )  # fmt: skip
+    learner = learner_on(engine, model, dlogp_limit=1.0)
     theirs = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
     assert {p.untyped_storage().data_ptr() for p in learner.model.parameters()} == theirs
     assert (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.metrics import RunLog
 from agentgrpo.trackers import open_trackers, require
 
@@ -51,7 +51,7 @@ def test_a_service_gets_every_line_and_the_end(service: FakeService, tmp_path: P
     assert options["config"] == {"steps": 2}
     assert options["resume"] == "allow"
     assert service.calls[2][1] == (0, {"step": 0, "rollout/reward": 1.0, "learner/loss": 0.25})
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = read_lines(tmp_path / "metrics.jsonl")
     assert [call[1][1] for call in service.calls[1:3]] == written
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from agentgrpo import verify
+from agentgrpo.atomic import read_lines, write_lines
 from agentgrpo.config import TrainConfig
 from agentgrpo.metrics import RunLog
 from agentgrpo.packing import pack_tree
@@ -210,12 +211,12 @@ def test_every_corruption_is_found(
 ) -> None:
     write_run(tmp_path)
     path = tmp_path / "rollouts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     at = next(
         i for i, line in enumerate(lines) if len(line["turns"]) > 1 and line["split"] == "heldout"
     )
     corrupt(lines[at])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     report = verify.verify_run(tmp_path)
     place = f"step {lines[at]['step']} heldout group {lines[at]['group']} rollout "
     assert any(f"{place}{lines[at]['index']}: " in f and fault in f for f in report.faults), (
@@ -276,9 +277,9 @@ def test_every_corruption_of_what_the_learner_saw_is_found(
 ) -> None:
     write_run(tmp_path)
     path = tmp_path / "rollouts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     corrupt(next(line for line in lines if line["learner_logprobs"]))
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     faults = verify.verify_run(tmp_path).faults
     assert any(re.search(fault, found) for found in faults), faults
 
@@ -286,11 +287,11 @@ def test_every_corruption_of_what_the_learner_saw_is_found(
 def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path: Path) -> None:
     write_run(tmp_path)
     path = tmp_path / "rollouts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     for line in lines:
         if line["step"] == 1:  # a step that the learner refused
             forget(line)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     report = verify.verify_run(tmp_path)
     assert report.faults == []
     assert 0 < report.learned < report.terms
@@ -298,7 +299,7 @@ def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path
     for line in lines:
         if line["split"] == "heldout":
             line.update({key: trained[key] for key in ("learner_logprobs", "entropies")})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     faults = verify.verify_run(tmp_path).faults
     assert sum("seen by the learner, but not played for training" in f for f in faults) == 8
 
@@ -407,16 +408,16 @@ def test_branches_are_proven_to_begin_as_their_parents(tmp_path: Path, credit: s
     sampled = sum(r.num_sampled for r in groups[0].rollouts)
     assert report.terms == (sum(unique.values()) if credit == "hard" else sampled)
     path = tmp_path / "rollouts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     for key, value in (("parent", 7), ("parent", 1), ("forked_at", 3)):
         wrong = [dict(line) for line in lines]
         wrong[1][key] = value
-        path.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+        write_lines(path, wrong)
         faults = verify.verify_run(tmp_path).faults
         assert any("group 0 rollout 1: does not begin as rollout" in f for f in faults), faults
     wrong = [json.loads(json.dumps(line)) for line in lines]
     wrong[1]["segments"][1]["logprobs"][0] -= 1.0
-    path.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+    write_lines(path, wrong)
     assert any("does not begin as" in fault for fault in verify.verify_run(tmp_path).faults)
 
 

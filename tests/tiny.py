@@ -21,6 +21,7 @@ CHATML = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = len(SPECIAL) + 256
+AGENT_STEPS = 300
 
 
 def make_tokenizer(
@@ -80,8 +81,8 @@ def make_model_dir(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
     return folder
 
 
-def make_agent_dir(folder: Path, *, steps: int = 150, tied: bool = True) -> Path:
-    """A model that mostly plays SUMS as it should: trained for seconds on noisy examples of it.
+def make_agent_dir(folder: Path, *, tied: bool = True) -> Path:
+    """A model that plays half of SUMS as it should: trained for seconds on noisy examples of it.
 
     It writes code that adds two digits, then answers what it was shown; or guesses at once; or
     forgets a tag. So groups of its rollouts differ in reward, and all of the loop has work.
@@ -92,8 +93,8 @@ def make_agent_dir(folder: Path, *, steps: int = 150, tied: bool = True) -> Path
     rng = random.Random(0)
     state = torch.get_rng_state()
     adamw = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for step in range(steps):
-        adamw.param_groups[0]["lr"] = 5e-3 * (1 - step / steps)
+    for step in range(AGENT_STEPS):
+        adamw.param_groups[0]["lr"] = 5e-3 * (1 - step / AGENT_STEPS)
         ids = [tokenizer.encode(_example(rng), add_special_tokens=False) for _ in range(16)]
         longest = max(map(len, ids))
         batch = torch.tensor([row + [0] * (longest - len(row)) for row in ids])

@@ -260,8 +260,3 @@ class LossConfig(Section):
                         f"'normalize_then_sum', got {value!r}"
                     )
         return self
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer updates on the rollouts of one step."""
-        return self.num_iterations * self.num_mini_batches

@@ -18,8 +18,6 @@ from typing import Any
 from agentgrpo.data.tasks import RowTasks
 from agentgrpo.types import Task
 
-Place = tuple[Path, int]
-
 
 def read_tasks(
     path: Path | str,

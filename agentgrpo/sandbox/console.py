@@ -51,7 +51,3 @@ class Console:
         self.transcript += f"{self.prompt}{line}\n{step.stdout}"
         self.prompt = MORE if step.more else FIRST
         return typed
-
-    def type_all(self, text: str) -> list[Typed]:
-        """Type several lines, one after the other."""
-        return [self.type(line) for line in text.split("\n")]

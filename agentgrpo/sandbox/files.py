@@ -114,11 +114,11 @@ class Files:
             _C.sandbox_act_as(before)
 
     @contextlib.contextmanager
-    def _open(self, path: str, flags: int, mode: int = 0o644) -> Iterator[int]:
+    def _open(self, path: str, flags: int) -> Iterator[int]:
         """An open descriptor, while acting as the session's user."""
         full = _full(path)
         with _translated(path), self._as_user():
-            fd = _C.sandbox_open_in(self._root, full, flags, mode)
+            fd = _C.sandbox_open_in(self._root, full, flags, 0o644)
             try:
                 yield fd
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from agentgrpo.agents.base import CallTools, Finish, Malformed, RunCode, ToolCall
 from agentgrpo.agents.tags import TagAgent, boxed
+from agentgrpo.atomic import write_lines
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Observation
 from agentgrpo.envs.search import SearchEnv
@@ -38,7 +38,7 @@ def corpus(tmp_path: Path) -> Path:
     texts = {"Engine": "The engine was built by Ada.", "Spam": EVIL, "Long": "tomato " * 200}
     rows = [{"id": title, "title": title, "text": text} for title, text in texts.items()]
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
@@ -84,6 +84,7 @@ def test_S3_1_tags_are_the_users() -> None:
         TagAgent(result="a b")
 
 
+@pytest.mark.nsjail
 def test_S3_1_results_are_given_within_the_message_and_never_trained(
     tokenizer: Any, pool: SandboxPool, corpus: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_S3_1_results_are_given_within_the_message_and_never_trained(
     assert (played.stats["tool_calls"], played.stats["tool_errors"]) == (2, 0)
 
 
+@pytest.mark.nsjail
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
@@ -123,6 +125,7 @@ def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
     assert [text for text, sampled in parts(tokenizer, played) if sampled] == turns
 
 
+@pytest.mark.nsjail
 def test_S3_1_a_limit_of_one_tool_leaves_the_other(
     tokenizer: Any, pool: SandboxPool, corpus: Path
 ) -> None:
@@ -147,10 +150,11 @@ def test_S3_2_the_best_texts_come_in_order_and_are_remembered(tmp_path: Path) ->
     assert env.cache_hits == 1
     path = tmp_path / "texts.jsonl"
     rows = [{"id": name, "title": title, "text": text} for name, title, text in texts]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write_lines(path, rows)
     assert SearchEnv(path, top_k=2).reset(TASK).step(ask).text == first
 
 
+@pytest.mark.nsjail
 def test_S3_2_search_is_local_bounded_and_repeats(pool: SandboxPool, corpus: Path) -> None:
     env = TaggedEnv(pool, 5.0, corpus=corpus, top_k=1, max_chars=20)
     ask = CallTools((ToolCall("search", {"query": "tomato?"}),))
@@ -164,6 +168,7 @@ def test_S3_2_search_is_local_bounded_and_repeats(pool: SandboxPool, corpus: Pat
     assert (missing.failed, missing.text) == (True, "Error: there is no search here")
 
 
+@pytest.mark.nsjail
 def test_S3_3_python_shows_its_last_value_and_its_errors(pool: SandboxPool) -> None:
     env = TaggedEnv(pool, 1.0)
     episode = env.reset(TASK)
@@ -177,6 +182,7 @@ def test_S3_3_python_shows_its_last_value_and_its_errors(pool: SandboxPool) -> N
         episode.close()
 
 
+@pytest.mark.nsjail
 def test_S3_17_a_document_is_not_taken_for_the_policy(
     tokenizer: Any, pool: SandboxPool, corpus: Path
 ) -> None:
@@ -210,6 +216,7 @@ def test_boxes_are_balanced() -> None:
     assert boxed("1") is None
 
 
+@pytest.mark.nsjail
 @pytest.mark.parametrize("limits", [{"max_python": -1}, {"max_search": True}, {"max_calls": 1.5}])
 def test_bad_limits_are_named(pool: SandboxPool, limits: dict[str, Any]) -> None:
     (name,) = limits

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.data.curriculum import (
     PartFailed,
     difficulty_pools,
@@ -101,9 +102,7 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
     assert len(chosen) == 4
     assert 0 not in chosen
     assert 4 not in chosen  # all right, all wrong
-    rows = [
-        json.loads(line) for line in (folder_of(recipe, 0) / "tasks.jsonl").read_text().splitlines()
-    ]
+    rows = read_lines(folder_of(recipe, 0) / "tasks.jsonl")
     assert [row["level"] for row in rows] == [1] * 4
     assert all(row["answer"] is not None for row in rows)
     written = json.loads((folder_of(recipe, 0) / "select.json").read_text())

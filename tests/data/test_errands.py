@@ -54,6 +54,7 @@ def test_tasks_are_a_sum_and_a_question_in_turn_and_all_different(split: Split) 
     assert errands.tasks(split)[7].messages == tasks[7].messages
 
 
+@pytest.mark.nsjail
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_search_for_the_name_finds_the_answer_and_no_question_tells_it(
     env: ErrandsEnv, split: Split
@@ -74,6 +75,7 @@ def test_an_answer_is_told_once_in_its_entry() -> None:
         assert all(entry.text.count(value) == 1 for value in values)
 
 
+@pytest.mark.nsjail
 def test_the_shown_examples_are_as_the_world_answers(env: ErrandsEnv) -> None:
     """Examples have the very form of what the policy will see; their facts are their own."""
     agent = TagAgent(**recipe().agent.options)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.code import CodeAgent
+from agentgrpo.atomic import read_lines
 from agentgrpo.config import AgentConfig
 from agentgrpo.data.flywheel import kept, spin
 from agentgrpo.envs.base import InfrastructureError
@@ -108,8 +109,7 @@ class World:
         return dict(summary)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.recipe.out_dir / "flywheel" / name
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return read_lines(self.recipe.out_dir / "flywheel" / name)
 
 
 @pytest.fixture(autouse=True)

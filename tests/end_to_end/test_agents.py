@@ -22,15 +22,15 @@ from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.tools import ToolEnv
-from agentgrpo.learner import Learner
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
 from agentgrpo.rewards import score
 from agentgrpo.rollout import generate
-from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.tool_parsers import tool_call_reader
 from agentgrpo.types import Rollout, Status
 from agentgrpo.updates import Update
+from tests.learning.given import learner_on
 from tests.playing import task
 from tests.rollout.stubs import StubEnv
 from tests.rollout.test_second_role import AGENT as TALKER
@@ -61,12 +61,8 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
 ) -> None:
     """Tags are letters that the random model writes often, so that it acts at all."""
     opens, closes = common_letters(engine, tokenizer)
-    try:
-        pool = SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1)
-    except SandboxUnavailable as reason:
-        pytest.skip(str(reason))
     tags: dict[str, Any] = {"open_tag": opens, "close_tag": closes, "system_prompt": ""}
-    with pool:
+    with SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1) as pool:
         made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
             "code": lambda: (CodeAgent(AgentConfig(**tags)), PythonEnv(pool, 2.0)),
             "repl": lambda: (
@@ -140,15 +136,8 @@ def calls(rollout: Rollout) -> dict[str, float]:
 def test_S0_14_the_share_of_rollouts_that_run_code_rises(
     engine: Engine, tiny_model: Path, tokenizer: Any
 ) -> None:
-    learner = Learner(
-        tiny_model,
-        engine,
-        LearnerConfig(learning_rate=2e-3),
-        LossConfig(),
-        total_steps=STEPS,
-        temperature=1.0,
-        weights="shared",
-        dlogp_limit=1e-4,
+    learner = learner_on(
+        engine, tiny_model, LearnerConfig(learning_rate=2e-3), total_steps=STEPS, dlogp_limit=1e-4
     )
     opens, closes = common_letters(engine, tokenizer)
     agent = CodeAgent(AgentConfig(system_prompt="S", open_tag=opens, close_tag=closes))

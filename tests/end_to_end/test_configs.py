@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 
 from agentgrpo import examples
+from agentgrpo.atomic import write_lines
 from agentgrpo.build import prompt_length, set_stage
 from agentgrpo.progress import Progress
 from agentgrpo.read_config import load_config, load_config_of, shipped_configs
 from agentgrpo.recipe_config import RecipeConfig
-from agentgrpo.sandbox import SandboxUnavailable
 
 NEEDS = {
     "frozen_lake": "gymnasium",
@@ -53,10 +52,7 @@ def test_a_shipped_config_sets_its_stage(
     if name == "mcp":
         overrides.append(f'env.options={{command="{sys.executable}", args=["server.py"]}}')
     config = load_config_of(RecipeConfig, name, overrides)
-    try:
-        stage = set_stage(config, model=str(tiny_model), progress=Progress(1))
-    except SandboxUnavailable as reason:
-        pytest.skip(str(reason))
+    stage = set_stage(config, model=str(tiny_model), progress=Progress(1))
     try:
         tasks: Any = stage.training_tasks(config)
         (task, *_) = tasks.next(3)
@@ -69,13 +65,14 @@ def test_a_shipped_config_sets_its_stage(
         stage.close()
 
 
+@pytest.mark.nsjail
 @pytest.mark.parametrize("limit", [65, 20])
 def test_the_length_filter_counts_what_it_leaves_out(
     limit: int, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"question": "q" * (1 + 40 * (i % 2)), "answer": 1} for i in range(20)]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write_lines(path, rows)
     overrides = [
         f"out_dir={tmp_path}/run",
         f"data.train={path}",
@@ -88,14 +85,11 @@ def test_the_length_filter_counts_what_it_leaves_out(
         f"data.max_prompt_tokens={limit}",
     ]
     config = load_config("quickstart", overrides)
-    try:
-        if limit == 20:
-            with pytest.raises(ValueError, match=r"data\.heldout: no prompt has at most 20 tokens"):
-                set_stage(config, model=str(tiny_model))
-            return
-        stage = set_stage(config, model=str(tiny_model))
-    except SandboxUnavailable as reason:
-        pytest.skip(str(reason))
+    if limit == 20:
+        with pytest.raises(ValueError, match=r"data\.heldout: no prompt has at most 20 tokens"):
+            set_stage(config, model=str(tiny_model))
+        return
+    stage = set_stage(config, model=str(tiny_model))
     try:
         tasks: Any = stage.training_tasks(config)
         assert len(tasks) == len(stage.heldout) == 10

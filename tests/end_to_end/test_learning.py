@@ -12,7 +12,6 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agreement import check_agreement, probe_prompts
 from agentgrpo.config import AgentConfig, EngineConfig, LearnerConfig, LossConfig, RolloutConfig
 from agentgrpo.engine import Engine
-from agentgrpo.learner import Learner
 from agentgrpo.losses import token_weights
 from agentgrpo.packing import pack_tree
 from agentgrpo.rewards import score
@@ -20,6 +19,7 @@ from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Task
 from agentgrpo.updates import Update
+from tests.learning.given import learner_on
 from tests.rollout.stubs import StubEnv
 
 ITERATIONS = 12
@@ -36,14 +36,12 @@ def test_the_mean_reward_of_a_toy_task_rises(
     engine: Engine, tiny_model: Path, tokenizer: Any, loss_type: Any
 ) -> None:
     config = RolloutConfig(max_turns=1, max_turn_tokens=12, group_size=8, deterministic=True)
-    learner = Learner(
-        tiny_model,
+    learner = learner_on(
         engine,
+        tiny_model,
         LearnerConfig(learning_rate=2e-3),
         LossConfig(loss_type=loss_type),
         total_steps=ITERATIONS,
-        temperature=1.0,
-        weights="shared",
         dlogp_limit=1e-4,
     )
     agent = CodeAgent(AgentConfig(system_prompt="S"))

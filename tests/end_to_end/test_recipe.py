@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
-from tests import tiny
+from agentgrpo.atomic import read_lines, write_lines
+from tests import tiny, warm
 
-ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1500)]
 
 SCRIPTS = """
 import re
@@ -30,7 +26,7 @@ def reflector(messages):
 """
 
 RECIPE = """
-model = "{folder}/agent"
+model = "{model}"
 out_dir = "{folder}/run"
 save_every = 1
 eval_every = 0
@@ -90,41 +86,25 @@ steps = [2, 1]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
+def folder(tmp_path_factory: pytest.TempPathFactory, agent_model: Path) -> Path:
     made = tmp_path_factory.mktemp("recipe")
-    tiny.make_agent_dir(made / "agent", steps=300)  # right about every second time
     for name, count, seed in (("train", 40, 0), ("heldout", 4, 1)):
-        rows = tiny.sums(count, seed=seed)
-        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(made / f"{name}.jsonl", tiny.sums(count, seed=seed))
     (made / "recipe_scripts.py").write_text(SCRIPTS)
-    (made / "recipe.toml").write_text(RECIPE.format(folder=made))
+    (made / "recipe.toml").write_text(RECIPE.format(folder=made, model=agent_model))
     return made
 
 
-def command(folder: Path, module: str, *arguments: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-m", f"agentgrpo.{module}", str(folder / "recipe.toml"), *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def command(folder: Path) -> str:
+    ran = warm.run("-m", "agentgrpo.recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder))
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """The whole recipe, by one command."""
-    said = command(folder, "recipe")
+    said = command(folder)
     assert (folder / "run/report.md").read_text() in said
     return folder / "run"
 
@@ -134,9 +114,9 @@ def test_the_flywheels_trajectories_are_what_is_fine_tuned_on(run: Path) -> None
     assert summary["questions"] == 12
     assert summary["failed_by_the_machine"] == 0
     assert summary["kept"] > 0
-    everything = lines(run / "flywheel/rollouts.jsonl")
+    everything = read_lines(run / "flywheel/rollouts.jsonl")
     assert {one["flywheel"]["operator"] for one in everything} >= {"fresh", "reflection"}
-    metrics = lines(run / "sft/metrics.jsonl")
+    metrics = read_lines(run / "sft/metrics.jsonl")
     assert metrics
     assert all(row["sft/nll"] > 0 for row in metrics)
 
@@ -149,8 +129,8 @@ def test_S3_15_three_stages_each_from_the_last_ones_checkpoint(run: Path) -> Non
         assert (stage["from"], stage["candidates"], stage["steps"]) == (start, 16, steps)
         assert 0 < stage["selected"] <= stage["mixed"]
         start = stage["to"]
-        selected = lines(folder / "tasks.jsonl")
-        trained = lines(folder / "rl/rollouts.jsonl")
+        selected = read_lines(folder / "tasks.jsonl")
+        trained = read_lines(folder / "rl/rollouts.jsonl")
         questions = {row["question"][0]["content"] for row in selected}
         played = {r["task"]["messages"][0]["content"] for r in trained if r["split"] == "train"}
         assert played <= questions
@@ -161,7 +141,7 @@ def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
     """And have its tokens up to there, log-probabilities included: right behind a tool's answer."""
     by_place = {
         (record["step"], record["group"], record["index"]): record
-        for record in lines(run / "stage_0/rl/rollouts.jsonl")
+        for record in read_lines(run / "stage_0/rl/rollouts.jsonl")
         if record["split"] == "train"
     }
     branches = [place for place, record in by_place.items() if record["parent"] is not None]
@@ -181,11 +161,11 @@ def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
         assert branch["task"] == parent["task"]
 
 
-def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, folder: Path) -> None:
+def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, agent_model: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     last = json.loads((run / "stage_2/stage.json").read_text())["to"]
     models = {part: measured["model"] for part, measured in report["reports"].items()}
-    assert models["prompting"] == str(folder / "agent")
+    assert models["prompting"] == str(agent_model)
     assert models["trained"] == last
     assert all(measured["tasks"] == 4 for measured in report["reports"].values())
     stages = report["stages"]
@@ -198,5 +178,5 @@ def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, folder: Path
 
 def test_a_finished_recipe_is_not_done_again(run: Path, folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")}
-    assert "==" not in command(folder, "recipe")
+    assert "==" not in command(folder)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")} == before

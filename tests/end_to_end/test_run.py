@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from agentgrpo import verify
+from agentgrpo.atomic import read_lines, write_lines
 from agentgrpo.records import read_rollout
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
+from tests.warm import ROOT, Command, environment
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 PATIENCE_S = 600
 TIMES = ("decode_s", "idle_s", "publish_s", "seconds", "total_s")
@@ -32,24 +32,15 @@ pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose embeddings are not tied, unlike that of the other tests."""
-    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), steps=300, tied=False)
+    return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), tied=False)
 
 
 def write_config(folder: Path, model: Path | str) -> Path:
     """A config of STEPS short steps on SUMS, that writes to folder / "run"."""
     for name, count, seed in (("train", 20, 0), ("heldout", 4, 1)):
-        rows = tiny.sums(count, seed=seed)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", tiny.sums(count, seed=seed))
     path = folder / "config.toml"
     path.write_text(
         f"""
@@ -85,43 +76,34 @@ decay = "linear"
     return path
 
 
-def start(config: Path, *overrides: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentgrpo.train", str(config), *overrides]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(config: Path, *overrides: str, **env: str) -> Command:
+    return Command("-m", "agentgrpo.train", str(config), *overrides, **env)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
+def finish(process: Command) -> tuple[int | None, str, str]:
+    out, err = process.communicate(PATIENCE_S)
     return process.returncode, out, err
 
 
-def kill_when(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+def kill_when(process: Command, happened: Callable[[], bool]) -> None:
     """SIGKILL the run as soon as something has happened on disk."""
     deadline = time.monotonic() + PATIENCE_S
     try:
         while not happened():
-            assert process.poll() is None, f"the run ended too early: {process.communicate()}"
+            assert process.returncode is None, f"the run ended too early: {finish(process)}"
             assert time.monotonic() < deadline
             time.sleep(0.0005)
     finally:
         process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert finish(process)[0] == -signal.SIGKILL
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def evaluated(config: Path, *overrides: str) -> dict[str, Any]:
+    """What `agentgrpo evaluate` prints."""
+    status, out, err = finish(Command("-m", "agentgrpo.evaluate", str(config), *overrides))
+    assert status == 0, err
+    measured: dict[str, Any] = json.loads(out[out.index("{") :])
+    return measured
 
 
 def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -132,23 +114,24 @@ def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             for name, value in row.items()
             if name.rpartition("/")[2] not in TIMES and not name.startswith(("time/", "engine/rss"))
         }
-        for row in lines(run / "metrics.jsonl")
+        for row in read_lines(run / "metrics.jsonl")
     ]
-    rollouts = lines(run / "rollouts.jsonl")
+    rollouts = read_lines(run / "rollouts.jsonl")
     for row in rollouts:
         assert row.pop("timings")["generate_s"] > 0
     return metrics, rollouts
 
 
 @pytest.fixture(scope="module")
-def whole_run(
-    sandbox: None, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
+def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of a run that nobody interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    status, out, err = finish(start(write_config(folder, model)))
-    assert (status, err) == (0, "")
-    return folder / "run", out
+    ran = subprocess.run(
+        [sys.executable, "-m", "agentgrpo.train", str(write_config(folder, model))],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return folder / "run", ran.stdout
 
 
 @pytest.mark.slow
@@ -176,7 +159,7 @@ class TestWholeRun:
             assert f"step {step}/{STEPS}" in out
 
     def test_every_step_is_recorded_and_agrees(self, whole_run: tuple[Path, str]) -> None:
-        rows = lines(whole_run[0] / "metrics.jsonl")
+        rows = read_lines(whole_run[0] / "metrics.jsonl")
         steps = [row for row in rows if "learner/loss" in row]
         assert [row["step"] for row in steps] == list(range(STEPS))
         assert all(row["engine/max_dlogp"] <= 1e-4 for row in steps)
@@ -220,7 +203,7 @@ class TestWholeRun:
             assert rollout.timings["generate_s"] > 0
 
     def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
-        rows = [r for r in lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
+        rows = [r for r in read_lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
         assert len(rows) == STEPS + 3
         for row in rows:
             parts = {name: s for name, s in row.items() if name.startswith("time/")}
@@ -286,13 +269,9 @@ class TestWholeRun:
         self, whole_run: tuple[Path, str]
     ) -> None:
         run, _ = whole_run
-        command = [sys.executable, "-m", "agentgrpo.evaluate", str(run.parent / "config.toml")]
-        command += [f"model={run / 'checkpoints' / f'step_{STEPS:06d}'}"]
-        ran = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-        )
-        seen = json.loads(ran.stdout[ran.stdout.index("{") :])
-        last = lines(run / "metrics.jsonl")[-1]
+        checkpoint = run / "checkpoints" / f"step_{STEPS:06d}"
+        seen = evaluated(run.parent / "config.toml", f"model={checkpoint}")
+        last = read_lines(run / "metrics.jsonl")[-1]
         assert last["step"] == STEPS
         for name in ("solved", "reward", "answered", "sampled_tokens", "tool_calls"):
             assert seen[name] == pytest.approx(last[f"eval/{name}"])
@@ -328,7 +307,7 @@ class TestWholeRun:
         process = start(config, "steps=500", "save_every=500", "eval_every=0")
         metrics = run / "metrics.jsonl"
         while not metrics.exists() or "learner/loss" not in metrics.read_text():
-            assert process.poll() is None, process.communicate()
+            assert process.returncode is None, finish(process)
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         status, out, err = finish(process)
@@ -336,17 +315,17 @@ class TestWholeRun:
         assert "stopping after this step, then saving" in out
         assert "stopped. The same command continues from the last checkpoint." in out
         (saved,) = (run / "checkpoints").iterdir()
-        trained = [row for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+        trained = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
         assert saved.name == f"step_{len(trained):06d}"
 
 
 def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Rollout]:
-    for row in lines(run / "rollouts.jsonl"):
+    for row in read_lines(run / "rollouts.jsonl"):
         if row["split"] == split and step in (None, row["step"]):
             yield read_rollout(row)
 
 
-def refused(process: subprocess.Popen[str]) -> str:
+def refused(process: Command) -> str:
     """What a run that stops before any work says: one message, and nothing else."""
     status, _, err = finish(process)
     assert status == 2, err
@@ -358,7 +337,6 @@ def refused(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     model: Path, tmp_path: Path, serve: str
@@ -367,13 +345,9 @@ def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     lora = ["learner.lora.rank=4", f'learner.lora.serve="{serve}"', 'engine.weights="auto"']
     status, _, err = finish(start(config, *lora, "steps=2", "learner.learning_rate=0.1"))
     assert (status, err) == (0, "")
-    command = [sys.executable, "-m", "agentgrpo.evaluate", str(config), *lora]
-    command += [f"model={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"]
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    seen = json.loads(ran.stdout[ran.stdout.index("{") :])
-    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+    seen = evaluated(config, *lora, f"model={checkpoint}")
+    rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
     assert [row["step"] for row in rows] == [0, 2]
     names = ("solved", "reward", "answered", "sampled_tokens", "tool_calls")
     first, last = ([row[f"eval/{name}"] for name in names] for row in rows)
@@ -388,7 +362,6 @@ def random_config(tmp_path: Path, tiny_model: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -406,7 +379,6 @@ def test_a_missing_model(random_config: Path, tmp_path: Path, name: str, message
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-@pytest.mark.usefixtures("sandbox")
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors"])
 def test_half_a_model(tmp_path: Path, missing: str) -> None:
     model = tiny.make_model_dir(tmp_path / "model")

@@ -20,6 +20,7 @@ from tests.learning.given import (
     TASK,
     TEMPERATURE,
     Holder,
+    learner_on,
     logp_of,
     oracle_model,
 )
@@ -31,10 +32,9 @@ def make_learner(tiny_model: Path) -> Callable[..., Learner]:
     def make(loss: LossConfig | None = None, **config: Any) -> Learner:
         given: dict[str, Any] = {name: config.pop(name, None) for name in ("adapter", "reference")}
         options: dict[str, Any] = {"learning_rate": LR, "max_grad_norm": 1e9, **config}
-        engine: Any = Holder()
-        learner = Learner(
-            tiny_model, engine, LearnerConfig(**options), loss or LossConfig(), total_steps=4,
-            temperature=TEMPERATURE, weights="copy", dlogp_limit=9.0, **given,
+        learner = learner_on(
+            Holder(), tiny_model, LearnerConfig(**options), loss, temperature=TEMPERATURE,
+            weights="copy", dlogp_limit=9.0, **given,
         )  # fmt: skip
         learner._optimizer._adamw.param_groups[0]["eps"] = EPS
         return learner

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig, TrainConfig
+from agentgrpo.learner import Learner
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -41,6 +42,17 @@ class Holder:
     def reset_prefix_cache(self) -> None: ...
     def weights_loaded(self) -> None: ...
     def unpack(self) -> None: ...
+
+
+def learner_on(
+    engine: Any, model: Path | str, config: LearnerConfig | None = None,
+    loss: LossConfig | None = None, **given: Any,
+) -> Learner:  # fmt: skip
+    """A learner of four steps at temperature 1 on the engine's weights, unless given otherwise."""
+    options = {"total_steps": 4, "temperature": 1.0, "weights": "shared", "dlogp_limit": 1e-3}
+    return Learner(
+        model, engine, config or LearnerConfig(), loss or LossConfig(), **{**options, **given}
+    )
 
 
 def logp_of(model: Any, rollout: Rollout) -> Tensor:

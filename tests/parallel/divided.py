@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.runtime import prepare_environment
+from tests.learning.given import learner_on
 
 if __name__ == "__main__":
     prepare_environment()
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.agreement import Disagreement, check_agreement, probe_prompts
-from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
+from agentgrpo.config import EngineConfig
 from agentgrpo.engine import Engine
 from agentgrpo.learner import Learner
 from agentgrpo.rollout.team import Leader, follow
@@ -96,10 +97,7 @@ def work(folder: Path) -> dict[str, Any]:
     config = EngineConfig(max_model_len=256, kv_cache_gib=1 / 16, tensor_parallel_size=TEAM)
     engine = Engine(folder / "model", config)
     team = parallel.team_of(TEAM)
-    learner = Learner(
-        folder / "model", engine, LearnerConfig(), LossConfig(), total_steps=1, temperature=1.0,
-        weights="auto", dlogp_limit=1e-4,
-    )  # fmt: skip
+    learner = learner_on(engine, folder / "model", weights="auto", dlogp_limit=1e-4)
     where = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
     learner.publish()
     seen: dict[str, Any] = {

@@ -20,9 +20,8 @@ if __name__ == "__main__":
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
-from agentgrpo.learner import Learner
 from agentgrpo.updates import plan_updates
-from tests.learning.given import Holder
+from tests.learning.given import Holder, learner_on
 
 
 def learn(
@@ -40,10 +39,10 @@ def learn(
     )  # fmt: skip
     saved = None if source is None else here / source
     adapter = saved if options.lora.rank else None
-    engine: Any = Holder()
-    trained = Learner(
-        base if saved is None or adapter else saved, engine, options, config.loss, total_steps=8,
-        temperature=1.0, weights="copy", dlogp_limit=9.0, reference=base, adapter=adapter,
+    engine = Holder()
+    trained = learner_on(
+        engine, base if saved is None or adapter else saved, options, config.loss, total_steps=8,
+        weights="copy", dlogp_limit=9.0, reference=base, adapter=adapter,
     )  # fmt: skip
     if saved is not None:
         trained.load_state(saved / "state.pt")

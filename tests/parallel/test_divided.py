@@ -13,7 +13,7 @@ from agentgrpo import parallel
 from agentgrpo.config import EngineConfig
 from agentgrpo.read_config import load_config
 from tests import tiny
-from tests.parallel.test_parallel import ROOT, torchrun
+from tests.warm import run_ranks
 
 if TYPE_CHECKING:
     from agentgrpo.engine import Engine
@@ -33,7 +33,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def what_ranks_saw(folder: Path) -> list[dict[str, Any]]:
-    ran = torchrun(4, str(ROOT / "tests" / "parallel" / "divided.py"), str(folder))
+    ran = run_ranks(4, "tests/parallel/divided.py", str(folder))
     assert ran.returncode == 0, ran.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 

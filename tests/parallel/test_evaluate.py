@@ -11,11 +11,10 @@ import pytest
 from agentgrpo import evaluate as evaluation
 from agentgrpo import parallel
 from agentgrpo.evaluate import evaluate, evaluate_recipe
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Group, Task
-from tests import tiny
 from tests.end_to_end.test_run import write_config
 from tests.parallel.test_parallel import torchrun
+from tests.warm import run_ranks
 
 TASKS = [Task(id=name, messages=(), spec={}) for name in "abcde"]
 
@@ -60,17 +59,13 @@ def test_the_first_rank_alone_asks_the_judges(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.timeout(900)
-def test_two_ranks_report_what_one_does(tmp_path: Path) -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-    config = str(write_config(tmp_path, tiny.make_agent_dir(tmp_path / "model", steps=60)))
+def test_two_ranks_report_what_one_does(tmp_path: Path, agent_model: Path) -> None:
+    config = str(write_config(tmp_path, agent_model))
     shown, written = {}, {}
     for ranks in (1, 2):
         folder = tmp_path / f"by-{ranks}"
         asked = [config, "data.num_heldout=3", "--report", str(folder)]
-        ran = torchrun(ranks, "-m", "agentgrpo.evaluate", *asked)
+        ran = run_ranks(ranks, "-m", "agentgrpo.evaluate", *asked)
         assert ran.returncode == 0, ran.stderr[-3000:]
         shown[ranks] = json.loads(ran.stdout)  # which it is not, if both ranks print
         written[ranks] = json.loads((folder / "report.json").read_text())

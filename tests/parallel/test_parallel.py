@@ -19,8 +19,8 @@ from agentgrpo.config import LossConfig
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from tests import tiny
 from tests.parallel.learn import learn
+from tests.warm import ROOT, run_ranks
 
-ROOT = Path(__file__).parent.parent.parent
 Record = dict[str, Any]
 
 
@@ -81,7 +81,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
         learn(**job(case, "one"))
     jobs = [job(case, *rest) for case in CASES for rest in (("two",), ("grown", "one"))]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    ran = torchrun(2, str(ROOT / "tests" / "parallel" / "learn.py"), str(folder / "jobs.json"))
+    ran = run_ranks(2, "tests/parallel/learn.py", str(folder / "jobs.json"))
     assert ran.returncode == 0, ran.stderr[-3000:]
     for case in CASES:
         learn(**job(case, "whole", "one"))

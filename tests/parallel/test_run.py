@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentgrpo.atomic import read_lines
 from agentgrpo.config import TrainConfig
 from agentgrpo.learner import Learner
 from agentgrpo.read_config import load_config
 from agentgrpo.records import read_rollout
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.types import Group
 from agentgrpo.updates import plan_updates
-from tests import tiny
-from tests.end_to_end.test_run import lines, write_config
-from tests.learning.given import Holder
+from tests import warm
+from tests.end_to_end.test_run import write_config
+from tests.learning.given import Holder, learner_on
 from tests.parallel.test_parallel import torchrun
+from tests.warm import run_ranks
 
 
 def recorded(run: Path, step: int) -> list[Group]:
     """The groups of a step, as rollouts.jsonl has them."""
     groups: dict[int, list[Any]] = {}
-    for row in lines(run / "rollouts.jsonl"):
+    for row in read_lines(run / "rollouts.jsonl"):
         if (row["split"], row["step"]) == ("train", step):
             groups.setdefault(row["group"], []).append(read_rollout(row))
     return [Group(task=r[0].task, rollouts=r) for _, r in sorted(groups.items())]
@@ -37,10 +36,9 @@ class Holder32(Holder):
 
 
 def learner_of(config: TrainConfig) -> Learner:
-    engine: Any = Holder32()
-    return Learner(
-        config.model, engine, config.learner, config.loss, total_steps=config.steps,
-        temperature=1.0, weights="copy", dlogp_limit=1e-3,
+    return learner_on(
+        Holder32(), config.model, config.learner, config.loss, total_steps=config.steps,
+        weights="copy",
     )  # fmt: skip
 
 
@@ -48,23 +46,21 @@ def learner_of(config: TrainConfig) -> Learner:
 @pytest.mark.nsjail
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("divided", [False, True], ids=["an engine each", "one engine"])
-def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path, divided: bool) -> None:
-    try:
-        SandboxPool(max_live=1).close()
-    except SandboxUnavailable as reason:
-        pytest.skip(f"this machine cannot isolate: {reason}")
-    model = tiny.make_agent_dir(tmp_path / "model", steps=300)
-    path = write_config(tmp_path, model)
+def test_two_ranks_learn_what_one_would_and_one_goes_on(
+    tmp_path: Path, agent_model: Path, divided: bool
+) -> None:
+    path = write_config(tmp_path, agent_model)
     overrides = [
         "engine.weights=copy", "learner.decay=constant", "learner.max_tokens=256", "eval_every=0",
         "rollout.tasks_per_step=4",
     ]  # fmt: skip
-    parts = "engine.tensor_parallel_size=2" if divided else "engine.tensor_parallel_size=1"
-    ran = torchrun(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2", parts)
+    parts = f"engine.tensor_parallel_size={1 + divided}"
+    start = run_ranks if divided else torchrun
+    ran = start(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2", parts)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("step 2/2") == 1, "the first rank alone speaks"
     run, config = tmp_path / "run", load_config(path, [*overrides, "steps=2"])
-    rows = [row for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+    rows = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
     assert [row["step"] for row in rows] == [0, 1]
     alone = learner_of(config)
     for step, row in enumerate(rows):
@@ -77,11 +73,8 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(tmp_path: Path, divided:
         assert row["learner/sampler_gap_max"] <= 1e-4, "either engine samples from the policy"
     record = json.loads((run / "run.json").read_text())
     assert record["learner"]["ranks"] == 2
-    again = subprocess.run(
-        [sys.executable, "-m", "agentgrpo.train", str(path), *overrides, "steps=3"],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=400, check=False,
-    )  # fmt: skip
+    again = warm.run("-m", "agentgrpo.train", str(path), *overrides, "steps=3")
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resumed from" in again.stdout
-    steps = [row["step"] for row in lines(run / "metrics.jsonl") if "learner/loss" in row]
+    steps = [row["step"] for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
     assert steps == [0, 1, 2]

@@ -135,7 +135,11 @@ def play_through(engines: Sequence[Recorder]) -> list[Any]:
         team: Any = Member(board, place)
         engine: Any = engines[place]
         if place:
-            return follow(engine, team)
+            try:
+                return follow(engine, team)
+            except Disagreement:
+                board.barrier.abort()  # this process has ended
+                raise
         leader = Leader(engine, team)
         answers = ask(leader)
         leader.finish()

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.sandbox.hostile import CASES, LIMITS, Case, Skip, run_case
 from agentgrpo.sandbox.zygote import LADDER, Rung
+from tests.isolation import need_isolation
 
 pytestmark = pytest.mark.nsjail
 
@@ -17,13 +18,8 @@ def hostile_pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
     rung: Rung = request.param
     if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
         pytest.skip("zygote-root needs root")
-    try:
-        made = SandboxPool(limits=LIMITS, max_live=8, min_idle=2, rungs=[rung])
-    except SandboxUnavailable as reason:
-        if os.environ.get("AGENTGRPO_SANDBOX_REQUIRED") == "1":
-            raise
-        pytest.skip(str(reason))
-    with made:
+    need_isolation(rung)
+    with SandboxPool(limits=LIMITS, max_live=8, min_idle=2, rungs=[rung]) as made:
         yield made
 
 

@@ -1,0 +1,43 @@
+"""Tests marked nsjail need a machine that can isolate: elsewhere they are skipped, and counted.
+
+AGENTGRPO_SANDBOX_REQUIRED=1 makes them fail instead: for machines where isolation is known to work.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox.zygote import LADDER, Rung
+
+
+@functools.cache
+def _missing(rungs: tuple[Rung, ...]) -> str:
+    """What keeps each of these rungs from isolating here; "" if one of them does."""
+    try:
+        SandboxPool(max_live=1, min_idle=0, zygotes=1, rungs=rungs).close()
+    except SandboxUnavailable as reason:
+        return str(reason)
+    return ""
+
+
+def need_isolation(*rungs: Rung) -> None:
+    """Skip or fail the running test unless one of these rungs, by default of all, isolates here."""
+    if missing := _missing(rungs or LADDER):
+        required = os.environ.get("AGENTGRPO_SANDBOX_REQUIRED") == "1"
+        (pytest.fail if required else pytest.skip)(missing)
+
+
+def summarize(reporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped for this, so that a green run fools nobody."""
+    skipped = reporter.stats.get("skipped", [])
+    if count := sum(report.longrepr[0] == __file__ for report in skipped):
+        reporter.write_line(
+            f"NOT TESTED: {count} tests, which need a machine that can isolate code"
+            " (`agentgrpo sandbox doctor` says what this one lacks;"
+            " AGENTGRPO_SANDBOX_REQUIRED=1 makes it a failure)",
+            yellow=True,
+        )

@@ -1,0 +1,143 @@
+"""Commands of this package in processes that have torch and vLLM imported already.
+
+`python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
+server makes them once, and a command is a fork of it, with an environment, streams, signals and an
+exit status of its own. A command's first seconds are tested elsewhere: test_run.py's whole run, a
+run under torchrun and all commands of the docs are started as users do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.runtime import ENVIRONMENT
+
+ROOT = Path(__file__).parent.parent
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.warm_imports"])
+run_another = subprocess.run
+
+
+def environment(**env: str) -> dict[str, str]:
+    """The environment of a command: little of the tests' own, and what is given."""
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return {**inherited, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+
+
+class Command:
+    """A command that runs: `-m MODULE ...`, or a script and its arguments.
+
+    Args:
+        arguments: as Python's own.
+        env: see environment().
+    """
+
+    def __init__(self, *arguments: str, **env: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
+        work = (arguments, environment(**env), self._streams)
+        self._process = SERVER.Process(target=_work, args=work, daemon=True)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it has written to stdout and stderr, once it has ended; killed if it does not."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            self.kill()
+            self._process.join()
+        with self._folder:
+            out, err = (stream.read_text() if stream.exists() else "" for stream in self._streams)
+        return out, err
+
+
+def run(*arguments: str, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command, once it has ended."""
+    command = Command(*arguments, **env)
+    out, err = command.communicate(timeout)
+    return subprocess.CompletedProcess(arguments, command.returncode or 0, out, err)
+
+
+def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command on so many ranks, as torchrun would; once one fails, the others are killed."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [
+        Command(
+            *arguments, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="localhost", MASTER_PORT=port,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    deadline = time.monotonic() + 240
+    while None in (codes := [rank.returncode for rank in ranks]) and time.monotonic() < deadline:
+        if any(codes):
+            break
+        time.sleep(0.05)
+    out, err = map("".join, zip(*[rank.communicate(timeout=1) for rank in ranks], strict=True))
+    status = next((code for code in [*codes, *(r.returncode for r in ranks)] if code), 0)
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def _work(arguments: tuple[str, ...], env: dict[str, str], streams: list[Path]) -> None:
+    for number, stream in enumerate(streams, 1):
+        with stream.open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT | env)  # as it was before the imports
+    os.chdir(ROOT)
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(":") if path]
+    subprocess.run = _run_own  # type: ignore[assignment]
+    sys.exit(_main(arguments))
+
+
+def _main(arguments: tuple[str, ...]) -> int:
+    if arguments[0] == "-m":
+        status: int = importlib.import_module(arguments[1]).main(list(arguments[2:]))
+        return status
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def _run_own(command: list[str], **options: Any) -> Any:
+    """The subprocess.run() of a command: what it starts of this package is a fork of it."""
+    if command[0] != sys.executable:
+        return run_another(command, **options)
+    sys.stdout.flush()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status))
+    if options.get("stdout") == subprocess.DEVNULL:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    status = 1
+    try:
+        status = _main(tuple(command[1:]))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,11 @@
+"""What warm.py's server imports: all that a command with an engine and a learner needs."""
+
+import importlib
+import os
+
+from agentgrpo.runtime import prepare_environment
+
+os.environ.pop("TRITON_INTERPRET", None)  # of the tests' own process
+prepare_environment()
+for name in ("build", "engine", "learner", "sft"):
+    importlib.import_module(f"agentgrpo.{name}")
