@@ -42,7 +42,7 @@ CUTS: Mapping[str, Sequence[str]] = {
     "unit_tests": (*SMALL, "steps=6"),
     "mcp": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
     "verifiers": (*SMALL, "steps=6", "rollout.tasks_per_step=4"),
-    "tau2_retail": (*SMALL, "steps=5", "data.num_heldout=1"),
+    "tau2_retail": (*SMALL, "steps=6", "data.num_heldout=1"),
     "tau2_telecom": (*SMALL, "steps=5", "rollout.tasks_per_step=17", "data.num_heldout=1"),
     "tau_bench": (*SMALL, "steps=3", "rollout.tasks_per_step=3", "data.num_heldout=1"),
 }

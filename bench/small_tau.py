@@ -102,13 +102,14 @@ def _cold_start(
     folder: Path, env: Any, shown: Sequence[tuple[Task, Sequence[tuple[str, Mapping[str, Any]]]]]
 ) -> None:
     """Conversations in which tickets are handled by these calls, for `agentgrpo sft`."""
-    with (folder / COLD_START).open("w") as file:
-        for task, calls in shown:
-            episode, messages = env.reset(task), [*task.messages]
-            for name, arguments in calls:
-                answer = episode.step(CallTools((ToolCall(name, dict(arguments)),))).text
-                messages += [_call(name, **arguments), _ask("tool", answer)]
-            print(json.dumps({"messages": [*messages, _call("done")]}), file=file)
+    conversations = []
+    for task, calls in shown:
+        episode, messages = env.reset(task), [*task.messages]
+        for name, arguments in calls:
+            answer = episode.step(CallTools((ToolCall(name, dict(arguments)),))).text
+            messages += [_call(name, **arguments), _ask("tool", answer)]
+        conversations.append({"messages": [*messages, _call("done")]})
+    write_lines(folder / COLD_START, conversations)
 
 
 def _call(name: str, **arguments: Any) -> dict[str, str]:
