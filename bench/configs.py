@@ -3,7 +3,8 @@
     python -m bench.configs [NAME ...] [--model DIR] [--no-rows] [section.key=value ...]
 
 Each config trains for a few steps in a process of its own, beside the files of agentgrpo.examples,
-cut in size by CUTS so that two cores need minutes (the tau benchmarks' as bench/small_tau.py says).
+cut in size by CUTS so that two cores need minutes (the tau benchmarks' as bench/small_tau.py says,
+where tau2's first fine-tune on a few conversations).
 A run counts if it ended well, lost no rollout to the machine, the sampler agreed with the learner
 at every step, and what MOVES names is higher in the last third of its steps than in the first.
 Rows: the values of each step, in order, in the note.
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from agentgrpo import examples
+from agentgrpo import checkpoint, examples
 from agentgrpo.atomic import read_lines
 from bench import small_tau
 from bench.harness import append_row
@@ -41,10 +42,14 @@ CUTS: Mapping[str, Sequence[str]] = {
     "unit_tests": (*SMALL, "steps=6"),
     "mcp": (*SMALL, "steps=4", "rollout.tasks_per_step=4"),
     "verifiers": (*SMALL, "steps=6", "rollout.tasks_per_step=4"),
-    "tau2_retail": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
-    "tau2_telecom": (*SMALL, "steps=2", "rollout.tasks_per_step=2", "data.num_heldout=1"),
+    "tau2_retail": (*SMALL, "steps=5", "data.num_heldout=1"),
+    "tau2_telecom": (*SMALL, "steps=5", "rollout.tasks_per_step=17", "data.num_heldout=1"),
     "tau_bench": (*SMALL, "steps=3", "rollout.tasks_per_step=3", "data.num_heldout=1"),
 }
+COLD = (
+    f"sft.data={small_tau.COLD_START}", "sft.epochs=3", "sft.batch_size=6",
+    "sft.learning_rate=1e-4", "out_dir=cold",
+)  # fmt: skip
 MOVES: Mapping[str, Sequence[str]] = dict.fromkeys(CUTS, ("reward",)) | {
     "code_format": ("acted", "reward"),
 }
@@ -56,9 +61,17 @@ def train(name: str, folder: Path, overrides: Sequence[str]) -> float:
     """Train once, in a process of its own, into folder/run; its wall seconds."""
     examples.write(folder)
     made = small_tau.MADE[name](folder) if name in small_tau.MADE else []
+    settings = [*made, *CUTS[name], *overrides]
+
+    def run(module: str, *more: str) -> None:
+        command = [sys.executable, "-m", module, name, *settings, *more]
+        subprocess.run(command, check=True, cwd=folder, env=environment())
+
     started = time.perf_counter()
-    command = [sys.executable, "-m", "agentgrpo.train", name, *made, *CUTS[name], *overrides]
-    subprocess.run([*command, "out_dir=run"], check=True, cwd=folder, env=environment())
+    if (folder / small_tau.COLD_START).exists():
+        run("agentgrpo.sft", *COLD)
+        settings.append(f"model={checkpoint.newest(folder / 'cold' / 'sft')}")
+    run("agentgrpo.train", "out_dir=run")
     return time.perf_counter() - started
 
 
