@@ -1,0 +1,29 @@
+"""Forks of a warm interpreter end as processes of their own do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.warm import run, run_ranks
+
+SCRIPT = """
+import os, sys, time
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(600)
+"""
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(SCRIPT)
+    ran = run_ranks(2, str(tmp_path / "s.py"))
+    assert ran.returncode == 3
+    assert "rank 1 of 2" in ran.stdout
+
+
+def test_a_command_has_its_status_streams_and_environment(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(
+        "import os, sys\nprint(os.environ['MARK'], sys.argv[1])\nraise ValueError('broken')\n"
+    )
+    ran = run(str(tmp_path / "s.py"), "given", MARK="own")
+    assert (ran.returncode, ran.stdout) == (1, "own given\n")
+    assert "ValueError: broken" in ran.stderr
