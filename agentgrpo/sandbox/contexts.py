@@ -11,7 +11,7 @@ from agentgrpo.sandbox.errors import (
     NotSupportedException,
     SandboxException,
 )
-from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS
+from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS, shown_site_dirs
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.program import await_program, send_order
 from agentgrpo.sandbox.result import Status
@@ -54,7 +54,7 @@ def command_of(language: str, template: Template, limits: Limits) -> list[str]:
     python = [template.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
-        return [*python, f"{GUEST_DIR}/context.py", *sizes, *template.site_dirs]
+        return [*python, f"{GUEST_DIR}/context.py", *sizes, *shown_site_dirs(template)]
     if language == "bash":
         return [*python, f"{GUEST_DIR}/shell.py"]
     for node in ("/usr/bin/node", "/usr/local/bin/node"):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo.sandbox.files import Files
+from agentgrpo.sandbox.jail import shown_site_dirs
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
 from agentgrpo.sandbox.result import Status, StepResult
@@ -53,7 +54,7 @@ def check_output(
         finally:
             files.close()
         environment = session_environment(pool.template)
-        environment["PYTHONPATH"] = os.pathsep.join(pool.template.site_dirs)
+        environment["PYTHONPATH"] = os.pathsep.join(shown_site_dirs(pool.template))
         program = Program(
             channels,
             [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"],

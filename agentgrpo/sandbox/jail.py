@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from agentgrpo.sandbox.errors import SandboxUnavailable
+from agentgrpo.sandbox.errors import SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.template import Template
 
@@ -15,6 +15,7 @@ JAIL_ID = 65534
 """User and group id of everything inside; on the machine too if the host runs as root."""
 GUEST_DIR = "/sandbox/guest"
 EXTENSION_FILE = "/sandbox/_C.so"
+SITE_DIR = "/sandbox/site"
 HOST_FD = 8
 PRIVATE = ("/home/user", "/tmp", "/dev/shm")
 
@@ -70,14 +71,37 @@ class Bind:
 
 
 def shown_paths(template: Template, extension: str) -> list[Bind]:
-    """What has to be bound for the zygote: its code, its interpreter, the template's paths."""
+    """What has to be bound for the zygote: its code, its interpreter, the template's paths.
+
+    Raises:
+        TemplateUnavailable: the interpreter lies where sessions have a directory of their own.
+    """
+    if _covered(template.prefix):
+        raise TemplateUnavailable(
+            f"the interpreter {template.interpreter} lies in a directory that sessions have of "
+            f"their own ({', '.join(PRIVATE)}); remedy: a Python that is installed elsewhere"
+        )
     guest = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
     binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
-    for path in dict.fromkeys((template.prefix, *template.site_dirs, *template.mounts)):
-        real = os.path.normpath(path)
-        if real != "/usr" and not real.startswith("/usr/"):
-            binds.append(Bind(os.path.realpath(real), real))
+    paths = {path: path for path in (template.prefix, *template.mounts)}
+    paths |= dict(zip(template.site_dirs, shown_site_dirs(template), strict=True))
+    for path, target in paths.items():
+        target = os.path.normpath(target)
+        if target != "/usr" and not target.startswith("/usr/"):
+            binds.append(Bind(os.path.realpath(path), target))
     return binds
+
+
+def shown_site_dirs(template: Template) -> list[str]:
+    """Where sessions find site_dirs: elsewhere if their own /tmp or /home/user would cover them."""
+    return [
+        f"{SITE_DIR}/{number}" if _covered(path) else path
+        for number, path in enumerate(template.site_dirs)
+    ]
+
+
+def _covered(path: str) -> bool:
+    return any(map(Path(path).is_relative_to, PRIVATE))
 
 
 def _text(value: str) -> str:

@@ -31,6 +31,7 @@ from agentgrpo.sandbox.jail import (
     find_nsjail,
     session_config,
     shown_paths,
+    shown_site_dirs,
     tmpfs_options,
     zygote_config,
 )
@@ -80,7 +81,7 @@ def session_environment(template: Template) -> dict[str, str]:
 def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
     return {
-        "site_dirs": list(template.site_dirs),
+        "site_dirs": template.site_dirs if rung is Rung.BARE else shown_site_dirs(template),
         "preload": list(template.preload),
         "python_env": session_environment(template),
         "tmpfs": [tmpfs_options(limits, mib) for mib in limits.private_mib],
