@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentgrpo import checkpoint, parallel
-from agentgrpo.agreement import require_agreement
+from agentgrpo.agreement import outliers_of, require_agreement, widest_gap
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
@@ -50,7 +50,7 @@ class Learner:
         temperature: the rollouts' sampling temperature, which the log-probabilities are taken at.
         weights: "auto", "shared" or "copy"; see EngineConfig.
         dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
-            sampled token; above it step() refuses to update.
+            sampled token, but for agreement.outliers_of(); above it step() refuses to update.
         reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
             training began with. None: model.
         adapter: a checkpoint's folder to take the LoRA adapter from.
@@ -339,9 +339,8 @@ class Learner:
         run.norms.append(self._optimizer.step(max_grad_norm=self._config.max_grad_norm))
 
     def _require_agreement(self, run: StepRecord) -> None:
-        require_agreement(
-            parallel.largest(run.widest_gap), self._dlogp_limit, where="on the sampled tokens"
-        )
+        widest = parallel.largest(widest_gap(run.gaps, outliers_of(self._engine.dtype)))
+        require_agreement(widest, self._dlogp_limit, where="on the sampled tokens")
 
     def _loss_of(
         self, batch: PackedBatch, run: StepRecord, before: Before, update: Update

@@ -14,6 +14,10 @@ from pathlib import Path
 
 from agentgrpo.types import Metrics
 
+_SAID = ("can't allocate memory", "error: out of memory", "cublas_status_alloc_failed")
+"""What plain RuntimeErrors say of it: torch's on the host; the CUDA driver's, through vLLM's
+sleeping allocator ("CUDA Error: out of memory at ...") and torch; cuBLAS's workspace."""
+
 
 class OutOfMemory(ValueError):
     """Memory ran out; the message says while doing what, and what to set lower."""
@@ -70,7 +74,8 @@ def out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in said for words in _SAID)
 
 
 def release() -> None:

@@ -56,11 +56,6 @@ class StepRecord:
         self.gaps.append(logp - batch.old_logp_N)
         self._seen.append(Seen(update, batch.sample_N, batch.turn_N, logp, entropy))
 
-    @property
-    def widest_gap(self) -> float:
-        """Of this rank's terms, in nats; nan if one is, 0 without terms."""
-        return float(np.abs(np.concatenate(self.gaps)).max(initial=0.0)) if self.gaps else 0.0
-
     def seen(self) -> list[Seen]:
         """All that the ranks saw."""
         return [seen for part in parallel.gather(self._seen) for seen in part]

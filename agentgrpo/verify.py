@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.agreement import outliers_of, widest_gap
 from agentgrpo.arguments import parser_of
 from agentgrpo.config import TrainConfig
 from agentgrpo.losses import PER_ROLLOUT, PER_TOKEN, reads_whole_rollouts
@@ -81,7 +82,11 @@ def verify_run(run: Path) -> Report:
     described = json.loads((run / "run.json").read_text())
     try:
         config = TrainConfig.model_validate(described["config"])
-        limit = config.engine.agreement_on(described["learner"]["device"])
+        device = described["learner"]["device"]
+        limit, outliers = (
+            config.engine.agreement_on(device),
+            outliers_of(config.engine.dtype_on(device)),
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{run / 'run.json'}: not that of a training run: {error!r}") from error
     report = Report()
@@ -105,7 +110,7 @@ def verify_run(run: Path) -> Report:
             _count(report, rollout)
         if split == "train":
             report.steps += 1
-            faults, terms = step_faults(groups, config, step, limit)
+            faults, terms = step_faults(groups, config, step, limit, outliers)
             report.faults += [f"step {step}: {fault}" for fault in faults]
             report.terms += terms
             report.learned += sum(_num_learned(rollout) for _, rollout in rollouts)
@@ -202,7 +207,7 @@ def _turn_faults(row: Sequence[Segment], turns: Sequence[tuple[int, Turn]]) -> I
 
 
 def step_faults(
-    groups: Sequence[Group], config: TrainConfig, step: int, limit: float
+    groups: Sequence[Group], config: TrainConfig, step: int, limit: float, outliers: float = 0.0
 ) -> tuple[list[str], int]:
     """What is wrong with a step's packed batches, and how many loss terms they have.
 
@@ -211,6 +216,7 @@ def step_faults(
         config: of the run.
         step: counted from 0.
         limit: largest difference in nats between the sampler and the learner before an update.
+        outliers: share of the tokens that may be further apart.
     """
     faults: list[str] = []
     terms = 0
@@ -233,24 +239,21 @@ def step_faults(
             faults.append(
                 f"update {number}: packed, or seen by the learner, but not both: rollouts {wrong}"
             )
-        gap = max((_gap(rollout) for rollout in rollouts), default=0.0)
+        gap = widest_gap([gaps for rollout in rollouts for gaps in _gaps(rollout)], outliers)
         if number == 0 and not gap <= limit:  # later ones are of another policy
             faults.append(f"the learner and the sampler are {gap:.3g} nats apart, over {limit:.3g}")
     return faults, terms
 
 
-def _gap(rollout: Rollout) -> float:
-    """The largest difference between the learner's and the sampler's log-probabilities."""
+def _gaps(rollout: Rollout) -> list[Float32]:
+    """Differences between the learner's and the sampler's log-probabilities, by segment."""
     pairs = zip(rollout.all_segments, rollout.learner_logprobs or (), strict=False)
-    return max(
-        (
-            float(np.abs(values - segment.logprobs).max())
-            for segment, values in pairs
-            if segment.logprobs is not None and values is not None
-            if len(values) == len(segment.logprobs) > 0
-        ),
-        default=0.0,
-    )
+    return [
+        values - segment.logprobs
+        for segment, values in pairs
+        if segment.logprobs is not None and values is not None
+        if len(values) == len(segment.logprobs)
+    ]
 
 
 def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:

@@ -86,6 +86,10 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if not on_cpu:
+        # vLLM refuses to start unless this share of the card is free, also where the cache's size
+        # is given and the share read for nothing else (vllm/v1/worker/utils.py, request_memory)
+        settings["gpu_memory_utilization"] = 0.01
     if parallel.world_size() > 1:
         settings |= {
             "distributed_executor_backend": "external_launcher",

@@ -140,10 +140,11 @@ def _launch(
     )
     grid: Any = (triton.cdiv(num_tokens, _BLOCK_T),)
     if num_tokens:
-        _delta_pack_kernel[grid](
-            ids_D, logp_D, start_S, bounds_S1, sampled_S, rollout_S, first_R, advantage_R,
-            weight_R, *batch, num_tokens, S, STEPS=S.bit_length(), BLOCK_T=_BLOCK_T,
-        )  # fmt: skip
+        with torch.cuda.device_of(ids_D):
+            _delta_pack_kernel[grid](
+                ids_D, logp_D, start_S, bounds_S1, sampled_S, rollout_S, first_R, advantage_R,
+                weight_R, *batch, num_tokens, S, STEPS=S.bit_length(), BLOCK_T=_BLOCK_T,
+            )  # fmt: skip
     return batch
 
 

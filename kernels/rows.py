@@ -272,12 +272,14 @@ def triton_stats(
     peak, rest, gap = torch.zeros(3, layout.num_rows, device=logits.device)
     if layout.num_rows:
         vocab = logits.shape[-1]
-        stats_kernel[(layout.num_rows,)](
-            logits, peak if mask_T is None else mask_T, peak, rest, gap,
-            vocab, layout.num_cols, *layout.strides, inv_temperature, softcap or 0.0,
-            HAS_MASK=mask_T is not None, HAS_SOFTCAP=softcap is not None,
-            STAGES=FORWARD_STAGES, BLOCK_V=_block(vocab, FORWARD_BLOCK_V), num_warps=FORWARD_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            stats_kernel[(layout.num_rows,)](
+                logits, peak if mask_T is None else mask_T, peak, rest, gap,
+                vocab, layout.num_cols, *layout.strides, inv_temperature, softcap or 0.0,
+                HAS_MASK=mask_T is not None, HAS_SOFTCAP=softcap is not None,
+                STAGES=FORWARD_STAGES, BLOCK_V=_block(vocab, FORWARD_BLOCK_V),
+                num_warps=FORWARD_WARPS,
+            )  # fmt: skip
     return RowStats(peak, rest.log1p(), gap / (1 + rest))
 
 
@@ -289,10 +291,11 @@ def triton_logp(
     layout = Layout.of(logits)
     wanted = torch.empty(len(rows), device=logits.device)
     if len(rows):
-        pick_kernel[(len(rows),)](
-            wanted, logits, rows, targets, layout.num_cols, *layout.strides, softcap or 0.0,
-            HAS_SOFTCAP=softcap is not None, num_warps=1,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            pick_kernel[(len(rows),)](
+                wanted, logits, rows, targets, layout.num_cols, *layout.strides, softcap or 0.0,
+                HAS_SOFTCAP=softcap is not None, num_warps=1,
+            )  # fmt: skip
     return token_logp(wanted, stats, rows, inv_temperature)
 
 
@@ -305,15 +308,16 @@ def triton_grad(
     if not layout.num_rows:
         return
     vocab = logits.shape[-1]
-    grad_kernel[(layout.num_rows,)](
-        out, logits, grad_T if mask_T is None else mask_T, *stats, grad_T,
-        grad_T if grad_entropy_T is None else grad_entropy_T,
-        vocab, layout.num_cols, *layout.strides, *out_layout.strides,
-        inv_temperature, softcap or 0.0,
-        HAS_MASK=mask_T is not None, HAS_ENTROPY=grad_entropy_T is not None,
-        HAS_SOFTCAP=softcap is not None, NARROWS=out.itemsize < logits.itemsize,
-        BLOCK_V=_block(vocab, BACKWARD_BLOCK_V), num_warps=BACKWARD_WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):  # where Triton would not look: it takes the current one
+        grad_kernel[(layout.num_rows,)](
+            out, logits, grad_T if mask_T is None else mask_T, *stats, grad_T,
+            grad_T if grad_entropy_T is None else grad_entropy_T,
+            vocab, layout.num_cols, *layout.strides, *out_layout.strides,
+            inv_temperature, softcap or 0.0,
+            HAS_MASK=mask_T is not None, HAS_ENTROPY=grad_entropy_T is not None,
+            HAS_SOFTCAP=softcap is not None, NARROWS=out.itemsize < logits.itemsize,
+            BLOCK_V=_block(vocab, BACKWARD_BLOCK_V), num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------- both

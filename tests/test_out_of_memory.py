@@ -47,11 +47,26 @@ def cuda() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
 
 
+def sleeping_allocator() -> None:
+    """VLLM's wake_up: csrc/cumem_allocator.cpp raises what the driver said."""
+    raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+
+
+def driver() -> None:
+    raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+
+def cublas() -> None:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
 def cplusplus() -> None:
     raise MemoryError("std::bad_alloc")
 
 
-FAULTS: list[Callable[[], None]] = [hosts, arrays, cuda, cplusplus]
+FAULTS: list[Callable[[], None]] = [
+    hosts, arrays, cuda, sleeping_allocator, driver, cublas, cplusplus,
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -88,6 +88,14 @@ def _loss(**flags: Any) -> Case:
     return Case(grpo_loss.loss_kernel, types, constants, grpo_loss._WARPS)
 
 
+def _pick(dtype: str, **flags: bool) -> Case:
+    types = {
+        "out": F32S, "logits": dtype, "rows": "*i64", "targets": "*i64", "num_cols": "i32",
+        "stride_b": "i32", "stride_l": "i32", "softcap": F32,
+    }  # fmt: skip
+    return Case(rows.pick_kernel, types, {"stride_v": 1, "HAS_SOFTCAP": False, **flags}, 1)
+
+
 _ODD = ("V", "stride_b", "stride_l", "out_b", "out_l")
 CASES = {
     "stats-bf16": _stats("*bf16"),
@@ -99,6 +107,8 @@ CASES = {
     "grad-narrows": _grad("*bf16", "*fp32", NARROWS=True),
     "grad-all": _grad("*bf16", "*bf16", HAS_MASK=True, HAS_ENTROPY=True, HAS_SOFTCAP=True),
     "grad-odd-vocabulary": _grad("*bf16", "*bf16", ("V",)),
+    "pick-bf16": _pick("*bf16"),
+    "pick-fp32-capped": _pick("*fp32", HAS_SOFTCAP=True),
     "loss-clipped": _loss(),
     "loss-cispo": _loss(KIND=1),
     "loss-sapo": _loss(KIND=2),

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.agreement import Disagreement
+from agentgrpo.agreement import Disagreement, outliers_of, widest_gap
 from agentgrpo.config import LossConfig
 from agentgrpo.learner import Learner
-from agentgrpo.step_record import StepRecord
 from agentgrpo.types import Group, Segment
 from agentgrpo.updates import plan_updates
 from tests.learning.given import (
@@ -119,11 +118,22 @@ def test_what_the_sampler_saw_is_checked_before_the_first_update(
         assert all(torch.equal(p, before[n]) for n, p in learner.model.named_parameters())
 
 
+@pytest.mark.parametrize("outliers", [0.0, 1e-3])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_log_probability_that_is_no_number_disagrees_wherever_it_lies(at: int) -> None:
-    record = StepRecord()
-    assert record.widest_gap == 0.0
-    record.gaps = [np.array(gaps, np.float32) for gaps in ([0.1, 0.1], [], [0.2, -0.7])]
-    assert record.widest_gap == pytest.approx(0.7)
-    record.gaps[at] = np.array([0.1, float("nan")], np.float32)
-    assert np.isnan(record.widest_gap)
+def test_a_log_probability_that_is_no_number_disagrees_wherever_it_lies(
+    at: int, outliers: float
+) -> None:
+    assert widest_gap([], outliers) == 0.0
+    gaps = [np.array(part, np.float32) for part in ([0.1, 0.1], [], [0.2, -0.7])]
+    assert widest_gap(gaps, outliers) == pytest.approx(0.7)
+    for bad in ("nan", "inf"):
+        gaps[at] = np.array([float(bad), *[0.1] * 5000], np.float32)
+        assert not widest_gap(gaps, outliers) <= 1e9
+
+
+def test_in_bfloat16_one_token_in_a_thousand_may_be_far_off_in_float32_none() -> None:
+    gaps = [np.full(1500, 0.01, np.float32), np.full(1500, -0.02, np.float32)]
+    for number in range(5):
+        assert (widest_gap(gaps, outliers_of("bfloat16")) > 1) == (number > 3)
+        assert (widest_gap(gaps, outliers_of("float32")) > 1) == (number > 0)
+        gaps[number % 2][number] = 1.5 + number

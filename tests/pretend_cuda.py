@@ -1,0 +1,148 @@
+"""A card that is not there: tensors keep their numbers in host memory and pretend to lie on CUDA.
+
+What a CUDA build refuses is refused: two devices in one operation, numpy's hand on a tensor of the
+card, a kernel given host memory. So code for CUDA runs here, and its slips between host and device
+show. What a tensor says of itself goes through a TorchFunctionMode, what operations return through
+a TorchDispatchMode, which sees the backward pass too. In that pass a tensor says that it lies on
+the host, so that gradient checkpointing, which runs layers again there, cannot be had.
+Triton's kernels run in its interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+CARD, HOST = torch.device("cuda:0"), torch.device("cpu")
+_COPIES = {"aten::copy_", "aten::_foreach_copy_"}
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_NUMPY: tuple[Any, ...] = (Tensor.numpy, Tensor.__array__)
+
+
+class _Card:
+    """Which storages lie on it."""
+
+    def __init__(self) -> None:
+        self._on: set[int] = set()
+        self._kept: list[Any] = []  # so that no address is used twice
+
+    def has(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._on
+
+    def put(self, x: Tensor, *, on: bool = True) -> Tensor:
+        storage = x.untyped_storage()
+        self._kept.append(storage)
+        (self._on.add if on else self._on.discard)(storage._cdata)
+        return x
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, card: _Card) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._card = card
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            on = [x for x in given if self._card.has(x)]
+            name = func._schema.name
+            self._check(name, given, on)
+            out = func(*args, **(kwargs or {}))
+            known = {x.untyped_storage()._cdata for x in given}
+            for x in tree_leaves(out):
+                if on and isinstance(x, Tensor) and x.untyped_storage()._cdata not in known:
+                    self._card.put(x)
+            return out
+
+    def _check(self, name: str, given: list[Tensor], on: list[Tensor]) -> None:
+        off = [x for x in given if x.ndim and not self._card.has(x)]
+        if not on or not off or name in _COPIES:
+            return
+        if name in _INDEXING and self._card.has(given[0]):
+            off = [] if name == "aten::index" else [x for x in off if x is given[-1]]
+        if off:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+
+class _Properties(TorchFunctionMode):
+    def __init__(self, card: _Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        on = first is not None and self._card.has(first)
+        if func == Tensor.device.__get__:
+            return CARD if on else func(*args)
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return on
+        if func is Tensor.get_device:
+            return 0 if on else -1
+        if func in _NUMPY and on:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            wanted = {Tensor.cpu: HOST, Tensor.cuda: CARD}.get(func)
+            return self._moved(args[0], list(args[1:]), kwargs, wanted)
+        if func is Tensor.new_tensor and on and "device" not in kwargs:
+            return self._card.put(func(*args, **kwargs))
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **kwargs)
+        kwargs["device"] = HOST
+        return self._card.put(func(*args, **kwargs))
+
+    def _moved(self, x: Tensor, args: list[Any], kwargs: Any, wanted: Any) -> Tensor:
+        """Tensor.to(), however it is called; non_blocking does not matter here."""
+        dtype, flags = x.dtype, [value for value in args if isinstance(value, bool)]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (str, torch.device)):
+                wanted = torch.device(value)
+            elif isinstance(value, Tensor):
+                wanted, dtype = CARD if self._card.has(value) else HOST, value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+        if wanted is not None and wanted.type == "meta":
+            return x.to("meta", dtype)
+        was = self._card.has(x)
+        now = was if wanted is None else wanted.type == "cuda"
+        out = x.to(dtype, copy=now != was or kwargs.get("copy", False) or flags[1:] == [True])
+        return self._card.put(out, on=now) if now != was else out
+
+
+def _whole_card_kernels(card: _Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and not card.has(x):
+                    raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor)")
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", checked)
+
+
+@contextlib.contextmanager
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Code inside finds a CUDA device. Attention's own kernels for it must be replaced."""
+    card = _Card()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        for name in ("synchronize", "empty_cache"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            patch.setattr(torch.cuda, name, lambda index: 0)
+        _whole_card_kernels(card, patch)
+        with _Properties(card), _Operations(card):
+            yield
