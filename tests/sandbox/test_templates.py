@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,11 +158,10 @@ def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
         assert session.step("import bulky; len(bulky.kept)").value == "40000"
 
 
-def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused(
-    tmp_path: Path,
-) -> None:
-    python = tmp_path / "python" / "bin" / "python3"
-    python.parent.mkdir(parents=True)
-    python.write_text("")
-    with pytest.raises(SandboxUnavailable, match=r"python/bin/python3 lies .*installed elsewhere"):
-        SandboxPool(template=Template(python=str(python)), min_idle=0)
+def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        python = Path(folder, "bin", "python3")
+        python.parent.mkdir()
+        python.write_text("")
+        with pytest.raises(SandboxUnavailable, match=r"bin/python3 lies .*installed elsewhere"):
+            SandboxPool(template=Template(python=str(python)), min_idle=0)
