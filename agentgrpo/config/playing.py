@@ -357,9 +357,9 @@ class DataConfig(Section):
     train: str = "word_problems"
     """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
     directory that Hugging Face's `save_to_disk` wrote."""
-    heldout: str = "word_problems"
+    heldout: str = "auto"
     """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed, which
-    are then not trained on."""
+    are then not trained on. auto: a `split` of a training file, else the same source as `train`."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
     split_seed: NotNegative = 0
@@ -384,14 +384,24 @@ class DataConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> DataConfig:
-        for source, keys in (("train", ("levels", "promote_at")), ("heldout", ("heldout_levels",))):
+        for source, name, keys in (
+            ("train", self.train, ("levels", "promote_at")),
+            ("heldout", self.heldout_source, ("heldout_levels",)),
+        ):
             for key in keys:
-                if getattr(self, source) != "word_problems" and is_set(self, key):
+                if name != "word_problems" and is_set(self, key):
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
-                        f"and it is {getattr(self, source)!r}; leave it at its default, "
+                        f"and it is {name!r}; leave it at its default, "
                         f"{type(self).model_fields[key].default}"
                     )
         if self.heldout == "split" and self.train in ("word_problems", "env"):
             raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")
         return self
+
+    @property
+    def heldout_source(self) -> str:
+        """What `heldout` says, or `auto` stands for."""
+        if self.heldout != "auto":
+            return self.heldout
+        return self.train if self.train in ("word_problems", "env") else "split"

@@ -84,7 +84,8 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
         ValueError: the recipe's settings do not fit; or see start_model().
     """
     folder = folder_of(recipe, stage)
-    if recipe.data.heldout == "split":
+    heldout = recipe.data.heldout_source
+    if heldout == "split":
         raise ValueError(
             "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
         )
@@ -98,7 +99,7 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
         out_dir=str(folder / "rl"),
         steps=recipe.curriculum.steps_of(stage),
         seed=recipe.seed + stage,
-        data={**kept, "train": str(folder / "tasks.jsonl")},
+        data={**kept, "train": str(folder / "tasks.jsonl"), "heldout": heldout},
     )
 
 

@@ -35,7 +35,7 @@ def training_tasks(
     if config.train == "word_problems":
         return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
     rows = _rows(config, "train", env, answers=answers, seed=seed)
-    if config.heldout == "split":
+    if config.heldout_source == "split":
         return rows.split(config.num_heldout, config.split_seed)[1]
     return rows
 
@@ -44,10 +44,10 @@ def heldout_tasks(
     config: DataConfig, env: Environment | None = None, *, answers: bool = True
 ) -> list[Task]:
     """The tasks of every evaluation, in order; arguments and errors as of training_tasks()."""
-    if config.heldout == "word_problems":
+    if config.heldout_source == "word_problems":
         source = word_problems.generate("heldout", config.heldout_levels)
         return list(islice(source, config.num_heldout))
-    if config.heldout == "split":
+    if config.heldout_source == "split":
         rows = _rows(config, "train", env, answers=answers)
         return rows.split(config.num_heldout, config.split_seed)[0]
     return _rows(config, "heldout", env, answers=answers).rows[: config.num_heldout]
@@ -61,7 +61,7 @@ def _rows(
     answers: bool,
     seed: int = 0,
 ) -> RowTasks:
-    name: str = getattr(config, key)
+    name = config.train if key == "train" else config.heldout_source
     if name == "env":
         return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
     if not Path(name).exists() and not Path(name).suffix and "/" not in name:

@@ -110,6 +110,19 @@ def jsonl(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_what_is_held_out_is_of_the_training_source_unless_said(jsonl: str) -> None:
+    file = DataConfig(train=jsonl, num_heldout=6)
+    held = [task.id for task in heldout_tasks(file)]
+    said = file.model_copy(update={"heldout": "split"})
+    assert held == [task.id for task in heldout_tasks(said)]
+    assert len(training_tasks(file, seed=1).rows) == 14  # type: ignore[attr-defined]
+    assert DataConfig(train="env").heldout_source == "env"
+    assert DataConfig().heldout_source == "word_problems"
+    assert DataConfig(train=jsonl, heldout="word_problems").heldout_source == "word_problems"
+    with pytest.raises(ValueError, match=r"data.heldout_levels: .* and it is 'split'"):
+        DataConfig(train=jsonl, heldout_levels=(1,))
+
+
 def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:
     config = DataConfig(train=jsonl, heldout="split", num_heldout=6)
     held = {t.id for t in heldout_tasks(config)}
@@ -141,7 +154,7 @@ def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
 def test_answers_that_nobody_reads_may_be_missing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "gold": 7}\n{"question": "b"}\n')
-    config = DataConfig(train=str(path), answer="gold")
+    config = DataConfig(train=str(path), heldout="word_problems", answer="gold")
     with pytest.raises(ValueError, match=r"rows.jsonl:2: no column 'gold'"):
         training_tasks(config, 0)
     specs = [task.spec for task in training_tasks(config, 0, answers=False).next(2)]
