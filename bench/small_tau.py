@@ -68,12 +68,12 @@ def tau2_telecom(folder: Path) -> list[str]:
 
 
 def tau2_retail(folder: Path) -> list[str]:
-    """All tickets; the reward is looked_up(), of which the first 24 show how."""
+    """All tickets; the reward is looked_up(), of which the first 8 show how."""
     from agentgrpo.envs.tau2 import Tau2Env
 
     env = Tau2Env("retail", "ticket")
     cases = env.tasks("train")
-    shown = [(task, list(_lookups(env, str(task.messages[-1]["content"])))) for task in cases[:24]]
+    shown = [(task, list(_lookups(env, str(task.messages[-1]["content"])))) for task in cases[:8]]
     _cold_start(folder, env, shown)
     more = ['env.options={domain="retail",mode="ticket"}', "reward.kind=bench.small_tau:looked_up"]
     made = _overrides(folder, cases, env.schemas, [], length=4096, learning_rate=5e-5)
