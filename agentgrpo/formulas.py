@@ -67,6 +67,15 @@ class Child:
 
     def compare(self, wanted: str, said: str) -> Comparison:
         """As the function."""
+        try:
+            return self._compare(wanted, said)
+        except BaseException:  # what an interrupted one still says is no answer to the next
+            if self._process is not None:
+                self._process.kill()
+                self.stop()
+            raise
+
+    def _compare(self, wanted: str, said: str) -> Comparison:
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -156,9 +156,24 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
     }
     used = "+".join(map(str, first["countdown"]["numbers"]))
     forged = f"exec('import numpy; numpy.isclose = lambda *a, **k: True') or {used}"
+    numbers, target = first["countdown"]["numbers"], first["countdown"]["target"]
+    patch = (
+        "setattr(__import__('sys').modules['reasoning_gym.games.countdown'], '_extract_ints', "
+        f"lambda text: {numbers}) or {target}"
+    )
+    letters = "+".join(f"lambdify((), 'builtins.chr')()({ord(letter)})" for letter in patch)
+    spelled = f"lambdify((), 'builtins.eval')()({letters})"
     board = [row.split() for row in first["n_queens"]["valid_answers"][0].splitlines()]
     for dataset, answers in {
-        "countdown": [touch, forged, "9**9**9**9", "().__class__", "eval('1+1')", "S('open(0)')"],
+        "countdown": [
+            touch,
+            forged,
+            "9**9**9**9",
+            "().__class__",
+            "eval('1+1')",
+            "S('open(0)')",
+            spelled,
+        ],
         "n_queens": [touch, "open(0)", f"list({board})"],
         "prime_factorization": ["none"],
     }.items():

@@ -101,7 +101,7 @@ def test_a_graph_is_read_with_the_arrow_keys(browser: Browser, page: Path) -> No
 def test_every_graph_says_what_it_shows(browser: Browser, page: Path) -> None:
     browser.open(page)
     said = texts(browser, ".chart .reading")
-    assert "attempts whose answer was right" in said
+    assert "attempts that solved their task" in said
     assert all(said[: len(texts(browser, ".page > .charts > .chart"))])
     browser.open(page, "#steps")
     about = browser.ask("[...document.querySelectorAll('th button')].map((e) => e.title)")

@@ -3,7 +3,7 @@
 const COLOURS = ["var(--a)", "var(--b)", "var(--c)", "var(--d)"];
 const GRAPHS = [
   ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]], { note: "mean of all attempts; held-out tasks are never trained on" }],
-  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]], { note: "attempts whose answer was right" }],
+  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]], { note: "attempts that solved their task" }],
   ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]], { note: "attempts at one task that all earned the same teach nothing" }],
   ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]], { note: "how much the policy writes" }],
   ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]], { note: "calls of tools and runs of code" }],
@@ -73,7 +73,7 @@ function drawOverview(runs, main) {
 }
 
 const COLUMNS = [
-  ["reward", "rollout/reward", "mean of the step's attempts"], ["solved", "rollout/solved", "share of them whose answer was right"],
+  ["reward", "rollout/reward", "mean of the step's attempts"], ["solved", "rollout/solved", "share of them that solved their task"],
   ["groups", "rollout/groups", "tasks played"], ["live", "rollout/live_groups", "groups whose attempts earned different rewards: only these teach"],
   ["turns", "rollout/turns", "of an attempt"], ["tokens", "rollout/sampled_tokens", "that the policy wrote, an attempt"],
   ["tool calls", "rollout/tool_calls", "of an attempt"], ["tool errors", "rollout/tool_errors", "of an attempt"],
