@@ -28,8 +28,8 @@ class RewardConfig(Section):
     solved_at: float | None = None
     """Reward, all parts but those of sigma_tool and sigma_length, from which on a rollout counts as
     solved. None: where its part `solved` (of an environment that judges), else its part `answer`,
-    is above 0. Where it has neither, as with a class's get_reward or a rubric of verifiers, no share
-    of solved is shown."""
+    is above 0. Where it has neither, as with a class's get_reward or a rubric of verifiers, no
+    share of solved is shown."""
     tool_cost: Annotated[float, Field(ge=0)] = 0.0
     """Taken off for every call of a tool and every run of code."""
     sigma_tool: Annotated[float, Field(ge=0)] = 0.0
