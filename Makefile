@@ -18,7 +18,7 @@ quickstart: $(BASE) $(EXT)
 
 recipe-demo: $(BASE) $(EXT)
 	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
-	@$(PY) -m agentgrpo.recipe recipe $(ARGS)
+	@$(PY) -m agentgrpo.recipe.recipe recipe $(ARGS)
 
 test: $(DEV) $(EXT) lint types
 	@echo "== tests"
@@ -47,7 +47,7 @@ asan: $(DEV)
 docs: $(BASE)
 	@echo "== writing docs/api and docs/config.md from the docstrings"
 	$(PY) docs/reference.py
-	$(PY) -m agentgrpo.settings > docs/config.md
+	$(PY) -m agentgrpo.config.settings > docs/config.md
 
 bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)

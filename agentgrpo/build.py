@@ -1,61 +1,39 @@
-"""Config -> the parts of a run. The only place that sees all of them.
-
-Everything that can be wrong with the machine or the config is found here, cheapest first: the
-sandbox and the data before the model, the model before the engine.
-"""
+"""Config -> the parts of a run, from what stage.py has checked: the engine, then the learner."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from agentgrpo import checkpoint, parallel
-from agentgrpo.agents.base import Agent, CallTools, RunCode, ToolCall
-from agentgrpo.config import SandboxConfig, TrainConfig
-from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.data.tasks import RowTasks, Tasks
-from agentgrpo.envs.base import Environment, Observation
-from agentgrpo.losses import objective_of
-from agentgrpo.machine import require_packages, require_trainable
-from agentgrpo.memory import explained
-from agentgrpo.metrics import RunLog
-from agentgrpo.models import (
-    SavedAdapter,
-    base_of,
-    chat_of,
-    check_model,
-    resolve_model,
-    saved_adapter,
-)
-from agentgrpo.plan import memory_warnings, plan, require_room_to_sample
-from agentgrpo.preflight import LESS_TO_TRAIN, preflight, to_sample
-from agentgrpo.progress import Progress
-from agentgrpo.records import require_recordable
-from agentgrpo.registry import make_agent, make_env, make_reward, needs_answers, script_of
-from agentgrpo.rewards import expected_answer, try_reward
-from agentgrpo.rollout.custom import CustomSampler, RolloutSampler, load_sampler
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo import parallel
+from agentgrpo.config import TrainConfig
+from agentgrpo.data.tasks import Tasks
+from agentgrpo.envs.base import Environment
+from agentgrpo.learn.losses import objective_of
+from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight, to_sample
+from agentgrpo.machine.memory import explained
+from agentgrpo.machine.room import memory_warnings, require_room_to_sample
+from agentgrpo.models.models import resolve_model
+from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
-from agentgrpo.run_dir import flat, locked, require_same_run
-from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
-from agentgrpo.scoring import Scoring
-from agentgrpo.trackers import open_trackers
-from agentgrpo.trackers import require as require_trackers
+from agentgrpo.run import checkpoint
+from agentgrpo.run.folder import flat, locked, require_same_run, whole_checkpoint
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.progress import Progress
+from agentgrpo.run.trackers import open_trackers
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.stage import Stage, close_env, one_line, set_stage
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
-    from agentgrpo.agreement import Probes
-    from agentgrpo.engine import Engine
-    from agentgrpo.learner import Learner
-
-
-NUM_LOOKED_AT = 256
-"""Training tasks whose prompts a dry run measures."""
+    from agentgrpo.engine.agreement import Probes
+    from agentgrpo.engine.engine import Engine
+    from agentgrpo.learn.learner import Learner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +53,7 @@ class Player:
 
     def close(self) -> None:
         """Stop the sandbox, what else the environment holds, and the engine."""
-        _close_env(self.env)
+        close_env(self.env)
         self.pool.close()
         self.engine.shutdown()
 
@@ -133,7 +111,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(locked(config.out_dir))
         require_same_run(config)
-        resumed = _whole_checkpoint(config)
+        resumed = whole_checkpoint(config)
         # an adapter's checkpoint holds no model: its base is config.model
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
@@ -149,175 +127,6 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
     return parts
 
 
-def _whole_checkpoint(config: TrainConfig) -> Path | None:
-    """What the run continues from."""
-    newest = checkpoint.newest(config.out_dir)
-    if newest is not None:
-        checkpoint.require_whole(newest, adapter=config.learner.lora.rank > 0)
-    return newest
-
-
-def planned(config: TrainConfig) -> str:
-    """What a run would do, after all checks that it would make; writes nothing.
-
-    Raises:
-        As build().
-    """
-    objective_of(config.loss)
-    require_same_run(config)
-    _whole_checkpoint(config)
-    stage = set_stage(config)
-    with contextlib.closing(stage):
-        require_room_to_sample(config, stage.model)
-        train = stage.training_tasks(config).next(NUM_LOOKED_AT)
-        prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
-        return "the plan, nothing was trained:\n" + plan(config, stage, prompts)
-
-
-@dataclass(slots=True, kw_only=True)
-class Stage:
-    """All of a Player but its engine: what can be checked before the model is loaded."""
-
-    model: str
-    adapter: SavedAdapter | None
-    """What the model is to be played with; never of a model that is trained."""
-    pool: SandboxPool
-    env: Environment
-    agent: Agent
-    chat: ChatTemplate
-    reward: Scoring
-    heldout: list[Task]
-    progress: Progress
-    user_sampler: RolloutSampler | None
-    """config.rollout.sampler, if one is named."""
-
-    def close(self) -> None:
-        """Stop what the environment holds, and the sandbox."""
-        _close_env(self.env)
-        self.pool.close()
-
-    def training_tasks(self, config: TrainConfig) -> Tasks:
-        """The stream to train on, checked as far as it is a list."""
-        answers = _with_answers(config, self.env)
-        tasks = training_tasks(config.data, config.seed, self.env, answers=answers)
-        if not isinstance(tasks, RowTasks):
-            return tasks
-        kept = RowTasks(
-            self.checked(config, tasks.rows, "data.train"), source=tasks.source, seed=config.seed
-        )
-        self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
-        return kept
-
-    def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
-        """The tasks whose prompts fit; that each can be shown and scored.
-
-        Raises:
-            ValueError: one has no answer, or a prompt leaves no room and data.max_prompt_tokens
-                does not say to leave it out.
-        """
-        limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
-        kept = []
-        for task in tasks:
-            if needs_answers(config.reward, self.env):
-                expected_answer(task)
-            require_recordable(task)
-            length = prompt_length(self.agent, self.chat, task)
-            if limit is not None and length > limit:
-                continue
-            if length > longest:
-                raise ValueError(
-                    f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
-                    f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
-                )
-            kept.append(task)
-        if len(kept) < len(tasks):
-            self.progress.say(
-                f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out, their prompts "
-                f"are longer than data.max_prompt_tokens = {limit}"
-            )
-        if not kept:
-            raise ValueError(f"{key}: no prompt has at most {limit} tokens")
-        return kept
-
-
-def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
-    """Tokens of a task before the policy's first."""
-    prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
-    return len(prompt) + len(chat.text_ids(agent.prefill(task)))
-
-
-def set_stage(
-    config: TrainConfig,
-    *,
-    model: str | None = None,
-    trained: bool = True,
-    progress: Progress | None = None,
-) -> Stage:
-    """Make and check what it takes to play tasks, but the engine.
-
-    Args:
-        config: of the run.
-        model: in place of config.model.
-        trained: the model is to be trained. If not, config.model may be an adapter's folder.
-        progress: where to say what is done; None: standard output.
-
-    Raises:
-        As build().
-    """
-    progress = progress or Progress(config.steps)
-    require_packages()
-    require_trackers(config.trackers)
-    if trained:
-        require_trainable(config.learner)
-    progress.say("sandbox: checking that this machine can isolate code")
-    with contextlib.ExitStack() as undo:
-        pool = open_sandbox(config.sandbox)
-        undo.callback(pool.close)
-        progress.say("sandbox: " + _one_line(pool.describe(), "rung", "memory_limit", "python"))
-        progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
-        env = make_env(config, pool)
-        undo.callback(_close_env, env)
-        heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
-        reward = make_reward(config.reward, env)
-        if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
-            try_reward(reward, heldout[0])
-        progress.say(f"model: {model or config.model}")
-        adapter = None if trained else saved_adapter(model or config.model)
-        if adapter is not None:
-            model = base_of(adapter)
-        model = model or resolve_model(config.model, progress.say)
-        chat = chat_of(model, config.rollout.template_options)
-        check_model(config, model)
-        read_calls = None
-        if config.agent.kind == "tools":
-            from agentgrpo.tool_parsers import tool_call_reader
-
-            read_calls = tool_call_reader(config.agent.parser, chat.tokenizer)
-        stage = Stage(
-            model=model,
-            adapter=adapter,
-            pool=pool,
-            env=env,
-            agent=make_agent(config, env, read_calls),
-            chat=chat,
-            reward=make_scoring(config, env, chat.tokenizer),
-            heldout=heldout,
-            progress=progress,
-            user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
-        )
-        _check_shown(config, stage.agent, chat)
-        _check_tools_shown(stage.agent, chat, heldout[0])
-        stage.heldout = stage.checked(config, heldout, "data.heldout")
-        undo.pop_all()
-    return stage
-
-
-def _close_env(env: Environment) -> None:
-    close = getattr(env, "close", None)
-    if close is not None:
-        close()
-
-
 def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
     """Start vLLM for a stage, its adapter in place; lora_rank as in Engine.
 
@@ -331,7 +140,7 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         lora_rank = stage.adapter.rank
     try:
         # here and not above: seconds of imports, after all that can fail quickly
-        from agentgrpo.engine import Engine
+        from agentgrpo.engine.engine import Engine
 
         with explained("starting vLLM", lambda: to_sample(config)):
             engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
@@ -342,7 +151,7 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     if engine.device == "cpu":
         stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
     if stage.adapter is not None:
-        from agentgrpo.lora import put_in_place
+        from agentgrpo.learn.lora import put_in_place
 
         put_in_place(engine, stage.adapter, stage.model)
     return Player(
@@ -390,13 +199,6 @@ def build_player(
         raise
 
 
-def _with_answers(config: TrainConfig, env: Environment) -> bool:
-    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
-    kind = config.reward.kind
-    judged = bool(getattr(env, "judges", False))
-    return kind != "none" and ":" not in kind and not (judged and kind == "auto")
-
-
 def _with_learner(
     config: TrainConfig,
     player: Player,
@@ -405,8 +207,8 @@ def _with_learner(
     log: RunLog,
     lock: IO[str],
 ) -> Parts:
-    from agentgrpo.agreement import probe_prompts
-    from agentgrpo.learner import Learner
+    from agentgrpo.engine.agreement import probe_prompts
+    from agentgrpo.learn.learner import Learner
 
     engine, progress = player.engine, player.progress
     agreement_threshold = config.engine.agreement_on(engine.device)
@@ -428,7 +230,7 @@ def _with_learner(
     if resumed is not None:
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
-    progress.say("learner: " + _one_line(learner.describe(), *learner.describe()))
+    progress.say("learner: " + one_line(learner.describe(), *learner.describe()))
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
@@ -468,74 +270,6 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
     return log
 
 
-def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
-    """Observations reach the policy."""
-    mark = "observation-7f3a"
-    action = CallTools((ToolCall("x", {}),)) if config.agent.kind == "tools" else RunCode("")
-    told = agent.observe(action, Observation(mark))
-    if isinstance(told, str):
-        return
-    shown = chat.observation_ids(told, turn_closed=False)
-    if mark not in chat.tokenizer.decode(shown):
-        raise ValueError(
-            f"agent.observation_role: the model's chat template does not show messages of role "
-            f"{told[0]['role']!r}; choose another role"
-        )
-
-
-def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
-    """The policy is told of its tools."""
-    schemas = agent.tools(task)
-    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
-    for schema in schemas:
-        name = str(schema["function"]["name"])
-        if name not in shown:
-            raise ValueError(
-                f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
-                "the prompt): take a model made for tool calls, or the code or inline agent"
-            )
-
-
-def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
-    """What a rollout is worth besides what the environment gives it."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    base = make_reward(config.reward, env)
-    return Scoring(base, config.reward, decode, total_steps=config.steps)
-
-
-def open_sandbox(config: SandboxConfig) -> SandboxPool:
-    """The pool that code runs in; the caller closes it.
-
-    Raises:
-        ValueError: there is no such template, directory or tool script; names the key.
-    """
-    try:
-        found = find_template(config.template)
-    except SandboxException as error:
-        raise ValueError(f"sandbox.template: {error}") from None
-    limits = dataclasses.replace(
-        found.limits or Limits(), timeout_s=config.timeout_s, memory_mib=config.memory_mib
-    )
-    try:
-        template = dataclasses.replace(
-            found,
-            site_dirs=(*found.site_dirs, *config.site_dirs),
-            env={**found.env, **config.env},
-            setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
-        )
-    except ValueError as error:
-        raise ValueError(str(error).replace("template.", "sandbox.")) from None
-    return SandboxPool(
-        limits=limits,
-        template=template,
-        max_live=config.max_live,
-        allow_degraded=config.allow_degraded,
-    )
-
-
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -546,11 +280,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _one_line(values: dict[str, Any], *names: str) -> str:
-    shown = {name: values[name] for name in names}
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name} {value}"
-        for name, value in shown.items()
-    )

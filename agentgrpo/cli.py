@@ -10,10 +10,13 @@ import sys
 COMMANDS = {
     "init": ("agentgrpo.init", "write a config for your model and your data"),
     "train": ("agentgrpo.train", "train a policy (--dry-run: check everything, train nothing)"),
-    "sft": ("agentgrpo.sft", "fine-tune on examples first"),
-    "flywheel": ("agentgrpo.data.flywheel", "make and repair trajectories to fine-tune on"),
-    "curriculum": ("agentgrpo.data.curriculum", "train in stages on the tasks that teach most"),
-    "recipe": ("agentgrpo.recipe", "flywheel, sft, curriculum and what they gained, in one go"),
+    "sft": ("agentgrpo.recipe.sft", "fine-tune on examples first"),
+    "flywheel": ("agentgrpo.recipe.flywheel", "make and repair trajectories to fine-tune on"),
+    "curriculum": ("agentgrpo.recipe.curriculum", "train in stages on the tasks that teach most"),
+    "recipe": (
+        "agentgrpo.recipe.recipe",
+        "flywheel, sft, curriculum and what they gained, in one go",
+    ),
     "evaluate": ("agentgrpo.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
@@ -21,7 +24,7 @@ COMMANDS = {
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
-    "doctor": ("agentgrpo.doctor", "can this machine train, and what to change if not"),
+    "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
 }
 """Word: module with main(arguments) -> exit status, and what it does."""
 

@@ -3,8 +3,8 @@
 `agentgrpo evaluate CONFIG [section.key=value ...]` plays them with config.model and
 prints the metrics as JSON; `model=RUN/checkpoints/step_000010` evaluates a checkpoint, an adapter's
 too (on the model that its adapter_config.json names; learner.lora.serve says how). What is
-measured besides, with intervals and by kind of task, is in its "measures" (measures.py, [measures]
-of the config). `--report DIR` writes all of it, per task, as report.json and report.md;
+measured besides, with intervals and by kind of task, is in its "measures" (measures/,
+[measures] of the config). `--report DIR` writes all of it, per task, as report.json and report.md;
 `--compare DIR/report.json` adds the paired difference to an earlier report on the same tasks.
 Under torchrun every rank plays its share, and there is one report.
 """
@@ -17,24 +17,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from agentgrpo import measures, parallel
-from agentgrpo.arguments import config_parser
-from agentgrpo.atomic import write_json, write_text
-from agentgrpo.endpoints import Endpoint, make_endpoint
-from agentgrpo.envs.base import InfrastructureError
-from agentgrpo.read_config import load_config_of
-from agentgrpo.recipe_config import RecipeConfig
-from agentgrpo.rewards import Reward
+from agentgrpo import parallel
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.build import Player
+from agentgrpo.config.arguments import config_parser
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.engine.endpoints import Endpoint, make_endpoint
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.measures import measures
+from agentgrpo.rewards.rewards import Reward
+from agentgrpo.rewards.scoring import Scoring, score_all
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.run.atomic import write_json, write_text
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.scoring import Scoring, score_all
 from agentgrpo.types import Group, Metrics, Rollout, Status, Task
-
-if TYPE_CHECKING:
-    from agentgrpo.build import Player
 
 
 def evaluate(
@@ -186,7 +185,7 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
 
     from agentgrpo.build import build_player
-    from agentgrpo.progress import Progress
+    from agentgrpo.run.progress import Progress
 
     try:
         config = load_config_of(RecipeConfig, args.config, args.overrides)

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.arguments import parser_of
 from agentgrpo.config import TrainConfig
-from agentgrpo.read_config import load_config
-from agentgrpo.settings import as_toml, settings
+from agentgrpo.config.arguments import parser_of
+from agentgrpo.config.read import load_config
+from agentgrpo.config.settings import as_toml, settings
 
 HEAD = """\
 # Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.

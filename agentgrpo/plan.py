@@ -6,25 +6,19 @@ printed; nothing is trained and nothing is written.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from agentgrpo import checkpoint, machine, parallel
 from agentgrpo.config import TrainConfig
-from agentgrpo.footprint import (
-    ALLOCATORS,
-    GIB,
-    Footprint,
-    Shapes,
-    footprint,
-    shapes_in,
-    shapes_of,
-)
-
-if TYPE_CHECKING:
-    from agentgrpo.build import Stage
+from agentgrpo.learn.losses import objective_of
+from agentgrpo.machine import hardware
+from agentgrpo.machine.footprint import GIB, Footprint
+from agentgrpo.machine.room import held_by, require_room_to_sample, short_of_memory
+from agentgrpo.run import checkpoint
+from agentgrpo.run.folder import require_same_run, whole_checkpoint
+from agentgrpo.stage import Stage, prompt_length, set_stage
 
 
 def plan(config: TrainConfig, stage: Stage, prompt_tokens: Sequence[int]) -> str:
@@ -35,7 +29,7 @@ def plan(config: TrainConfig, stage: Stage, prompt_tokens: Sequence[int]) -> str
         stage: everything but the engine, checked.
         prompt_tokens: lengths of the prompts that were looked at.
     """
-    device = "cuda" if machine.has_nvidia_gpu() else "cpu"
+    device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     rows = [
         *_tasks(config, stage, prompt_tokens),
         *_steps(config),
@@ -87,13 +81,13 @@ def _steps(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, str]]:
-    total, free = (size / GIB for size in machine.memory_bytes())
-    host = f"{machine.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
-    card = machine.gpu_memory_bytes() if device == "cuda" else None
+    total, free = (size / GIB for size in hardware.memory_bytes())
+    host = f"{hardware.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
+    card = hardware.gpu_memory_bytes() if device == "cuda" else None
     named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield "device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}"
-    held = _held(config, model)
+    held = held_by(config, model)
     if held is None:
         yield "model", f"{model}: its size is not known before it is loaded"
         return
@@ -103,70 +97,8 @@ def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, 
         f"{Path(model).name}: {held.parameters:,} parameters, {held.trained:,} {changed} trained",
     )
     yield "memory", held.listed()
-    yield from (("WARNING", text) for text in _short_of_memory(held))
+    yield from (("WARNING", text) for text in short_of_memory(held))
     yield from _disk(config, held)
-
-
-def _held(config: TrainConfig, model: str) -> Footprint | None:
-    """What a run will hold here; None where that is not known before the model is loaded."""
-    shapes = shapes_in(Path(model)) or shapes_named(model)
-    if not any("embed_tokens" in name for name in shapes):
-        return None
-    cuda = machine.has_nvidia_gpu()
-    return footprint(config, shapes, cuda=cuda, ranks=parallel.world_size())
-
-
-def require_room_to_sample(config: TrainConfig, model: str) -> None:
-    """Refuse what vLLM has no room for: it would say so in its own words, after loading the model,
-    or be ended by Linux, since a control group's limit is met only where memory is written to.
-
-    Raises:
-        ValueError: weights and KV cache exceed what is free, or the card; names what to lower.
-    """
-    held = _held(config, model)
-    if held is None:
-        return
-    card = machine.gpu_memory_bytes() if held.cuda else None
-    if held.cuda and card is None:
-        return
-    total, free = machine.memory_bytes() if card is None else (card, card)
-    need = held.weights + held.kv_cache
-    if need > free:
-        raise ValueError(
-            f"no room for vLLM: weights {held.weights / GIB:.2f} + KV cache "
-            f"{held.kv_cache / GIB:.2f} = {need / GIB:.2f} GiB are needed to start it, and "
-            f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free{' on the card' if card else ''}; "
-            f"a lower engine.kv_cache_gib (it is {config.engine.kv_cache_gib:g}), or a smaller "
-            "model, needs less"
-        )
-
-
-def memory_warnings(config: TrainConfig, model: str) -> list[str]:
-    """What a run should say about memory before it loads a model: nothing, where it seems to fit.
-
-    On a CPU it would not be told otherwise: Linux ends a process that uses too much without a word.
-    """
-    held = _held(config, model)
-    return [] if held is None else list(_short_of_memory(held))
-
-
-def _short_of_memory(held: Footprint) -> Iterator[str]:
-    advice = (
-        "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
-        "learner.max_tokens or engine.kv_cache_gib, or a smaller model"
-    )
-    need, free = held.peak / GIB, machine.memory_bytes()[1] / GIB
-    if not held.cuda and need > free:
-        yield (
-            f"{need:.1f} GiB are needed at least, more than the {free:.1f} GiB that are free: "
-            f"{advice}"
-        )
-    card = machine.gpu_memory_bytes() if held.cuda else None
-    if card is not None and held.peak > ALLOCATORS * card:
-        yield (
-            f"{need:.1f} GiB are needed, more than {ALLOCATORS:.0%} of the card's "
-            f"{card / GIB:.0f} GiB: {advice}"
-        )
 
 
 def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:
@@ -177,13 +109,6 @@ def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:
     yield "disk", f"{disk:.1f} GiB for {kept}, {left:.0f} GiB free"
     if disk > left:
         yield "WARNING", "the checkpoints do not fit: a lower keep_checkpoints, or another out_dir"
-
-
-def shapes_named(model: str) -> Shapes:
-    """Of a model that is known by its config alone: a hub name whose weights are not here yet."""
-    from transformers import AutoConfig
-
-    return shapes_of(AutoConfig.from_pretrained(model).get_text_config())
 
 
 def _folder(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -197,3 +122,24 @@ def _folder(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "out_dir", f"{config.out_dir}: starts anew, no checkpoint was saved there yet"
     else:
         yield "out_dir", f"{config.out_dir}: new"
+
+
+NUM_LOOKED_AT = 256
+"""Training tasks whose prompts a dry run measures."""
+
+
+def planned(config: TrainConfig) -> str:
+    """What a run would do, after all checks that it would make; writes nothing.
+
+    Raises:
+        As build().
+    """
+    objective_of(config.loss)
+    require_same_run(config)
+    whole_checkpoint(config)
+    stage = set_stage(config)
+    with contextlib.closing(stage):
+        require_room_to_sample(config, stage.model)
+        train = stage.training_tasks(config).next(NUM_LOOKED_AT)
+        prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
+        return "the plan, nothing was trained:\n" + plan(config, stage, prompts)

@@ -10,27 +10,31 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.base import Agent
-from agentgrpo.agents.tools import ReadCalls
-from agentgrpo.config import RewardConfig, TrainConfig
+from agentgrpo.config import RewardConfig, RolloutConfig, TrainConfig
+from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import Environment
-from agentgrpo.machine import require_library
-from agentgrpo.rewards import (
+from agentgrpo.machine.packages import require_library
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.rewards.rewards import (
     EnvironmentReward,
     MathReward,
     NumericReward,
     Reward,
+    RewardError,
     TextReward,
-    load_callable,
-    load_reward,
     with_tool_cost,
 )
+from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.sandbox import SandboxException
 from agentgrpo.sandbox.contexts import command_of
+from agentgrpo.types import Rollout
 
 ENVIRONMENTS = {
     "python": "agentgrpo.envs.python:PythonEnv",
@@ -246,3 +250,43 @@ def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
     missing = [attribute for attribute in names if not hasattr(made, attribute)]
     if missing:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
+
+
+def load_reward(name: str) -> Reward:
+    """The user's own reward, from `module:function`.
+
+    Raises:
+        ValueError: the name has another shape, there is no such module or function, or it is not
+            callable. An error inside the module while it is imported is left as it is. What the
+            function raises later is a RewardError.
+    """
+    function = load_callable(name, key="reward")
+
+    def reward(rollout: Rollout) -> Mapping[str, float]:
+        try:
+            return cast(Mapping[str, float], function(rollout))
+        except Exception as error:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            raise RewardError(
+                f"reward {name!r} failed on task {rollout.task.id!r}, answer {rollout.answer!r}: "
+                f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            ) from error
+
+    return reward
+
+
+def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
+    """What `rollout.sampler` names.
+
+    Raises:
+        ValueError: no such class or function, or what the class makes has no rollout().
+    """
+    kind, _, function = config.sampler.partition(":")
+    if kind == "rollout_func":
+        from agentgrpo.rollout.trl import RolloutFuncSampler
+
+        return RolloutFuncSampler(load_callable(function, key="rollout.sampler"), chat, config)
+    user = load_callable(config.sampler, key="rollout.sampler")(chat, config)
+    if not callable(getattr(user, "rollout", None)):
+        raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
+    return cast(RolloutSampler, user)

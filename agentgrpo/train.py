@@ -9,28 +9,25 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from agentgrpo import parallel
-from agentgrpo.advantages import assign_advantages, has_gradient, why_dead
-from agentgrpo.agreement import Disagreement, check_agreement
-from agentgrpo.arguments import config_parser
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
-from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.config.arguments import config_parser
+from agentgrpo.config.read import load_config
+from agentgrpo.engine.agreement import Disagreement, check_agreement
 from agentgrpo.evaluate import evaluate, summarize
-from agentgrpo.interrupt import stop_after_step
-from agentgrpo.memory import explained
-from agentgrpo.preflight import to_learn, to_sample
-from agentgrpo.read_config import load_config
-from agentgrpo.rewards import RewardError
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
+from agentgrpo.learn.preflight import to_learn, to_sample
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.machine.memory import explained
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.rewards.rewards import RewardError
+from agentgrpo.rewards.scoring import score_all
+from agentgrpo.run.interrupt import stop_after_step
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.scoring import score_all
 from agentgrpo.types import Group, Metrics
-from agentgrpo.updates import plan_updates
-
-if TYPE_CHECKING:
-    from agentgrpo.build import Parts
 
 
 def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lambda: False) -> None:
@@ -143,7 +140,8 @@ def main(arguments: list[str]) -> int:
     )
     args = parser.parse_intermixed_args(arguments)
     prepare_environment()
-    from agentgrpo.build import build, planned
+    from agentgrpo.build import build
+    from agentgrpo.plan import planned
 
     try:
         config = load_config(args.config, args.overrides)

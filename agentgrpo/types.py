@@ -274,3 +274,26 @@ class PackedBatch:
     advantage_N: Float32
     weight_N: Float32
     """What the term's loss is multiplied by before summing: the normaliser of the whole step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What the policy sampled for one request."""
+
+    request_id: str
+    token_ids: Int32
+    """The sampled ids, the stop token (or the whole token a stop string ended in) included."""
+    logprobs: Float32
+    """Log-probability of each sampled token under the tempered distribution, in nats."""
+    finish_reason: str
+    """"stop": the turn is whole. "length": max_tokens cut it. Anything else ("error", "abort",
+    "repetition"): the engine gave up, and the tokens are of no use."""
+    stop_reason: int | str | None
+    """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
+    num_cached_tokens: int
+    """How many prompt tokens the prefix cache served."""
+    account: Turn
+    """Hashes of the prompt that the engine reports having used and of what it sampled."""
+    entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Entropy in nats of the distribution each of the first tokens was drawn from; see
+    rollout/branch.py. Empty unless top_logprobs were asked for."""

@@ -31,11 +31,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.agreement import outliers_of, widest_gap
-from agentgrpo.arguments import parser_of
 from agentgrpo.config import TrainConfig
-from agentgrpo.losses import PER_ROLLOUT, PER_TOKEN, reads_whole_rollouts
-from agentgrpo.records import read_rollouts
+from agentgrpo.config.arguments import parser_of
+from agentgrpo.engine.agreement import outliers_of, widest_gap
+from agentgrpo.learn.losses import PER_ROLLOUT, PER_TOKEN, reads_whole_rollouts
+from agentgrpo.learn.updates import as_packed, mini_batches, plan_updates
+from agentgrpo.run.records import read_rollouts
 from agentgrpo.types import (
     Float32,
     Group,
@@ -46,7 +47,6 @@ from agentgrpo.types import (
     Turn,
     token_hash,
 )
-from agentgrpo.updates import as_packed, mini_batches, plan_updates
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; weights are float32."""

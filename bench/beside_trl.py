@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentgrpo.atomic import read_lines
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.run.atomic import read_lines
 from agentgrpo.types import Int32, Rollout, Turn
 from bench.harness import append_row
 
 if TYPE_CHECKING:
     from agentgrpo.config import TrainConfig
-    from agentgrpo.engine import Completion
+    from agentgrpo.types import Completion
 
 CONFIG = "quickstart"
 ALIKE = 0.15
@@ -63,7 +63,7 @@ class WholeBatch:
         self._waiting = [request for request in self._waiting if request[0] not in request_ids]
 
     def step(self) -> list[Completion]:
-        from agentgrpo.engine import Completion
+        from agentgrpo.types import Completion
 
         asked, self._waiting = self._waiting, []
         outputs = self._llm.generate(
@@ -114,12 +114,12 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from agentgrpo.build import set_stage
+    from agentgrpo.engine.start import plain_cpu_weights
     from agentgrpo.evaluate import summarize
-    from agentgrpo.policy import freeze_all_but
+    from agentgrpo.learn.policy import freeze_all_but
+    from agentgrpo.rewards.scoring import score_all
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.scoring import score_all
-    from agentgrpo.vllm_start import plain_cpu_weights
+    from agentgrpo.stage import set_stage
 
     stage = set_stage(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size
@@ -207,7 +207,7 @@ def main() -> None:
     if asked.trl:
         import torch
 
-        from agentgrpo.read_config import load_config
+        from agentgrpo.config.read import load_config
 
         threads = torch.get_num_threads()
         print(json.dumps(in_trl(load_config(CONFIG, overrides), asked.steps, threads)))

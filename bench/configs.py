@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from agentgrpo import checkpoint, examples
-from agentgrpo.atomic import read_lines
+from agentgrpo import examples
+from agentgrpo.run import checkpoint
+from agentgrpo.run.atomic import read_lines
 from bench import small_tau
 from bench.harness import append_row
 
@@ -69,7 +70,7 @@ def train(name: str, folder: Path, overrides: Sequence[str]) -> float:
 
     started = time.perf_counter()
     if (folder / small_tau.COLD_START).exists():
-        run("agentgrpo.sft", *COLD)
+        run("agentgrpo.recipe.sft", *COLD)
         settings.append(f"model={checkpoint.newest(folder / 'cold' / 'sft')}")
     run("agentgrpo.train", "out_dir=run")
     return time.perf_counter() - started

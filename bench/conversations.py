@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from agentgrpo.rollout.delta import ChatTemplate
-from agentgrpo.rollout.encoding import TextEncoder
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.encoding import TextEncoder
 from agentgrpo.types import Int32
 from bench.harness import append_row
 from bench.real_templates import MODELS, Model

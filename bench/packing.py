@@ -24,13 +24,8 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentgrpo.packing import (
-    Batches,
-    flex_blocks,
-    ids_from_list,
-    logprobs_from_list,
-    pack_tree,
-)
+from agentgrpo.learn.packing import Batches, flex_blocks, pack_tree
+from agentgrpo.models.encoding import ids_from_list, logprobs_from_list
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
 from bench.harness import append_row, cpu_seconds
 

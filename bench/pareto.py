@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentgrpo.data.pareto import select
+from agentgrpo.recipe.pareto import select
 from bench.harness import append_row, cpu_seconds
 
 QUESTIONS, WANTED, ROLLOUTS = 20_000, 8_000, 8

@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentgrpo.atomic import read_lines
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.run.atomic import read_lines
 from agentgrpo.types import Int32, Turn
 from bench.harness import append_row
 
@@ -75,7 +75,7 @@ class TransformersDecoder:
         import numpy as np
         import torch
 
-        from agentgrpo.engine import Completion
+        from agentgrpo.types import Completion
 
         request_id, prompt, max_tokens, stop, stop_token_ids = self._queue.pop(0)
         with torch.no_grad():
@@ -107,10 +107,10 @@ class TransformersDecoder:
 
 def plain_transformers_score(checkpoint: Path, overrides: Sequence[str]) -> float:
     """Held-out solved share of a checkpoint without vLLM."""
-    from agentgrpo.build import set_stage
+    from agentgrpo.config.read import load_config
     from agentgrpo.evaluate import evaluate
-    from agentgrpo.read_config import load_config
     from agentgrpo.rollout.sampler import Sampler
+    from agentgrpo.stage import set_stage
 
     config = load_config(CONFIG, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)

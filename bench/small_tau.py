@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.agents.base import CallTools, Schema, ToolCall
-from agentgrpo.atomic import write_lines
-from agentgrpo.settings import toml
+from agentgrpo.actions import CallTools, Schema, ToolCall
+from agentgrpo.config.settings import toml
+from agentgrpo.run.atomic import write_lines
 from agentgrpo.types import Rollout, Status, Task
 
 Shot = list[dict[str, str]]

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 
 prepare_environment()
 
@@ -41,9 +41,9 @@ import torch
 from torch import Tensor
 
 from agentgrpo.kernels.linear_logp import linear_logp
-from agentgrpo.packing import pack_tree
-from agentgrpo.policy import Scorer
-from agentgrpo.records import read_rollouts
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.policy import Scorer
+from agentgrpo.run.records import read_rollouts
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from bench.harness import append_row
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentgrpo.atomic import read_lines
+from agentgrpo.run.atomic import read_lines
 from bench.harness import RESULTS
 
 README = RESULTS.parent.parent / "README.md"

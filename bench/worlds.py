@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from agentgrpo.agents.base import Action, CallTools, ToolCall
+from agentgrpo.actions import Action, CallTools, Observation, ToolCall
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tau_bench import TRANSFER, TauBenchEnv
 from agentgrpo.rollout import generate

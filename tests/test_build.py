@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
-from agentgrpo import build, machine
-from agentgrpo.build import Stage, planned, set_stage, start_engine
+from agentgrpo import build, stage
+from agentgrpo.build import start_engine
 from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
-from agentgrpo.metrics import RunLog
-from agentgrpo.models import check_model, resolve_model
-from agentgrpo.progress import Progress
+from agentgrpo.machine import hardware, packages
+from agentgrpo.models.models import check_model, resolve_model
+from agentgrpo.plan import planned
 from agentgrpo.registry import make_reward
-from agentgrpo.run_dir import require_same_run
+from agentgrpo.run.folder import require_same_run
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.progress import Progress
+from agentgrpo.stage import Stage, set_stage
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -62,7 +65,7 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
         started.append(lora_rank)
         return SimpleNamespace(device=device, max_model_len=256)
 
-    monkeypatch.setattr("agentgrpo.engine.Engine", engine)
+    monkeypatch.setattr("agentgrpo.engine.engine.Engine", engine)
     said: list[str] = []
     stage: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(Stage)))
     stage.model = str(tiny_model)
@@ -83,14 +86,14 @@ def test_an_import_is_announced_and_made_once(
     made = []
     monkeypatch.setenv("AGENTGRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        "agentgrpo.data.import_gguf.find_in_package", lambda name: Path(f"{name}.Q8.gguf")
+        "agentgrpo.models.gguf.find_in_package", lambda name: Path(f"{name}.Q8.gguf")
     )
 
     def write(source: Path, folder: Path) -> None:
         made.append(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
-    monkeypatch.setattr("agentgrpo.data.import_gguf.import_gguf", write)
+    monkeypatch.setattr("agentgrpo.models.gguf.import_gguf", write)
     said: list[str] = []
     folder = tmp_path / "models" / "small"
     for _ in range(2):
@@ -123,7 +126,7 @@ def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, gpu: bool, said: str
 ) -> None:
     asked, find = config(Path("m"), **sections), importlib.util.find_spec
-    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: gpu)
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: gpu)
 
     def without(name: str, *_: Any) -> Any:
         return None if name == package else find("json")
@@ -131,7 +134,7 @@ def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
     monkeypatch.setattr(importlib.util, "find_spec", without)
 
     def look() -> None:
-        machine.require_trainable(asked.learner)
+        packages.require_trainable(asked.learner)
         make_reward(asked.reward)
 
     with pytest.raises(ValueError, match=said):
@@ -140,14 +143,14 @@ def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
 
 def test_both_ways_into_a_run_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config(Path("m"), learner={"lora": {"rank": 4}})
-    monkeypatch.setattr(build, "require_packages", lambda: None)
+    monkeypatch.setattr(stage, "require_packages", lambda: None)
 
     def refuse(learner: LearnerConfig) -> None:
         assert learner is asked.learner
         raise ValueError("looked")
 
-    monkeypatch.setattr(build, "require_trainable", refuse)
-    monkeypatch.setattr(build, "open_sandbox", lambda _: pytest.fail("not before it"))
+    monkeypatch.setattr(stage, "require_trainable", refuse)
+    monkeypatch.setattr(stage, "open_sandbox", lambda _: pytest.fail("not before it"))
     with pytest.raises(ValueError, match="looked"):
         set_stage(asked)
 
@@ -158,7 +161,7 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
     """Killed in between it would be taken for somebody else's records, and never go on."""
     asked = config(Path("m"), out_dir=str(tmp_path), preflight="always")
     learner = SimpleNamespace(step_count=0, vocab_size=300, describe=lambda: {"weights": "shared"})
-    monkeypatch.setattr("agentgrpo.learner.Learner", lambda *_, **__: learner)
+    monkeypatch.setattr("agentgrpo.learn.learner.Learner", lambda *_, **__: learner)
 
     class Killed(BaseException):
         pass

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import cli, doctor, init, machine
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo import cli, init
+from agentgrpo.config.read import load_config, shipped_configs
+from agentgrpo.machine import doctor, packages
 from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
 from tests import tiny
@@ -160,7 +161,7 @@ def test_the_doctor_ends_with_1_if_something_essential_is_missing(
     assert doctor.main([]) == 0
     assert "\nThis machine can train." in capsys.readouterr().out
     broken = Check("torch", False, "not installed", "install it", essential=True)
-    monkeypatch.setattr(machine, "package_checks", lambda *_, **__: [broken])
+    monkeypatch.setattr(packages, "package_checks", lambda *_, **__: [broken])
     assert doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "MISS torch            not installed\n     remedy           install it" in said

@@ -16,7 +16,7 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
-from agentgrpo.read_config import _all_keys, load_config, shipped_configs
+from agentgrpo.config.read import _all_keys, load_config, shipped_configs
 from agentgrpo.sandbox.hostile import CASES
 from agentgrpo.types import Rollout
 

@@ -20,14 +20,14 @@ import torch
 
 from agentgrpo import cli
 from agentgrpo.config import RewardConfig
+from agentgrpo.config.read import load_config
+from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import term_weights
-from agentgrpo.read_config import load_config
-from agentgrpo.recipe_config import RecipeConfig
 from agentgrpo.registry import make_agent, make_env, make_reward
-from agentgrpo.rewards import score
+from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Rollout, Task
 from tests import tiny

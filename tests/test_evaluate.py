@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.actions import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.types import Group, Rollout, Status, Task
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentgrpo import examples
-from agentgrpo.agents.base import CallTools, ToolCall
+from agentgrpo.actions import CallTools, ToolCall
 from agentgrpo.envs.graded import UnitTestEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv

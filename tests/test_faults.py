@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentgrpo.agreement import Disagreement, Probes, check_agreement, probe_prompts
 from agentgrpo.config import EngineConfig
-from agentgrpo.engine import Engine
-from agentgrpo.learner import Learner
-from agentgrpo.weights import views_for
-from tests.learning.given import learner_on
+from agentgrpo.engine.agreement import Disagreement, Probes, check_agreement, probe_prompts
+from agentgrpo.engine.engine import Engine
+from agentgrpo.engine.weights import views_for
+from agentgrpo.learn.learner import Learner
+from tests.learn.given import learner_on
 from tests.tiny import VOCAB
 
 THRESHOLD = EngineConfig().agreement_on("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -42,8 +43,76 @@ def is_within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-COMMANDS = ("train.py", "evaluate.py", "sft.py", "data/flywheel.py", "data/curriculum.py")
+WINGS = {
+    "types": "",
+    "parallel": "",
+    "sandbox": "",
+    "kernels": "",
+    "config": "types",
+    "actions": "types",
+    "run": "types config parallel",
+    "machine": "types config parallel run sandbox",
+    "rewards": "types config",
+    "agents": "types config actions",
+    "envs": "types config actions sandbox",
+    "models": "types config",
+    "engine": "types config actions parallel machine models",
+    "rollout": "types config actions parallel agents envs models engine",
+    "learn": "types config parallel run machine kernels models engine",
+    "measures": "types actions rewards engine",
+    "data": "types config envs",
+    "view": "types config run",
+    "registry": "types config machine rewards agents envs models rollout sandbox",
+}
+"""Wing: the wings that it may import, besides itself. What is not named may import all above it."""
+TOP = [
+    *("stage", "build", "plan", "evaluate", "verify", "init", "train"),
+    *("recipe", "examples", "cli", "__main__"),
+]
+"""Assembly and commands, each of which may import the wings and what stands before it."""
+ALLOWED = {wing: {wing, *may.split()} for wing, may in WINGS.items()}
+ALLOWED |= {module: {*WINGS, *TOP[: TOP.index(module) + 1], "__version__"} for module in TOP}
 OURS = [p for p in python_files("agentgrpo") if "kernels" not in p.parts]
+
+
+def wing_of(name: str) -> str:
+    """The wing of an imported name: the second part, "" for agentgrpo's compiled half."""
+    part = [*name.split("."), ""][1]
+    return "" if part == "_C" else part
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_wing_imports_what_its_row_says(path: Path) -> None:
+    wing = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if wing == "__init__":
+        return
+    for name, _ in imports(path):
+        if is_within(name, "agentgrpo") and wing_of(name):
+            assert wing_of(name) in ALLOWED[wing], f"{path} imports {name}"
+
+
+def test_the_rows_hold_no_circle() -> None:
+    """A wing comes after all that it may import."""
+    seen: set[str] = set()
+    for wing, may in WINGS.items():
+        assert set(may.split()) <= seen, wing
+        seen.add(wing)
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Those behind TYPE_CHECKING and within functions are counted too."""
+    names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in OURS}
+    files = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    needs = {
+        path: {
+            files[found]
+            for name, _ in imports(path)
+            if (found := name if name in files else name.rpartition(".")[0]) in files
+        }
+        - {path}
+        for path in OURS
+    }
+    list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError
 
 
 @pytest.mark.parametrize("path", python_files("kernels"), ids=lambda path: path.name)
@@ -57,43 +126,23 @@ def test_kernels_import_torch_triton_and_each_other(path: Path) -> None:
         ), f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("folder", ["agents", "envs", "sandbox"])
+@pytest.mark.parametrize("folder", ["agents", "envs", "sandbox", "config", "actions", "types"])
 def test_agents_and_environments_know_nothing_of_models(folder: str) -> None:
-    libraries = ("torch", "vllm", "transformers", "triton")
-    ours = tuple(f"agentgrpo.{part}" for part in ("engine", "learner", "build", "train"))
-    found = python_files(f"agentgrpo/{folder}")
-    assert found
+    found = python_files(f"agentgrpo/{folder}") or [PACKAGE / f"{folder}.py"]
     for path in found:
         for name, _ in imports(path):
-            assert not is_within(name, *libraries, *ours), f"{path} imports {name}"
-
-
-def test_the_sandbox_stands_alone() -> None:
-    for path in python_files("agentgrpo/sandbox"):
-        for name, _ in imports(path):
-            if is_within(name, "agentgrpo"):
-                assert is_within(name, "agentgrpo.sandbox", "agentgrpo._C"), f"{path}: {name}"
-
-
-def test_values_and_config_import_nothing_of_ours_but_values() -> None:
-    config = sorted((PACKAGE / "config").glob("*.py"))
-    for path in (PACKAGE / "types.py", *config, PACKAGE / "runtime.py"):
-        for name, _ in imports(path):
-            values = path in config and is_within(name, "agentgrpo.types", "agentgrpo.config")
-            assert values or not is_within(name, "agentgrpo", "torch"), f"{path} imports {name}"
+            libraries = ("torch", "vllm", "transformers", "triton")
+            assert not is_within(name, *libraries), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_each_dependency_has_its_place(path: Path) -> None:
     where = str(path.relative_to(PACKAGE))
-    for name, real in imports(path):
+    for name, _ in imports(path):
         if is_within(name, "vllm"):
-            allowed = ("engine.py", "vllm_start.py", "tool_parsers.py")
-            assert where in allowed, f"{path} imports {name}"
+            assert where.startswith("engine/"), f"{path} imports {name}"
         if name.startswith("transformers.AutoModel"):
-            assert where in ("policy.py", "sft.py"), f"{path} imports {name}"
-        if is_within(name, "agentgrpo.build") and real:
-            assert where in COMMANDS, f"{path} imports {name}"
+            assert where in ("learn/policy.py", "recipe/sft.py"), f"{path} imports {name}"
 
 
 def test_kernels_is_no_package_and_linked_into_ours() -> None:
@@ -115,7 +164,7 @@ def test_kernels_load_neither_vllm_nor_transformers() -> None:
     kernels = {f"agentgrpo.kernels.{path.stem}" for path in python_files("kernels")}
     loaded = modules_after(*kernels)
     assert kernels <= loaded
-    assert not loaded & {"vllm", "transformers", "agentgrpo.engine", "agentgrpo.types"}
+    assert not loaded & {"vllm", "transformers", "agentgrpo.engine.engine", "agentgrpo.types"}
 
 
 def test_what_runs_before_the_model_loads_no_torch() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests import isolation
 
 ROOT = Path(__file__).parent.parent
-NEEDS_ISOLATION = "tests/data/test_errands.py::test_the_shown_examples_are_as_the_world_answers"
+NEEDS_ISOLATION = "tests/recipe/test_errands.py::test_the_shown_examples_are_as_the_world_answers"
 
 
 def test_a_machine_without_isolation_says_what_it_left_out() -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import checkpoint, machine
-from agentgrpo.atomic import write_lines
-from agentgrpo.footprint import GIB
-from agentgrpo.plan import memory_warnings
-from agentgrpo.read_config import load_config
+from agentgrpo.config.read import load_config
+from agentgrpo.machine import hardware, packages
+from agentgrpo.machine.footprint import GIB
+from agentgrpo.machine.room import memory_warnings
+from agentgrpo.run import checkpoint
+from agentgrpo.run.atomic import write_lines
 from agentgrpo.train import main
 from tests import tiny
 
@@ -108,7 +109,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
 ) -> None:
     """Weights of 0.0004 GiB and the cache, where 3 of 4 GiB are free: in a container, say."""
-    monkeypatch.setattr(machine, "memory_bytes", lambda: (4 * GIB, 3 * GIB))
+    monkeypatch.setattr(hardware, "memory_bytes", lambda: (4 * GIB, 3 * GIB))
     answer = dry_run("engine.kv_cache_gib=3.5", dry=dry)
     refused(answer, "no room for vLLM")
     weights = sum(p.numel() for p in tiny.make_model().parameters()) * 4 / GIB
@@ -233,8 +234,8 @@ def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "installed", lambda: {"torch": "2.11.0", "vllm": "0.22.0"})
-    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.11.0", "vllm": "0.22.0"})
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
     refused(dry_run(), "is the CUDA build, and this machine shows no NVIDIA GPU")
 
 

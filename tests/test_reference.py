@@ -41,7 +41,7 @@ def test_every_name_of_the_sandbox_is_described(reference: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["agentgrpo.types", "agentgrpo.rewards", "agentgrpo.agents.base"]
+    "module", ["agentgrpo.types", "agentgrpo.rewards.rewards", "agentgrpo.agents.base"]
 )
 def test_what_is_defined_is_described(reference: ModuleType, module: str) -> None:
     """Compared with the imported module, which the generator never sees."""

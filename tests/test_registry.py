@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.agents.base import RunCode
+from agentgrpo.actions import Observation, RunCode
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, SandboxConfig, TrainConfig
-from agentgrpo.envs.base import Observation
-from agentgrpo.read_config import load_config
+from agentgrpo.config.read import load_callable, load_config
 from agentgrpo.registry import ENVIRONMENTS, make_agent, make_env, make_reward
-from agentgrpo.rewards import load_callable, score
+from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import Limits
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Group
@@ -49,7 +48,7 @@ class Shouting:
         return ()
 
     def parse(self, text: str) -> Any:
-        from agentgrpo.agents.base import Finish
+        from agentgrpo.actions import Finish
 
         return Finish(text[:-1]) if text.endswith(self.mark) else RunCode(text)
 

@@ -15,17 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.advantages import assign_advantages
-from agentgrpo.agents.tools import Reading, ToolAgent
+from agentgrpo.actions import Reading
+from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig, LossConfig, RolloutConfig
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
 from agentgrpo.kernels.objective import Objective
-from agentgrpo.losses import token_weights
-from agentgrpo.packing import pack_tree
-from agentgrpo.rollout.custom import CustomSampler, RolloutParams, load_sampler, rollout_from_tokens
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.registry import load_sampler
+from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
 from agentgrpo.types import Group, Rollout, SpanReward, Task
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play_all, scripted, tasks
 from tests.rollout.stubs import Turn

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import agentgrpo.build
-from agentgrpo.agreement import Disagreement, Probes
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
-from agentgrpo.read_config import load_config
+from agentgrpo.config.read import load_config
+from agentgrpo.engine.agreement import Disagreement, Probes
+from agentgrpo.learn.updates import Update
 from agentgrpo.train import main, train
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
-from agentgrpo.updates import Update
 
 LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
 """Rewards of a group that teaches something, and of one that does not."""

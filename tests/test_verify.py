@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from agentgrpo import verify
-from agentgrpo.atomic import read_lines, write_lines
 from agentgrpo.config import TrainConfig
-from agentgrpo.metrics import RunLog
-from agentgrpo.packing import pack_tree
-from agentgrpo.read_config import load_config
-from agentgrpo.records import read_parquet, read_rollouts, rollout_record, write_parquet
+from agentgrpo.config.read import load_config
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.updates import Update, plan_updates
 from agentgrpo.rollout.transcript import Drift, Transcript
+from agentgrpo.run.atomic import read_lines, write_lines
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.records import read_parquet, read_rollouts, rollout_record, write_parquet
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn
-from agentgrpo.updates import Update, plan_updates
 from tests.conftest import TASK
 from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv
@@ -329,7 +329,7 @@ def test_a_wrong_batch_is_found(
         values[len(values) // 2] = values[len(values) // 2] + 1
         return batches
 
-    monkeypatch.setattr("agentgrpo.updates.pack_tree", wrong)
+    monkeypatch.setattr("agentgrpo.learn.updates.pack_tree", wrong)
     report = verify.verify_run(tmp_path)
     assert report.faults
     assert any(re.search(fault, found) for found in report.faults), report.faults

@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.runtime import ENVIRONMENT
+from agentgrpo.machine.runtime import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")

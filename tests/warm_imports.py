@@ -3,9 +3,9 @@
 import importlib
 import os
 
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 
 os.environ.pop("TRITON_INTERPRET", None)  # of the tests' own process
 prepare_environment()
-for name in ("build", "engine", "learner", "sft"):
+for name in ("build", "engine.engine", "learn.learner", "recipe.sft"):
     importlib.import_module(f"agentgrpo.{name}")

@@ -8,9 +8,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from agentgrpo.agents.base import Action, Finish, Malformed, Message, RunCode, Schema, answer_in
+from agentgrpo.actions import (
+    Action,
+    Finish,
+    Malformed,
+    Message,
+    Observation,
+    RunCode,
+    Schema,
+    answer_in,
+)
 from agentgrpo.config import AgentConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 PROMPT = (

@@ -12,20 +12,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from agentgrpo.agents.base import (
+from agentgrpo.actions import (
     Action,
     CallTools,
     Finish,
     Malformed,
     Message,
+    Observation,
     Schema,
     ToolCall,
     answer_in,
     as_json,
 )
 from agentgrpo.config import AgentConfig
-from agentgrpo.envs.base import Observation
-from agentgrpo.rewards import load_callable
+from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
 PROMPT = (

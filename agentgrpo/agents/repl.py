@@ -15,9 +15,8 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from agentgrpo.agents.base import Action, Finish, Message, RunCode, Schema
+from agentgrpo.actions import Action, Finish, Message, Observation, RunCode, Schema
 from agentgrpo.config import AgentConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 PROMPT = (

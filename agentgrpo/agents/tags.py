@@ -22,17 +22,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from agentgrpo.agents.base import (
+from agentgrpo.actions import (
     Action,
     CallTools,
     Finish,
     Malformed,
     Message,
+    Observation,
     RunCode,
     Schema,
     ToolCall,
 )
-from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 PROMPT = (

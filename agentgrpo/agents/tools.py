@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from agentgrpo.agents.base import (
+from agentgrpo.actions import (
     Action,
     CallTools,
     Finish,
     Malformed,
     Message,
+    Observation,
+    ReadCalls,
     Say,
     Schema,
     ToolCall,
@@ -23,29 +23,9 @@ from agentgrpo.agents.base import (
     as_json,
 )
 from agentgrpo.config import AgentConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a parser found in a turn."""
-
-    content: str
-    """The text besides the calls."""
-    calls: tuple[tuple[str, str], ...]
-    """Name and arguments (JSON text) of each call, in order."""
-    attempted: bool
-    """The turn holds a mark of a call, whether or not one could be read."""
-
-
-class ReadCalls(Protocol):
-    """A parser of tool calls (tool_parsers.tool_call_reader)."""
-
-    def __call__(self, text: str, tools: Sequence[Schema]) -> Reading:
-        """What a whole turn says; never raises for what the policy wrote."""
 
 
 class ToolAgent:

@@ -12,7 +12,7 @@ from agentgrpo.config.section import NotNegative, Positive, Section, refuse_unre
 
 
 class RewardConfig(Section):
-    """What a rollout is worth besides what its environment gives it, in parts (rewards.py)."""
+    """What a rollout is worth besides what its environment gives it, in parts (rewards/)."""
 
     kind: str = "auto"
     """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
@@ -34,14 +34,14 @@ class RewardConfig(Section):
     """Taken off for every call of a tool and every run of code."""
     sigma_tool: Annotated[float, Field(ge=0)] = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
-    (rewards_efficiency.py). This one: how much a tool call above the group's mean costs."""
+    (rewards/efficiency.py). This one: how much a tool call above the group's mean costs."""
     sigma_length: Annotated[float, Field(ge=0)] = 0.0
     """How much a standard deviation of sampled tokens above the group's mean costs."""
     decay_sigmas: pydantic.StrictBool = True
     """Both sigmas fall linearly to 0 at the run's last step."""
 
     functions: dict[str, float] = {}
-    """More parts, as `module:function` (yours) or a built-in name = weight (scoring.py)."""
+    """More parts, as `module:function` (yours) or a built-in name = weight (rewards/scoring.py)."""
     on_error: Literal["drop", "raise"] = "drop"
     """A function that fails takes its rollout out of the group, and says so; or stops the run."""
 
@@ -108,7 +108,7 @@ def room_for_adapters(rank: int) -> int:
 
 
 class LearnerConfig(Section):
-    """The optimizer and what it may change (learner.py)."""
+    """The optimizer and what it may change (learn/learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """At its highest."""
@@ -238,7 +238,7 @@ class LossConfig(Section):
     """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself."""
     span_credit: Literal["rollout", "return_to_go"] = "rollout"
     """Rewards of single turns or lines (Rollout.span_rewards) count for the whole rollout, or only
-    for what was sampled before they were given (advantages.py has the estimator)."""
+    for what was sampled before they were given (learn/advantages.py has the estimator)."""
     branch_credit: Literal["soft", "hard"] = "soft"
     """What ARPO's branches share counts in each of them, with its advantage (soft), or once, with
     the mean of their advantages (hard)."""

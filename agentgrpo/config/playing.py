@@ -20,7 +20,7 @@ class Message(Section):
 
 
 class EngineConfig(Section):
-    """vLLM in this process (engine.py)."""
+    """vLLM in this process (engine/engine.py)."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from agentgrpo.agents.base import Action, RunCode
-from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.sandbox import Console as Terminal
 from agentgrpo.sandbox import SandboxException, SandboxPool, Session, Status, StepResult
 from agentgrpo.types import Task

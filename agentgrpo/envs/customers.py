@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from agentgrpo.agents.base import Message
-from agentgrpo.envs.base import Ask, Observation
-from agentgrpo.rewards import load_callable
+from agentgrpo.actions import Ask, Message, Observation
+from agentgrpo.config.read import load_callable
 
 HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What the benchmarks' customers write when they end the talk."""

@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentgrpo.agents.base import Action, Schema
-from agentgrpo.envs.base import Observation
+from agentgrpo.actions import Action, Observation, Schema
+from agentgrpo.config.read import load_callable
 from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
-from agentgrpo.rewards import load_callable
 from agentgrpo.types import Task
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")

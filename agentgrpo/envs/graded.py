@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.sandbox import SandboxException, SandboxPool
 from agentgrpo.sandbox.grade import Verdict, check_all, check_tests

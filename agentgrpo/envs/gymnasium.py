@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from agentgrpo.agents.base import Action, Say, Schema
-from agentgrpo.envs.base import Observation
+from agentgrpo.actions import Action, Observation, Say, Schema
 from agentgrpo.envs.tools import Tool, calls_of
 from agentgrpo.types import Task
 

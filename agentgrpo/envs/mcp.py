@@ -11,8 +11,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentgrpo.agents.base import Action, Schema, ToolCall
-from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.actions import Action, InfrastructureError, Observation, Schema, ToolCall
 from agentgrpo.envs.tools import Answer, calls_of, observed
 from agentgrpo.types import Task
 

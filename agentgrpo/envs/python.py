@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from agentgrpo.agents.base import Action, RunCode
-from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.sandbox import FileNotFoundException, SandboxException, SandboxPool
 from agentgrpo.sandbox import Session as PythonSession
 from agentgrpo.sandbox.contexts import start_context

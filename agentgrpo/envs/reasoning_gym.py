@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo import sandbox
-from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.graded import Graders
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.sandbox import SandboxException, SandboxPool, Status

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, Self
 
-from agentgrpo.agents.base import Action
-from agentgrpo.envs.base import AnyEpisode, Observation
+from agentgrpo.actions import Action, Observation
+from agentgrpo.envs.base import AnyEpisode
 
 
 class EpisodeRunner:

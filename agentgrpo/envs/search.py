@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from agentgrpo.agents.base import Action, Schema
-from agentgrpo.envs.base import Observation
+from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
 from agentgrpo.types import Task
 

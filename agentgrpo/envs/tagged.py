@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentgrpo.agents.base import Action, CallTools, RunCode
-from agentgrpo.envs.base import Observation
+from agentgrpo.actions import Action, CallTools, Observation, RunCode
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.envs.search import Corpus, SearchEnv, SearchEpisode
 from agentgrpo.sandbox import SandboxPool

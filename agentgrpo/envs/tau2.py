@@ -22,8 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from agentgrpo.agents.base import Action, CallTools, Heard, Say, Schema, ToolCall
-from agentgrpo.envs.base import Observation
+from agentgrpo.actions import Action, CallTools, Heard, Observation, Say, Schema, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
 from agentgrpo.envs.customers import Customers, Talk, User
 from agentgrpo.types import Task

@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from agentgrpo.agents.base import Action, CallTools, Heard, Say, Schema, ToolCall
-from agentgrpo.envs.base import Observation
+from agentgrpo.actions import Action, CallTools, Heard, Observation, Say, Schema, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
 from agentgrpo.envs.customers import Customers, Talk, User
 from agentgrpo.envs.tau2 import DONE, DONE_SCHEMA, INSTRUCTION, TALK

@@ -16,9 +16,8 @@ from typing import Any
 
 import pydantic
 
-from agentgrpo.agents.base import Action, CallTools, Schema, ToolCall
-from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.rewards import load_callable
+from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema, ToolCall
+from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
 Function = Callable[..., Any]

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from agentgrpo.agents.base import Action, CallTools, Say, Schema
-from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.rewards import load_callable
+from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Say, Schema
+from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
 MODEL = "policy"

@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from agentgrpo.data import almanac
 from agentgrpo.examples import functions
+from agentgrpo.recipe import almanac
 
 PROGRAMS = ("server.py", "my_env.py")
 

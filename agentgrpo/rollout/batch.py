@@ -8,7 +8,7 @@ from typing import Any
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Environment
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.play import Decoder
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Task

@@ -18,45 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from agentgrpo.agents.base import Action
+from agentgrpo.actions import Action, Observation
 from agentgrpo.config import BranchConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.types import Float32
-
-
-def token_entropies(
-    logprobs: Sequence[float], token_ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-) -> Float32:
-    """Entropy in nats of each token's distribution, from the log-probabilities of the likeliest.
-
-    Whatever they leave of the probability counts as one further outcome, so the value is a lower
-    bound, exact if all tokens are given.
-
-    Args:
-        logprobs: of the sampled token and then of the likeliest ones, position after position.
-        token_ids: whose they are; the sampled one may stand twice.
-        starts: where each position begins.
-        ends: where it ends.
-
-    Returns:
-        One number per position; none if only the sampled tokens' log-probabilities are given.
-    """
-    if not starts or ends[0] - starts[0] < 2:
-        return np.zeros(0, np.float32)
-    entropies = []
-    for start, end in zip(starts, ends, strict=True):
-        distinct = dict(zip(token_ids[start:end], logprobs[start:end], strict=True))
-        logp = np.array(list(distinct.values()), np.float64)
-        p = np.exp(logp)
-        rest = max(0.0, 1.0 - float(p.sum()))
-        known = -float((p * np.where(p > 0, logp, 0.0)).sum())
-        entropies.append(known - (rest * math.log(rest) if rest > 0 else 0.0))
-    return np.array(entropies, np.float32)
 
 
 def turn_entropy(entropies: Float32, config: BranchConfig, vocab_size: int) -> float | None:

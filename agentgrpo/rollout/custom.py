@@ -16,20 +16,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from agentgrpo.config import RolloutConfig
-from agentgrpo.rewards import load_callable
-from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:
-    from agentgrpo.engine import Engine
+    from agentgrpo.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,23 +131,6 @@ class CustomSampler(AnySampler):
             Group(task=task, rollouts=list(rollouts))
             for task, rollouts in zip(tasks, played, strict=True)
         ]
-
-
-def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
-    """What `rollout.sampler` names.
-
-    Raises:
-        ValueError: no such class or function, or what the class makes has no rollout().
-    """
-    kind, _, function = config.sampler.partition(":")
-    if kind == "rollout_func":
-        from agentgrpo.rollout.trl import RolloutFuncSampler
-
-        return RolloutFuncSampler(load_callable(function, key="rollout.sampler"), chat, config)
-    user = load_callable(config.sampler, key="rollout.sampler")(chat, config)
-    if not callable(getattr(user, "rollout", None)):
-        raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
-    return cast(RolloutSampler, user)
 
 
 def _check(rollout: Rollout, task: Task, max_model_len: int, where: str) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agentgrpo.agents.base import Action, CallTools, RunCode
+from agentgrpo.actions import Action, CallTools, RunCode
 from agentgrpo.config import RolloutConfig
 from agentgrpo.types import Status, Treatment
 

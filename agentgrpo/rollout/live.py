@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from agentgrpo.agents.base import Action, Message
+from agentgrpo.actions import Action, Message
 from agentgrpo.envs.base import AnyEpisode
 from agentgrpo.rollout.branch import Step
 from agentgrpo.rollout.limits import Spent

@@ -14,33 +14,34 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, Agent, Finish, Heard, Malformed
-from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import (
+from agentgrpo.actions import (
+    Action,
     Ask,
-    Environment,
+    Finish,
+    Heard,
     InfrastructureError,
+    Malformed,
     Observation,
     require_observation,
     require_rewards,
 )
+from agentgrpo.agents.base import Agent
+from agentgrpo.config import RolloutConfig
+from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
-from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Fork, Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.telling import count, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Waiting
-from agentgrpo.types import COUNTS, Group, Int32, Rollout, Status, Task, Treatment
-
-if TYPE_CHECKING:
-    from agentgrpo.engine import Completion
+from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
 
 
 class Decoder(Protocol):

@@ -18,7 +18,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.play import Decoder, Play
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Task

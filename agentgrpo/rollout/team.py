@@ -13,15 +13,15 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentgrpo.agreement import Disagreement
 from agentgrpo.config import RolloutConfig
+from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.parallel import Team
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
-from agentgrpo.types import Group, Int32, Task
+from agentgrpo.types import Completion, Group, Int32, Task
 
 if TYPE_CHECKING:
-    from agentgrpo.engine import Completion, Engine
+    from agentgrpo.engine.engine import Engine
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentgrpo.agents.base import Action, Agent, Message
+from agentgrpo.actions import Action, Message, Observation
+from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Observation
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.live import Live
 from agentgrpo.types import Rollout, SpanReward, Status
 

@@ -20,13 +20,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.config import RolloutConfig
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.custom import RolloutParams, rollout_from_tokens
-from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.play import request_seed
-from agentgrpo.types import Int32, Rollout, Status, Task
+from agentgrpo.types import Completion, Int32, Rollout, Status, Task
 
 if TYPE_CHECKING:
-    from agentgrpo.engine import Completion, Engine
+    from agentgrpo.engine.engine import Engine
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Sequence[Any]]]
 TOKENS = ("prompt_ids", "completion_ids", "logprobs")

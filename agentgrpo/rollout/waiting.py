@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any
 
-from agentgrpo.envs.base import InfrastructureError
+from agentgrpo.actions import InfrastructureError
 from agentgrpo.types import Task
 
 Then = Callable[[int, Any], None]

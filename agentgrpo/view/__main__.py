@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from agentgrpo.arguments import parser_of
+from agentgrpo.config.arguments import parser_of
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
 

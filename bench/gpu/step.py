@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 
 prepare_environment()
 
@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from agentgrpo.attention import Tree
 from agentgrpo.config import LoraConfig
 from agentgrpo.kernels.linear_logp import linear_logp
-from agentgrpo.lora import Adapter
-from agentgrpo.packing import pack_tree
-from agentgrpo.policy import Scorer, checkpoint_layers
+from agentgrpo.learn.attention import Tree
+from agentgrpo.learn.lora import Adapter
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.policy import Scorer, checkpoint_layers
 from agentgrpo.types import Group, Rollout
 from bench.harness import append_row
 from bench.step import make_groups

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.agents.base import Action, Finish, Malformed, RunCode
+from agentgrpo.actions import Action, Finish, Malformed, Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, Message
-from agentgrpo.envs.base import Observation
 from agentgrpo.types import Task
 
 AGENT = CodeAgent(AgentConfig())

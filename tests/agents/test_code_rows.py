@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentgrpo.actions import Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RewardConfig, RolloutConfig, SandboxConfig, TrainConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.registry import make_agent, make_env, make_reward
-from agentgrpo.rewards import score
+from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout import generate
 from agentgrpo.rollout.play import request_seed
 from agentgrpo.sandbox import SandboxPool
@@ -104,7 +104,7 @@ def _hidden() -> None: ...
 @pytest.mark.nsjail
 @pytest.mark.parametrize("show", ["source", "signatures", "no"])
 def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> None:
-    from agentgrpo.build import open_sandbox
+    from agentgrpo.stage import open_sandbox
 
     script = tmp_path / "tools.py"
     script.write_text(TOOLS)
@@ -284,7 +284,7 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
 def test_S0_10_packages_of_a_directory_are_there_and_otherwise_not(
     env: PythonEnv, place: str
 ) -> None:
-    from agentgrpo.build import open_sandbox
+    from agentgrpo.stage import open_sandbox
 
     with tempfile.TemporaryDirectory(dir=place) as folder:
         _import_handy(Path(folder), env, open_sandbox)
@@ -312,7 +312,7 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
     ],
 )
 def test_S0_10_a_wrong_profile_is_refused_by_its_key(config: Any, message: str) -> None:
-    from agentgrpo.build import open_sandbox
+    from agentgrpo.stage import open_sandbox
 
     with pytest.raises(ValueError, match=message):
         open_sandbox(SandboxConfig(**config))

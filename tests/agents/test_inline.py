@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.agents.base import CallTools, Finish, Malformed, ToolCall
+from agentgrpo.actions import CallTools, Finish, Malformed, ToolCall
 from agentgrpo.agents.inline import InlineAgent, read_json, read_python
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.tools import ToolEnv

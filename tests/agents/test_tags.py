@@ -9,17 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.agents.base import CallTools, Finish, Malformed, RunCode, ToolCall
+from agentgrpo.actions import CallTools, Finish, Malformed, Observation, RunCode, ToolCall
 from agentgrpo.agents.tags import TagAgent, boxed
-from agentgrpo.atomic import write_lines
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Observation
 from agentgrpo.envs.search import SearchEnv
 from agentgrpo.envs.tagged import TaggedEnv
-from agentgrpo.rewards import TextReward
-from agentgrpo.rewards_efficiency import well_formed
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.rewards.efficiency import well_formed
+from agentgrpo.rewards.rewards import TextReward
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Rollout, Task
 from tests.rollout.stubs import StubEngine, Turn

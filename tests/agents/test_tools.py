@@ -11,10 +11,17 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
-from agentgrpo.agents.base import CallTools, Finish, Malformed, Say, ToolCall
-from agentgrpo.agents.tools import ReadCalls, ToolAgent
+from agentgrpo.actions import (
+    CallTools,
+    Finish,
+    InfrastructureError,
+    Malformed,
+    ReadCalls,
+    Say,
+    ToolCall,
+)
+from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig
-from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.tools import Tool, ToolEnv
 from agentgrpo.types import Status
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
@@ -65,7 +72,7 @@ ENV = ToolEnv([add, boom])
 
 @pytest.fixture(scope="module")
 def hermes() -> ReadCalls:
-    from agentgrpo.tool_parsers import tool_call_reader
+    from agentgrpo.engine.tool_parsers import tool_call_reader
 
     return tool_call_reader("hermes", TOKENIZER)
 
@@ -234,7 +241,7 @@ BROKEN = [
 def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     from tokenizers import AddedToken
 
-    from agentgrpo.tool_parsers import tool_call_reader
+    from agentgrpo.engine.tool_parsers import tool_call_reader
     from tests.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
@@ -249,7 +256,7 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
 
 
 def test_a_parser_that_vllm_has_not_is_refused() -> None:
-    from agentgrpo.tool_parsers import tool_call_reader
+    from agentgrpo.engine.tool_parsers import tool_call_reader
 
     with pytest.raises(ValueError, match=r"agent\.parser: expected one of .*hermes.*got 'herms'"):
         tool_call_reader("herms", TOKENIZER)
@@ -263,7 +270,7 @@ def test_what_the_policy_gets_wrong_is_not_logged_even_after_an_engine_has_start
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
 
-    from agentgrpo.tool_parsers import tool_call_reader
+    from agentgrpo.engine.tool_parsers import tool_call_reader
 
     read = tool_call_reader("hermes", TOKENIZER)
     configure_logging(LoggingConfig())  # as an engine does when it starts

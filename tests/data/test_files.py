@@ -15,7 +15,7 @@ from agentgrpo.config import DataConfig
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks
-from agentgrpo.records import require_recordable
+from agentgrpo.run.records import require_recordable
 from agentgrpo.types import Task
 
 ROWS = [{"q": f"question {i}", "gold": i, "extra": {"n": [i]}, "key": f"k{i}"} for i in range(20)]

@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.advantages import assign_advantages
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig, LearnerConfig, LossConfig, RolloutConfig
-from agentgrpo.engine import Engine
+from agentgrpo.engine.engine import Engine
+from agentgrpo.engine.tool_parsers import tool_call_reader
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.tools import ToolEnv
-from agentgrpo.losses import token_weights
-from agentgrpo.packing import pack_tree
-from agentgrpo.rewards import score
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.updates import Update
+from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout import generate
 from agentgrpo.sandbox import Limits, SandboxPool
-from agentgrpo.tool_parsers import tool_call_reader
 from agentgrpo.types import Rollout, Status
-from agentgrpo.updates import Update
-from tests.learning.given import learner_on
+from tests.learn.given import learner_on
 from tests.playing import task
 from tests.rollout.stubs import StubEnv
 from tests.rollout.test_second_role import AGENT as TALKER

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from agentgrpo import examples
-from agentgrpo.atomic import write_lines
-from agentgrpo.build import prompt_length, set_stage
-from agentgrpo.progress import Progress
-from agentgrpo.read_config import load_config, load_config_of, shipped_configs
-from agentgrpo.recipe_config import RecipeConfig
+from agentgrpo.config.read import load_config, load_config_of, shipped_configs
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.run.atomic import write_lines
+from agentgrpo.run.progress import Progress
+from agentgrpo.stage import prompt_length, set_stage
 
 NEEDS = {
     "frozen_lake": "gymnasium",

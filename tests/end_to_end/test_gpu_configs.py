@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import machine
-from agentgrpo.build import set_stage
-from agentgrpo.footprint import ALLOCATORS, GIB, footprint, shapes_of
+from agentgrpo.config.read import load_config, shipped_configs
+from agentgrpo.machine import hardware
+from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
 from agentgrpo.plan import plan
-from agentgrpo.progress import Progress
-from agentgrpo.read_config import load_config, shipped_configs
+from agentgrpo.run.progress import Progress
+from agentgrpo.stage import set_stage
 from tests import qwen3, tiny
 
 NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))
@@ -82,12 +82,12 @@ def test_its_stage_is_set_and_its_plan_made(
     card, need = next((card, need) for of, card, need, what in CARDS if of == name and not what)
     config = load_config(name)
     stage = set_stage(config, model=str(model_of[size_of(name)]), progress=Progress(1))
-    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(machine, "gpu_memory_bytes", lambda: card * GIB)
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: card * GIB)
     try:
         prompts = [len(stage.chat.prompt_ids(stage.agent.messages(t), ())) for t in stage.heldout]
         said = plan(config, stage, prompts)
-        monkeypatch.setattr(machine, "gpu_memory_bytes", lambda: card * GIB // 3)
+        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: card * GIB // 3)
         small = plan(config, stage, prompts)
     finally:
         stage.pool.close()

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.advantages import assign_advantages
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.agreement import check_agreement, probe_prompts
 from agentgrpo.config import AgentConfig, EngineConfig, LearnerConfig, LossConfig, RolloutConfig
-from agentgrpo.engine import Engine
-from agentgrpo.losses import token_weights
-from agentgrpo.packing import pack_tree
-from agentgrpo.rewards import score
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.engine.agreement import check_agreement, probe_prompts
+from agentgrpo.engine.engine import Engine
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.updates import Update
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Task
-from agentgrpo.updates import Update
-from tests.learning.given import learner_on
+from tests.learn.given import learner_on
 from tests.rollout.stubs import StubEnv
 
 ITERATIONS = 12

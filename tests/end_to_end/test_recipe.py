@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.atomic import read_lines, write_lines
+from agentgrpo.run.atomic import read_lines, write_lines
 from tests import tiny, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1500)]
@@ -96,7 +96,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, agent_model: Path) -> Path:
 
 
 def command(folder: Path) -> str:
-    ran = warm.run("-m", "agentgrpo.recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder))
+    ran = warm.run(
+        "-m", "agentgrpo.recipe.recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder)
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
 

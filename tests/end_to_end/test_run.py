@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from agentgrpo import verify
-from agentgrpo.atomic import read_lines, write_lines
-from agentgrpo.records import read_rollout
+from agentgrpo.run.atomic import read_lines, write_lines
+from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny

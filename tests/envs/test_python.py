@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.agents.base import RunCode
-from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.actions import InfrastructureError, Observation, RunCode
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, render
 from agentgrpo.sandbox import (
     Limits,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.agents.base import CallTools, Heard, Say, ToolCall
-from agentgrpo.agents.tools import Reading, ToolAgent
+from agentgrpo.actions import CallTools, Heard, Reading, Say, ToolCall
+from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig
 from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.agents.base import CallTools, RunCode, Say, ToolCall
+from agentgrpo.actions import CallTools, RunCode, Say, ToolCall
 from agentgrpo.envs.copied import CopiedOnWrite
 from agentgrpo.envs.tau_bench import TRANSFER, TauBenchEnv, pieces_of
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.agents.base import CallTools, Finish, Say, ToolCall
-from agentgrpo.agents.tools import Reading, ToolAgent
+from agentgrpo.actions import CallTools, Finish, InfrastructureError, Reading, Say, ToolCall
+from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig, RewardConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.verifiers import VerifiersEnv
 from agentgrpo.registry import make_env, make_reward
-from agentgrpo.rewards import score
+from agentgrpo.rewards.rewards import score
 from agentgrpo.types import Group
 from tests.playing import EOT, play, shown
 

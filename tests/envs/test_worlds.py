@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.agents.base import CallTools, RunCode, Say, ToolCall
+from agentgrpo.actions import CallTools, InfrastructureError, RunCode, Say, ToolCall
 from agentgrpo.config import DataConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.envs.base import InfrastructureError
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import UnitTestEnv, program_in
 from agentgrpo.envs.gymnasium import GymnasiumEnv

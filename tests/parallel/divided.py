@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.runtime import prepare_environment
-from tests.learning.given import learner_on
+from agentgrpo.machine.runtime import prepare_environment
+from tests.learn.given import learner_on
 
 if __name__ == "__main__":
     prepare_environment()
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from agentgrpo import parallel
-from agentgrpo.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.config import EngineConfig
-from agentgrpo.engine import Engine
-from agentgrpo.learner import Learner
+from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
+from agentgrpo.engine.engine import Engine
+from agentgrpo.learn.learner import Learner
 from agentgrpo.rollout.team import Leader, follow
 from tests import tiny
 

@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.runtime import prepare_environment
+from agentgrpo.machine.runtime import prepare_environment
 
 if __name__ == "__main__":
     prepare_environment()
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
-from agentgrpo.updates import plan_updates
-from tests.learning.given import Holder, learner_on
+from agentgrpo.learn.updates import plan_updates
+from tests.learn.given import Holder, learner_on
 
 
 def learn(

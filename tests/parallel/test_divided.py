@@ -11,12 +11,12 @@ import torch
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig
-from agentgrpo.read_config import load_config
+from agentgrpo.config.read import load_config
 from tests import tiny
 from tests.warm import run_ranks
 
 if TYPE_CHECKING:
-    from agentgrpo.engine import Engine
+    from agentgrpo.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_proof_of_agreement_holds_on_every_rank(seen: list[dict[str, Any]]) 
 
 def test_teams_sample_what_one_engine_would(seen: list[dict[str, Any]], engine: Engine) -> None:
     """The same requests, with the same seeds, on one rank and the whole model."""
-    from agentgrpo.agreement import probe_prompts
+    from agentgrpo.engine.agreement import probe_prompts
 
     assert seen[0]["sampled"] == seen[2]["sampled"]
     assert seen[1]["sampled"] == seen[3]["sampled"] == {}
@@ -97,7 +97,7 @@ def test_shared_weights_are_whole() -> None:
 
 def test_ranks_on_cpu_that_would_not_add_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's shared-memory sum begins with the rank's own part: only two commute."""
-    from agentgrpo.engine import Engine
+    from agentgrpo.engine.engine import Engine
 
     if torch.cuda.is_available():
         pytest.skip("of CPU only")

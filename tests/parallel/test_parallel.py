@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from agentgrpo import parallel
-from agentgrpo.advantages import assign_advantages
 from agentgrpo.config import LossConfig
+from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from tests import tiny
 from tests.parallel.learn import learn

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.atomic import read_lines
 from agentgrpo.config import TrainConfig
-from agentgrpo.learner import Learner
-from agentgrpo.read_config import load_config
-from agentgrpo.records import read_rollout
+from agentgrpo.config.read import load_config
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Group
-from agentgrpo.updates import plan_updates
 from tests import warm
 from tests.end_to_end.test_run import write_config
-from tests.learning.given import Holder, learner_on
+from tests.learn.given import Holder, learner_on
 from tests.parallel.test_parallel import torchrun
 from tests.warm import run_ranks
 

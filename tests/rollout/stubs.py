@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agentgrpo.agents.base import Action, RunCode
-from agentgrpo.envs.base import InfrastructureError, Observation
+from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.types import Float32, Int32, Task
 from agentgrpo.types import Turn as Account
 

@@ -12,20 +12,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from agentgrpo.agents.base import RunCode
+from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, BranchConfig, RolloutConfig
-from agentgrpo.envs.base import Observation
+from agentgrpo.engine.engine import token_entropies
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import (
     GroupPlan,
     Step,
     aepo_initial,
     branch_probability,
     digest,
-    token_entropies,
     turn_entropy,
 )
-from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Rollout, Status

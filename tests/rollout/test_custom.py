@@ -12,15 +12,11 @@ import pytest
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.evaluate import summarize
-from agentgrpo.progress import Progress
-from agentgrpo.rollout.custom import (
-    CustomSampler,
-    RolloutParams,
-    load_sampler,
-    rollout_from_tokens,
-)
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.registry import load_sampler
+from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.trl import RolloutFuncSampler, Trainer, generate
+from agentgrpo.run.progress import Progress
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, Turn

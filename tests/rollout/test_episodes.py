@@ -11,10 +11,19 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from agentgrpo.agents.base import Action, CallTools, Finish, Message, RunCode, Schema, ToolCall
+from agentgrpo.actions import (
+    Action,
+    CallTools,
+    Finish,
+    InfrastructureError,
+    Message,
+    Observation,
+    RunCode,
+    Schema,
+    ToolCall,
+)
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, SpanReward, Status, Task
 from tests.playing import TOKENIZER

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.agents.base import Action, CallTools, Malformed, RunCode, Say, ToolCall
+from agentgrpo.actions import Action, CallTools, Malformed, RunCode, Say, ToolCall
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Status, Task, Treatment

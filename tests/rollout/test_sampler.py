@@ -12,10 +12,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
-from agentgrpo.envs.base import InfrastructureError, Observation
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.play import request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats

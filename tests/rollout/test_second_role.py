@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.agents.base import Action, Heard, Say
-from agentgrpo.agents.tools import Reading, ToolAgent
+from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
+from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import AgentConfig, BranchConfig
-from agentgrpo.envs.base import Ask, Observation
 from agentgrpo.envs.customers import ModelUser, Talk
 from agentgrpo.rollout.limits import TREATMENTS
 from agentgrpo.types import Rollout, Status, Task, Treatment

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.agreement import Disagreement
 from agentgrpo.config import RolloutConfig
+from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.team import Leader, TeamSampler, digest, follow
 from agentgrpo.types import Group, Task

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.losses import token_weights
-from agentgrpo.packing import pack_tree
-from agentgrpo.rollout.delta import ChatTemplate
+from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status
 from tests.conftest import TASK

@@ -8,16 +8,15 @@ from typing import Any, Literal, cast
 import numpy as np
 import pytest
 
-from agentgrpo.agents.base import Action, Finish, Message, RunCode
+from agentgrpo.actions import Action, Finish, Message, Observation, RunCode
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Observation
-from agentgrpo.packing import pack_tree
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout import generate
-from agentgrpo.rollout.delta import ChatTemplate
 from agentgrpo.types import Task
 from agentgrpo.verify import rollout_faults
+from tests.models.test_templates import judge_of
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
-from tests.rollout.test_templates import judge_of
 
 END = "\0"
 """Stands for the token that ends a turn."""

@@ -11,7 +11,7 @@ from tokenizers import decoders
 from agentgrpo import _C
 from agentgrpo.rollout.vocabulary import token_bytes
 from bench.conversations import PIECES, SPELLED
-from tests.rollout.test_templates import ids_of, judge_of
+from tests.models.test_templates import ids_of, judge_of
 from tests.tiny import make_tokenizer
 
 KINDS = ["qwen3", "llama3_1", "smollm2", "deepseekv3", "mistral_v3", "gemma3"]

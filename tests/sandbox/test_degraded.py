@@ -214,14 +214,14 @@ def test_deep_directories_are_removed(bare_pool: SandboxPool) -> None:
 
 
 def test_config_keys_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentgrpo import build
+    from agentgrpo import stage
     from agentgrpo.config import SandboxConfig
 
     given: dict[str, object] = {}
-    monkeypatch.setattr(build, "SandboxPool", lambda **options: given.update(options))
-    build.open_sandbox(SandboxConfig(allow_degraded=True, max_live=7))
+    monkeypatch.setattr(stage, "SandboxPool", lambda **options: given.update(options))
+    stage.open_sandbox(SandboxConfig(allow_degraded=True, max_live=7))
     assert (given["allow_degraded"], given["max_live"]) == (True, 7)
-    build.open_sandbox(SandboxConfig())
+    stage.open_sandbox(SandboxConfig())
     assert given["allow_degraded"] is False
 
 

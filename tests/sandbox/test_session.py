@@ -187,6 +187,6 @@ def test_without_nsjail_nothing_runs() -> None:
 
 
 def test_import_brings_in_none_of_the_heavy_parts() -> None:
-    heavy = "{'torch', 'vllm', 'numpy', 'agentgrpo.engine', 'agentgrpo.learner'}"
+    heavy = "{'torch', 'vllm', 'numpy', 'agentgrpo.engine.engine', 'agentgrpo.learn.learner'}"
     code = f"import sys, agentgrpo.sandbox; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentgrpo.metrics import RunLog
+from agentgrpo.run.metrics import RunLog
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from tests import tiny
 

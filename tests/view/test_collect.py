@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from agentgrpo.records import read_rollout
+from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Segment, SpanReward
 from agentgrpo.view.collect import STREAMS, RunData, read_run
 from agentgrpo.view.page import finite, make_page

@@ -1,0 +1,198 @@
+"""What an agent does and what its world answers: the values that agents and environments share."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""A chat message, `{"role": ..., "content": ...}`, and what else the model's template reads."""
+
+
+Schema = Mapping[str, Any]
+"""A tool as templates and engines know it: `{"type": "function", "function": {"name": ...}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCode:
+    """The policy wants this code run."""
+
+    code: str
+    language: str = "python"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool by its name."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    """What the answer refers to, for templates that show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTools:
+    """The policy wants these tools called, in this order."""
+
+    calls: tuple[ToolCall, ...]
+    refused: tuple[ToolCall, ...] = ()
+    """Calls beyond the one that the agent may make in a turn: answered with an error, not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """The policy says this to whom it talks with in the environment (a simulated user)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The policy is done."""
+
+    answer: str | None
+    """What it answered; None if it stopped without saying so in the asked form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """The policy tried to act and got the form wrong; it is told how, and may try again."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the engine said in the second role that an episode asked for (Observation.ask).
+
+    The one action that is not the policy's: an agent never makes it.
+    """
+
+    text: str
+
+
+Action = RunCode | CallTools | Say | Finish | Malformed | Heard
+
+
+def answer_in(text: str, prefix: str) -> str | None:
+    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
+
+    >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
+    ('4', '4')
+    >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
+    ('all of it', None)
+    """
+    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
+    if prefix.startswith("<") and prefix.endswith(">"):
+        answer = answer.partition(f"</{prefix[1:]}")[0]
+    return answer.strip() if found else None
+
+
+def as_json(value: Any) -> Any:
+    """What a policy gave as an argument, as JSON carries it: tuples are lists, keys are text.
+
+    Half of a surrogate pair, which nothing that encodes text takes, becomes a question mark.
+
+    Raises:
+        ValueError: JSON cannot carry it.
+
+    >>> as_json((1, "a", {2: None}))
+    [1, 'a', {'2': None}]
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return json.loads(text.encode("utf-8", "replace"))
+
+
+class InfrastructureError(Exception):
+    """The machine failed, not the policy: the rollout leaves its group and is never trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the engine is to say in a second role: a customer, an opponent.
+
+    It has the policy's weights as they are. What it says is no part of the rollout's tokens and is
+    never trained on; the policy is shown what the episode makes of it.
+    """
+
+    messages: tuple[Message, ...]
+    """The conversation as the second role sees it."""
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an action did."""
+
+    text: str
+    """What the policy is shown."""
+    failed: bool = False
+    """The action did not work (an exception, a timeout, ...), by status and never by its text."""
+    done: bool = False
+    """The episode is over: nothing more is shown or sampled."""
+    answer: str | None = None
+    """With done: what the policy handed in as its answer by this action."""
+    outputs: tuple[str, ...] = ()
+    """One text per call of a CallTools, in its order; `text` is then not shown."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What this step was worth, by name: credited to the turn that caused it."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Added to the counts of the rollout (Rollout.stats)."""
+    ask: Ask | None = None
+    """The answer waits for this: step() is called again, with what was said as Heard, and only then
+    gives the observation of the policy's action. Nothing else of this one is read."""
+
+
+def require_observation(told: Any, by: object) -> None:
+    """That what step() returned is an Observation whose rewards are numbers.
+
+    Raises:
+        TypeError: it is not; names the class of `by`, the episode.
+    """
+    name = type(by).__name__
+    if not isinstance(told, Observation):
+        raise TypeError(f"{name}.step: expected an Observation, got {told!r:.80}")
+    if not isinstance(told.text, str):
+        raise TypeError(f"{name}.step: expected a text, got {told.text!r:.80}")
+    require_rewards(told.rewards, f"{name}.step")
+
+
+def require_rewards(rewards: Any, by: str) -> None:
+    """That rewards are finite numbers by name.
+
+    Raises:
+        TypeError: they are not; says whose they are.
+    """
+    if not isinstance(rewards, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+        for name, value in rewards.items()
+    ):
+        raise TypeError(f"{by}: expected {{name: finite number}}, got {rewards!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a parser found in a turn."""
+
+    content: str
+    """The text besides the calls."""
+    calls: tuple[tuple[str, str], ...]
+    """Name and arguments (JSON text) of each call, in order."""
+    attempted: bool
+    """The turn holds a mark of a call, whether or not one could be read."""
+
+
+class ReadCalls(Protocol):
+    """A parser of tool calls (tool_parsers.tool_call_reader)."""
+
+    def __call__(self, text: str, tools: Sequence[Schema]) -> Reading:
+        """What a whole turn says; never raises for what the policy wrote."""

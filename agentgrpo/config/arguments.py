@@ -1,0 +1,38 @@
+"""What the commands' command lines have in common, so that all `--help`s read alike."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from agentgrpo.config.read import shipped_configs
+
+
+def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
+    """An empty parser of `agentgrpo COMMAND`, whose help shows the description as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"agentgrpo {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def config_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The same of a command that reads a config, with `config` and `overrides`."""
+    parser = parser_of(command, description)
+    parser.add_argument("config", help="a TOML file, or the name of one of those below")
+    about = (f"  {name:18} {_about(path)}" for name, path in shipped_configs().items())
+    parser.epilog = "\n".join(["configs that come with the package:", *about])
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],  # else argparse says that settings are required too
+        metavar="section.key=value",
+        help="settings in place of the file's; docs/config.md has them all",
+    )
+    return parser
+
+
+def _about(config: Path) -> str:
+    """The first line of a shipped config, which says what it is."""
+    return config.read_text().splitlines()[0].lstrip("# ")

@@ -1,0 +1,152 @@
+"""TOML and command-line overrides -> a checked config; every error names its key.
+
+A config file holds only what differs from the defaults. Values on the command line are
+`section.key=value`; a value is read as TOML where it is TOML and as a plain string otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import pydantic
+
+from agentgrpo.config import Section, TrainConfig
+
+Config = TypeVar("Config", bound=TrainConfig)
+RECIPE_SECTIONS = ("endpoints", "flywheel", "sft", "curriculum", "measures")
+"""What config/recipe.py has besides the sections of a run."""
+
+
+def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The settings of a run: load_config_of(TrainConfig, ...)."""
+    return load_config_of(TrainConfig, name_or_path, overrides)
+
+
+def load_config_of(
+    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = ()
+) -> Config:
+    """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
+
+    `kind` says which sections there may be: those of a run (TrainConfig), or more.
+
+    Raises:
+        ValueError: no such file, not TOML, a key that does not exist (the nearest is named), a
+            value of the wrong type or out of range.
+    """
+    table = _read(name_or_path)
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"override {override!r}: expected section.key=value")
+        *parents, leaf = dotted.strip().split(".")
+        section = table
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"override {override!r}: {parent} is not a section")
+        section[leaf] = _value(text)
+    try:
+        return kind.model_validate(table)
+    except pydantic.ValidationError as error:
+        raise ValueError("\n".join(_explain(dict(e), kind) for e in error.errors())) from None
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with the package, by name."""
+    folder = Path(str(resources.files("agentgrpo"))) / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _read(name_or_path: str | Path) -> dict[str, Any]:
+    path = Path(name_or_path)
+    shipped = shipped_configs()
+    if not path.is_file():
+        if str(name_or_path) not in shipped:
+            near = difflib.get_close_matches(path.stem, shipped, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
+            raise ValueError(
+                f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config; "
+                f"{hint}"
+            )
+        path = shipped[str(name_or_path)]
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _explain(error: dict[str, Any], kind: type[Section]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
+        return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
+    if error["type"] == "extra_forbidden":
+        return f"unknown config key {where}{_hint(where, _all_keys(kind))}"
+    if error["type"] == "missing":
+        return f"config key {where} is required"
+    if error["type"] == "value_error":  # one of ours: it names its keys
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"config key {where}: {error['msg']}, got {error['input']!r}"
+
+
+def _hint(wrong: str, keys: Sequence[str]) -> str:
+    """The key that was meant: nearly so called, or so called elsewhere; else what there is."""
+    section, _, leaf = wrong.rpartition(".")
+    sections = {key.rpartition(".")[0] for key in keys}
+    beside = [
+        key.removeprefix(f"{section}.")
+        for key in keys
+        if section and key.rpartition(".")[0] == section and key not in sections
+    ]
+    near = [f"{section}.{key}" for key in difflib.get_close_matches(leaf, beside, n=1)]
+    near = near or [key for key in keys if key.rpartition(".")[2] == leaf]
+    if beside and not near:
+        return f"; [{section}] has {', '.join(beside)}"
+    near = near or difflib.get_close_matches(wrong, keys, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            keys += _all_keys(inner, f"{prefix}{name}.")
+        assert type(None) not in get_args(inner) or not any(
+            isinstance(arg, type) and issubclass(arg, Section) for arg in get_args(inner)
+        ), "sections may not be optional"
+    return keys
+
+
+def load_callable(name: str, *, key: str) -> Callable[..., Any]:
+    """What `module:attribute` names; `key` is the setting it came from, for the error message."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute.isidentifier()) or module_name.endswith(".py"):
+        raise ValueError(
+            f"{key}: expected 'module:function' (a module is its file's name without .py), "
+            f"got {name!r}"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, something that it imports is not
+        raise ValueError(f"{key}: no module {error.name!r} (from {name!r})") from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        what = "no" if found is None else "no callable"
+        raise ValueError(f"{key}: module {module_name!r} has {what} {attribute!r}")
+    return cast(Callable[..., Any], found)

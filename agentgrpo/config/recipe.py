@@ -1,0 +1,232 @@
+"""The sections that a recipe has besides those of a training run (config/).
+
+One file holds a whole recipe: data flywheel -> fine-tuning -> curriculum -> measures. What they
+share (model, agent, environment, engine, learner) is said once, in the sections of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from agentgrpo.config import NotNegative, Positive, Section, TrainConfig
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class EndpointConfig(Section):
+    """A model that is asked by its name (engine/endpoints.py)."""
+
+    kind: Literal["engine", "http", "script"] = "engine"
+    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
+    another local model (two vLLM engines in one process disturb each other); script: a function."""
+    model: str = ""
+    """http: what the server calls the model."""
+    url: str = ""
+    """http: up to and with the version, http://localhost:8000/v1."""
+    api_key_env: str = ""
+    """http: name of the environment variable that holds the key."""
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """http: seconds that one request may take."""
+    retries: NotNegative = 3
+    """http: further tries after a failure of the network or the server."""
+    extra: dict[str, Any] = {}
+    """http: more fields of every request (top_p, ...)."""
+    function: str = ""
+    """script: `module:function`, called with the messages, returns the reply."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> EndpointConfig:
+        for kind, key in (("http", "url"), ("http", "model"), ("script", "function")):
+            if self.kind == kind and not getattr(self, key):
+                raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
+            if self.kind != kind and getattr(self, key):
+                raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
+        return self
+
+
+class FlywheelConfig(Section):
+    """How trajectories are made, repaired and kept (recipe/flywheel.py).
+
+    The generator, which plays and continues, is the run's own model: its tokens are trained on.
+    """
+
+    tasks: Positive = 64
+    """Training tasks that are worked on, from the start of the stream."""
+    reflector: str = "policy"
+    """Endpoint that analyses a flawed step and writes a new one."""
+    critic: str = "policy"
+    """Endpoint that finds redundant and flawed steps and rewrites thoughts."""
+    rounds: NotNegative = 3
+    """How often a trajectory is chosen from a question's buffer and worked on."""
+    operators: tuple[
+        Literal["fresh", "redundant", "refinement", "reflection", "step_hint", "trajectory_hint"],
+        ...,
+    ] = ("fresh", "redundant", "refinement", "reflection", "step_hint", "trajectory_hint")
+    """What is done: the first three to a right trajectory, the last three to a wrong one."""
+    step_hints: tuple[str, ...] = ("Wait, I should check this step with a tool. ",)
+    """One is chosen at random and begins the turn after the flawed step."""
+    trajectory_hints: tuple[str, ...] = ("Wait, I should check this answer with a tool. ",)
+    """One is chosen at random and takes the place of a wrong answer."""
+    marks: Annotated[tuple[str, ...], Field(min_length=1)] = ("<code>", "Answer:")
+    """What a turn does begins with the first of these; the thought is what comes before."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    critic_temperature: Annotated[float, Field(ge=0)] = 0.0
+    max_reply_tokens: Positive = 512
+    """Of the reflector and the critic."""
+    concurrency: Positive = 16
+    """Questions worked on at once."""
+    extra_turns: NotNegative = 2
+    """Turns that a repaired trajectory may have beyond rollout.max_turns."""
+    keep: Positive = 2
+    """Trajectories of a question that go into the fine-tuning set: right, well formed, all
+    different; those with the fewest tool calls, then the fewest tokens."""
+
+
+class SftConfig(Section):
+    """Fine-tuning (recipe/sft.py)."""
+
+    data: str = ""
+    """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
+    conversations: {"messages": [...]}. Empty: sft.jsonl in out_dir/flywheel."""
+    keep: Literal["all", "solved"] = "all"
+    """Of rollouts: all, or those with a reward part `answer` above 0."""
+    epochs: Positive = 3
+    batch_size: Positive = 16
+    """Examples of one optimizer step."""
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Left out: learner.learning_rate."""
+    agent_prompt: bool = True
+    """Conversations begin with the agent's own prompt, as rollouts do. False: as they are."""
+    too_long: Literal["error", "skip"] = "error"
+    """What becomes of an example that is longer than engine.max_model_len."""
+
+
+class CurriculumConfig(Section):
+    """Stages of rollout -> selection -> training from the last one (recipe/curriculum.py)."""
+
+    start: Literal["model", "sft"] = "model"
+    """What the first stage starts from: config.model, or the last checkpoint in out_dir/sft."""
+    stages: Positive = 3
+    candidates: Positive = 256
+    """Training tasks that a stage's first policy plays, other ones in each stage."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of each candidate."""
+    select: Positive = 64
+    """Candidates that are trained on; all that have both right and wrong rollouts if fewer."""
+    chunk: Positive = 32
+    """Candidates played between two records on disk: what a kill costs at most."""
+    steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
+    """Optimizer steps of each stage; the last number stands for all further ones."""
+    by_kind: pydantic.StrictBool = False
+    """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
+    that are right or wrong, whose correctness varies more."""
+    sampling: Literal["shuffle", "difficulty"] = "shuffle"
+    """How a stage draws from what was selected: each task once a round, or by pools of difficulty
+    that follow the policy (recipe/difficulty.py)."""
+    easy_share: Share = 0.1
+    """difficulty: share of tasks drawn from those almost always solved."""
+    hard_share: Share = 0.2
+    """difficulty: share of tasks drawn from those almost never solved."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> CurriculumConfig:
+        if self.easy_share + self.hard_share > 1:
+            raise ValueError(
+                f"curriculum.easy_share + curriculum.hard_share must be at most 1, "
+                f"got {self.easy_share} + {self.hard_share}"
+            )
+        return self
+
+    def steps_of(self, stage: int) -> int:
+        """Optimizer steps of a stage, counted from 0."""
+        return self.steps[min(stage, len(self.steps) - 1)]
+
+
+class MeasuresConfig(Section):
+    """What `agentgrpo evaluate` reports (measures/measures.py)."""
+
+    quality: Literal["answer", "f1", "exact", "math", "judge"] = "answer"
+    """answer: the reward's part of that name; f1, exact, math: the answer against
+    spec["answer"]; judge: by the model `judge`."""
+    judge: str = ""
+    """Endpoint for quality = "judge"."""
+    conciseness_judge: str = ""
+    """Endpoint that votes on redundant tool calls; empty: conciseness is not measured."""
+    attempts: Positive = 1
+    """Rollouts of each held-out task."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    pass_k: tuple[Positive, ...] = ()
+    """pass@k and pass^k for these k, at most `attempts`."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> MeasuresConfig:
+        if self.pass_k and max(self.pass_k) > self.attempts:
+            raise ValueError(
+                f"measures.pass_k must be at most measures.attempts {self.attempts}, "
+                f"got {max(self.pass_k)}"
+            )
+        if self.attempts > 1 and self.temperature == 0:
+            raise ValueError("measures.attempts above 1 need measures.temperature above 0")
+        if (self.quality == "judge") != bool(self.judge):
+            raise ValueError("measures.judge: the endpoint of quality = 'judge', and of no other")
+        return self
+
+
+class RecipeConfig(TrainConfig):
+    """A whole recipe."""
+
+    endpoints: dict[str, EndpointConfig] = {}
+    """Models by name; `policy` is the run's own model."""
+    flywheel: FlywheelConfig = FlywheelConfig()
+    sft: SftConfig = SftConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    measures: MeasuresConfig = MeasuresConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _names_its_endpoints(self) -> RecipeConfig:
+        used = {
+            "flywheel.reflector": self.flywheel.reflector,
+            "flywheel.critic": self.flywheel.critic,
+            "measures.judge": self.measures.judge,
+            "measures.conciseness_judge": self.measures.conciseness_judge,
+        }
+        for key, name in used.items():
+            if name and name != "policy" and name not in self.endpoints:
+                known = ", ".join(["policy", *self.endpoints])
+                raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
+        if "policy" in self.endpoints:
+            raise ValueError("endpoints.policy: the name is that of the run's own model")
+        if "flywheel" in self.model_fields_set:
+            self.require_sessions()
+        return self
+
+    def require_sessions(self) -> None:
+        """The flywheel has sandbox sessions enough; settings that it never reads are not judged.
+
+        Raises:
+            ValueError: it could come to wait for sessions that it holds itself.
+        """
+        if 3 * self.flywheel.concurrency > self.sandbox.max_live:
+            raise ValueError(
+                f"flywheel.concurrency: {self.flywheel.concurrency} questions play up to three "
+                f"trajectories each at once, sandbox.max_live is {self.sandbox.max_live}"
+            )
+
+    def of_run(self, **changes: Any) -> TrainConfig:
+        """The settings of one training run of the recipe, `section.key` changed as given.
+
+        Raises:
+            ValueError: a change is not valid.
+        """
+        table = self.model_dump(include=set(TrainConfig.model_fields), exclude_unset=True)
+        for dotted, value in changes.items():
+            *parents, leaf = dotted.split(".")
+            section = table
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[leaf] = value
+        return TrainConfig.model_validate(table)

@@ -1,0 +1,185 @@
+"""The settings as text: docs/config.md, and configs that explain themselves.
+
+`python -m agentgrpo.config.settings > docs/config.md` writes the page anew; a test compares them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from agentgrpo.config import Section, TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key."""
+
+    section: str
+    """Dotted; "" for the keys above all sections."""
+    key: str
+    kind: str
+    """What it takes, in words."""
+    default: Any
+    """None where it has no default but has to be given, see `required`."""
+    required: bool
+    text: str
+    """What it means: the attribute's docstring."""
+
+
+def settings(section: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Setting]:
+    """Every key, in the order of config/; a section's own keys before its inner sections."""
+    inner = []
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            inner.append((key, kind))
+            continue
+        yield Setting(
+            section=prefix.rstrip("."),
+            key=key,
+            kind=_kind(field),
+            default=None if field.is_required() else field.get_default(call_default_factory=True),
+            required=field.is_required(),
+            text=" ".join((field.description or "").split()),
+        )
+    for key, kind in inner:
+        yield from settings(kind, f"{prefix}{key}.")
+
+
+def sections(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str, str]:
+    """What each section is about: its docstring."""
+    found = {prefix.rstrip("."): (section.__doc__ or "").strip()}
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= sections(kind, f"{prefix}{key}.")
+    return found
+
+
+def as_markdown() -> str:
+    """The page docs/config.md."""
+    about = sections()
+    lines = [
+        "# Settings",
+        "",
+        "Made from `agentgrpo/config/` by `python -m agentgrpo.config.settings > docs/config.md`:",
+        "change them there. A config file is TOML and holds what differs from the defaults; on the",
+        "command line a setting is `section.key=value`. A key that does not exist is refused, and",
+        "the nearest one named.",
+    ]
+    current = None
+    for setting in settings():
+        if setting.section != current:
+            current = setting.section
+            title = f"[{current}]" if current else "The run"
+            lines += ["", f"## {title}", "", inspect.cleandoc(about[current]), ""]
+            lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        default = "must be given" if setting.required else f"`{_cell(toml(setting.default))}`"
+        cells = [f"`{setting.key}`", _cell(setting.kind), default, _cell(setting.text)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_toml(values: Mapping[str, Any]) -> str:
+    """A config that sets `values` ("section.key") and shows all other keys, commented out.
+
+    Raises:
+        KeyError: a value of a key that does not exist.
+    """
+    left, about, lines = dict(values), sections(), []
+    current = ""
+    for setting in settings():
+        if setting.section != current:
+            current = setting.section
+            lines += ["", f"[{current}]"]
+            lines += [f"# {line}" for line in textwrap.wrap(" ".join(about[current].split()), 96)]
+        name = f"{current}.{setting.key}".lstrip(".")
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(setting.text, 96))]
+        if name in left:
+            lines.append(f"{setting.key} = {toml(left.pop(name))}")
+        elif setting.default is None:
+            lines.append(f"# {setting.key} = ({setting.kind}; not set)")
+        else:
+            lines.append(f"# {setting.key} = {toml(setting.default)}")
+    if left:
+        raise KeyError(f"no such settings: {sorted(left)}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it; None, which TOML has not, as `none`."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{text}"'
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key} = {toml(item)}" for key, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, BaseModel):
+        return toml(value.model_dump())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    return str(value)
+
+
+def _kind(field: FieldInfo) -> str:
+    """What a field takes: its type and bounds, in words."""
+    bounds = _bounds(field.metadata)
+    base = _named(field.annotation)
+    return f"{base} {bounds}" if bounds else base
+
+
+def _named(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bounds = _bounds([piece for extra in arguments[1:] for piece in _pieces(extra)])
+        return f"{_named(arguments[0])} {bounds}".strip()
+    if origin is Literal:
+        return " or ".join(f'"{choice}"' for choice in arguments)
+    if origin in (UnionType, Union):
+        return " or ".join(_named(part) for part in arguments if part is not NoneType)
+    if origin in (tuple, list):
+        return f"list of: {_named(arguments[0])}"
+    if origin is dict:
+        return "table"
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
+    if kind in names:
+        return names[kind]
+    return kind.__name__.lower() if isinstance(kind, type) else str(kind)
+
+
+def _pieces(extra: Any) -> list[Any]:
+    return list(extra.metadata) if isinstance(extra, FieldInfo) else [extra]
+
+
+def _bounds(metadata: list[Any]) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = [
+        f"{sign} {getattr(piece, name)}"
+        for piece in metadata
+        for name, sign in signs.items()
+        if getattr(piece, name, None) is not None
+    ]
+    return ", ".join(found)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

@@ -1,0 +1,456 @@
+"""vLLM inside this process, driven step by step on token ids.
+
+Written against vLLM 0.20 to 0.33, which only this folder imports.
+VLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
+requests name, so that nothing is written or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.sampling_params import RequestOutputKind
+
+from agentgrpo import parallel
+from agentgrpo.config import EngineConfig
+from agentgrpo.engine.start import groups_stay, pack_weight, start, use_plain_weight
+from agentgrpo.machine.memory import memory
+from agentgrpo.models.encoding import ids_from_list
+from agentgrpo.types import Completion, Float32, Int32, Metrics, Turn
+
+_ADAPTER = LoRARequest("policy", 1, "in memory")
+
+
+class State(Enum):
+    """What the engine can be asked for."""
+
+    AWAKE = "awake"
+    HOLLOW = "hollow"
+    """Awake but for its weights, which level 2 dropped: load_weights() comes first."""
+    ASLEEP = "asleep"
+
+
+class Engine:
+    """One vLLM engine holding one model, awake or asleep.
+
+    Args:
+        model: a Hugging Face model directory or hub name.
+        config: see EngineConfig.
+        seed: seeds vLLM (and, through it, python, numpy and torch in this process).
+        lora_rank: of the adapters that set_adapter() will be given; 0: none.
+
+    Raises:
+        EngineStartError: vLLM refused.
+        ValueError: config.tensor_parallel_size does not divide the ranks, or is above 2 on CPU; it
+            has no adapters of that rank.
+        RuntimeError: add_request() or step() while asleep or hollow.
+    """
+
+    _running: ClassVar[set[int]] = set()
+    """The engines of this process."""
+
+    def __init__(
+        self, model: str | Path, config: EngineConfig, *, seed: int = 0, lora_rank: int = 0
+    ) -> None:
+        parallel.require_teams_of(config.tensor_parallel_size)
+        self.device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cpu" and config.tensor_parallel_size > 2:
+            raise ValueError(
+                "engine.tensor_parallel_size must be at most 2 on CPU, got "
+                f"{config.tensor_parallel_size}: each of more ranks adds the others' parts up in "
+                "an order of its own there, and they would sample different tokens"
+            )
+        self.dtype = config.dtype_on(self.device)
+        self.max_model_len = config.max_model_len
+        self.state = State.AWAKE
+        self.lora_rank = lora_rank
+        self._adapter: LoRARequest | None = None
+        self._sleep_level = config.sleep_level
+        self._in_flight: set[str] = set()
+        self._memory: Metrics = {}
+        self._llm = start(
+            model, config, device=self.device, dtype=self.dtype, seed=seed, lora_rank=lora_rank
+        )
+        self._engine = self._llm.llm_engine
+        self._running.add(id(self))
+
+    @property
+    def llm(self) -> LLM:
+        """VLLM's own object, for those who want `llm.chat(messages, tools=...)`.
+
+        Ask it for logprobs=0 to get what the policy's tokens were sampled with, and where an
+        adapter is trained for lora_request=engine.adapter: it is the policy.
+
+        Raises:
+            RuntimeError: asleep, or requests of ours are in flight, whose results it would lose.
+        """
+        self._require_awake()
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests in flight: llm would lose them")
+        return self._llm
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the KV cache's memory is given back."""
+        return self.state is State.ASLEEP
+
+    @property
+    def _runner(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """VLLM's own module, whose tensors the learner shares or writes to."""
+        return self._runner.get_model()  # type: ignore[no-any-return]
+
+    @property
+    def adapter(self) -> LoRARequest | None:
+        """What requests name to be answered by the adapter; None before set_adapter()."""
+        return self._adapter
+
+    def set_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Answer every request from now on through this LoRA adapter, in place of the last one.
+
+        Args:
+            tensors: under peft's names; B is scaled in place, so none that is trained.
+            config: what peft's adapter_config.json would say.
+
+        Raises:
+            ValueError: the engine was started without lora_rank, or vLLM has no adapters of this
+                kind, or none for one of the layers.
+        """
+        if not self.lora_rank:
+            raise ValueError("the engine was started without lora_rank: it has no adapters")
+        manager = self._runner.lora_manager._adapter_manager
+        names: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if hasattr(names, "get_rename_mapper"):  # newer ones also say what is fused
+            names = names.get_rename_mapper()
+        described = PEFTHelper.from_dict(dict(config))
+        described.validate_legal(manager.lora_config)
+        adapter = LoRAModel.from_lora_tensors(
+            lora_model_id=_ADAPTER.lora_int_id,
+            tensors=dict(tensors),
+            peft_helper=described,
+            device=self.device,
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=names,
+        )
+        parts = {part for fused in manager.packed_modules_mapping.values() for part in fused}
+        known = {*manager.supported_lora_modules, *parts}
+        if missed := sorted(n for n in adapter.loras if n.rpartition(".")[2] not in known):
+            raise ValueError(
+                f"vLLM has no adapters for {', '.join(missed[:3])}: learner.lora.target_modules "
+                "must leave such layers out, or learner.lora.serve be 'merged'"
+            )
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+        self._adapter = _ADAPTER
+
+    def seed(self, seed: int) -> None:
+        """Seed the stream shared by requests that have no seed of their own.
+
+        Torch's, or numpy's: vLLM's newer runner, which CUDA gets, draws each such request's seed
+        from numpy.
+        """
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - the stream that vLLM draws from
+
+    def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
+        """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.
+
+        Small batches decode up to four times faster on packed weights. A packed weight is a copy,
+        so only what never changes may be packed; the plain tensors stay where they are.
+
+        Returns:
+            How many layers were packed; 0 on CUDA.
+        """
+        if self.device != "cpu":
+            return 0
+        # an embedding looks rows up and multiplies by nothing, unless it is the head too
+        named = self.model.named_modules(remove_duplicate=False)
+        heads = {id(module) for name, module in named if name.rpartition(".")[2] == "lm_head"}
+        changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
+        packed = 0
+        for module in self.model.modules():
+            weight = getattr(module, "weight", None)
+            # vars: a layer wrapped for adapters passes on what the one inside it has
+            if "cpu_linear" not in vars(module) or not isinstance(weight, torch.Tensor):
+                continue
+            if isinstance(module, VocabParallelEmbedding) and id(module) not in heads:
+                continue
+            if weight.untyped_storage().data_ptr() in changing:
+                use_plain_weight(module)
+            else:
+                pack_weight(module, remove_weight=False)
+                packed += 1
+        return packed
+
+    def unpack(self) -> None:
+        """Use the plain tensors everywhere: every weight may change from here on."""
+        self.pack_frozen(self.model.parameters())
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: Int32,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        top_logprobs: int = 0,
+        filters: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Queue one continuation of prompt_ids; step() will return it when it is finished.
+
+        Args:
+            request_id: unique among those in flight.
+            prompt_ids: 1-d int32.
+            max_tokens: at most so many are sampled.
+            temperature: 0 is greedy.
+            seed: of this request's own random stream: what it samples depends on its seed and its
+                logits, not on which other requests run. None: a stream shared by all such.
+            stop: strings that end the turn.
+            stop_token_ids: tokens that end the turn.
+            top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
+            filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
+                what is trained on: EvaluationConfig says why.
+
+        Raises:
+            ValueError: request_id is in flight already, or prompt and max_tokens exceed
+                max_model_len (vLLM would cut max_tokens silently).
+        """
+        self._require_awake()
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id!r} is in flight already")
+        if len(prompt_ids) + max_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {request_id!r}: {len(prompt_ids)} prompt tokens + max_tokens "
+                f"{max_tokens} exceed engine.max_model_len {self.max_model_len}"
+            )
+        self._engine.add_request(
+            request_id,
+            tokens_input(prompt_ids.tolist()),
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                stop=list(stop) or None,
+                stop_token_ids=list(stop_token_ids) or None,
+                seed=seed,
+                logprobs=top_logprobs,
+                flat_logprobs=True,
+                detokenize=bool(stop),
+                skip_special_tokens=False,  # a stop string may be the name of one
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **dict[str, Any](filters),
+            ),
+            lora_request=self._adapter,
+        )
+        self._in_flight.add(request_id)
+
+    def step(self) -> list[Completion]:
+        """Decode one token for every running request; return those that finished.
+
+        Raises:
+            FloatingPointError: a sampled token's log-probability is nan or infinite.
+        """
+        self._require_awake()
+        done = [_completion(output) for output in self._engine.step() if output.finished]
+        self._in_flight.difference_update(completion.request_id for completion in done)
+        return done
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests; step() will not return them."""
+        ids = [request_id for request_id in request_ids if request_id in self._in_flight]
+        self._engine.abort_request(ids)
+        self._in_flight.difference_update(ids)
+
+    def abort_all(self) -> None:
+        """Drop every request in flight."""
+        self.abort(list(self._in_flight))
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def sleep(self, requests: Literal["refuse", "keep", "abort"] = "refuse") -> None:
+        """Give the KV cache's memory back; with copied weights, theirs too (EngineConfig).
+
+        On CPU vLLM has no memory to give back: its scheduler pauses, its prefix cache is reset and
+        the states are the same.
+
+        Args:
+            requests: what becomes of those in flight. keep: they go on after wake(), their cache
+                computed anew. abort: they are dropped.
+
+        Raises:
+            RuntimeError: requests are in flight, and "refuse".
+        """
+        if self.asleep:
+            return
+        if self._in_flight and requests == "refuse":
+            raise RuntimeError(
+                f"engine asked to sleep with {len(self._in_flight)} requests in flight"
+            )
+        if requests == "abort":  # vLLM's own abort-on-sleep would have us wait for them for ever
+            self.abort_all()
+        before = memory(self.device)
+        self._engine.sleep(self._sleep_level, mode="keep")
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        after = memory(self.device)
+        self._memory = {f"{name}_before_sleep": value for name, value in before.items()}
+        self._memory |= {f"{name}_asleep": value for name, value in after.items()}
+        self.state = State.ASLEEP
+
+    def wake(self) -> Metrics:
+        """Make the engine usable again after sleep(); after level 2, once it has weights again.
+
+        Returns:
+            Memory in GiB before and after the last sleep and now; empty if it was awake.
+        """
+        if not self.asleep:
+            return {}
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        if self._sleep_level == 2:
+            self._engine.wake_up(["weights"])
+            self.state = State.HOLLOW
+        else:
+            self._engine.wake_up()
+            self.state = State.AWAKE
+        awake = {f"{name}_awake": value for name, value in memory(self.device).items()}
+        return self._memory | awake
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget every cached key and value: they belong to the weights before an update.
+
+        Args:
+            recompute_running: requests in flight keep their tokens and have theirs computed anew.
+
+        Raises:
+            RuntimeError: vLLM refused, which it does while requests run.
+        """
+        if not self._engine.reset_prefix_cache(reset_running_requests=recompute_running):
+            raise RuntimeError(
+                f"vLLM did not reset its prefix cache ({len(self._in_flight)} requests in flight); "
+                "rollouts would mix two policies"
+            )
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy Hugging Face named tensors into vLLM's, in place, by vLLM's own loader."""
+        self.model.load_weights(named)  # type: ignore[operator]
+
+    def weights_loaded(self) -> None:
+        """Say that the weights are all there again: a hollow engine wakes."""
+        if self.state is State.HOLLOW:
+            self._engine.wake_up(["kv_cache"])
+            self.state = State.AWAKE
+
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:
+        """Sample num_tokens greedily after each prompt, through the same path as rollouts.
+
+        Raises:
+            RuntimeError: requests are in flight, whose results it would lose.
+        """
+        if self._in_flight:
+            raise RuntimeError(
+                f"{len(self._in_flight)} requests in flight: a probe would lose them"
+            )
+        started = time.monotonic_ns()
+        for index, prompt in enumerate(prompts):
+            self.add_request(
+                f"probe.{started}.{index}", prompt, max_tokens=num_tokens, temperature=0.0
+            )
+        done: list[Completion] = []
+        try:
+            while self._in_flight:
+                done += self.step()
+        finally:
+            self.abort_all()
+        return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
+
+    def shutdown(self) -> None:
+        """Free vLLM's resources; the engine cannot be used afterwards. Others here can be."""
+        self._running.discard(id(self))
+        with groups_stay() if self._running else contextlib.nullcontext():
+            self._engine.engine_core.shutdown()
+
+    def _require_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError("the engine sleeps: call wake() first")
+        if self.state is State.HOLLOW:
+            raise RuntimeError("sleep level 2 dropped the weights: publish them first")
+
+
+def _completion(output: Any) -> Completion:
+    sampled = output.outputs[0]
+    flat = sampled.logprobs
+    logprobs = np.array([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise FloatingPointError(
+            f"request {output.request_id!r}: the sampler gave its token {at} the log-probability "
+            f"{logprobs[at]}; the weights or an activation are no longer finite"
+        )
+    token_ids = ids_from_list(list(sampled.token_ids))
+    prompt_ids = ids_from_list(list(output.prompt_token_ids))
+    return Completion(
+        request_id=output.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=str(sampled.finish_reason),
+        stop_reason=sampled.stop_reason,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        account=Turn.of(prompt_ids, token_ids, str(sampled.finish_reason)),
+        entropies=token_entropies(
+            flat.logprobs, flat.token_ids, flat.start_indices, flat.end_indices
+        ),
+    )
+
+
+def token_entropies(
+    logprobs: Sequence[float], token_ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+) -> Float32:
+    """Entropy in nats of each token's distribution, from the log-probabilities of the likeliest.
+
+    Whatever they leave of the probability counts as one further outcome, so the value is a lower
+    bound, exact if all tokens are given.
+
+    Args:
+        logprobs: of the sampled token and then of the likeliest ones, position after position.
+        token_ids: whose they are; the sampled one may stand twice.
+        starts: where each position begins.
+        ends: where it ends.
+
+    Returns:
+        One number per position; none if only the sampled tokens' log-probabilities are given.
+    """
+    if not starts or ends[0] - starts[0] < 2:
+        return np.zeros(0, np.float32)
+    entropies = []
+    for first, end in zip(starts, ends, strict=True):
+        distinct = dict(zip(token_ids[first:end], logprobs[first:end], strict=True))
+        logp = np.array(list(distinct.values()), np.float64)
+        p = np.exp(logp)
+        rest = max(0.0, 1.0 - float(p.sum()))
+        known = -float((p * np.where(p > 0, logp, 0.0)).sum())
+        entropies.append(known - (rest * math.log(rest) if rest > 0 else 0.0))
+    return np.array(entropies, np.float32)

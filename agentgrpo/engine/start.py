@@ -1,0 +1,196 @@
+"""How vLLM is started here: with which settings, and what of it is changed first, by measurement.
+
+* vLLM's CPU backend packs every linear weight away and leaves an empty parameter behind. Here the
+  plain weight stays, so that the learner's parameters can be views of it (engine/weights.py).
+* The rank of a sampled token is computed by a function that torch.compile builds in C++ on first
+  use: 20 s on CPU for a number that nobody reads.
+* vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
+  no-op, for the whole process: the learner too would work on half of two cores.
+* A request's own seed crashes vLLM on CPU when its prompt is computed in chunks (CPU generators
+  have no offset to wind back). Here prompts are computed whole on CPU.
+* Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
+  launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
+* On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
+* Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
+  the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.utils as vllm_layers
+import vllm.v1.sample.sampler as vllm_sampler
+from vllm import LLM
+
+from agentgrpo import parallel
+from agentgrpo.config import EngineConfig, room_for_adapters
+from agentgrpo.machine.memory import out_of_memory
+
+pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
+"""vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""
+
+
+class EngineStartError(ValueError):
+    """vLLM could not be started with this model and these settings; the message says why."""
+
+
+def start(
+    model: str | Path, config: EngineConfig, *, device: str, dtype: str, seed: int, lora_rank: int
+) -> LLM:
+    """Start vLLM in this process; the arguments are Engine's.
+
+    Raises:
+        EngineStartError: vLLM refused.
+        ValueError: it has no adapters of that rank.
+        RuntimeError, MemoryError: as memory.out_of_memory() knows them.
+    """
+    settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        with (
+            plain_cpu_weights(),
+            _weights_stay_awake(config.weights != "copy"),
+            _shared_memory_of_this_run(),
+        ):
+            llm = LLM(str(model), seed=seed, **settings)
+    except Exception as error:  # vLLM, the model's code and what both import: of any kind
+        if out_of_memory(error):
+            raise
+        raise EngineStartError(_explain_start(error, model, config)) from error
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)  # vLLM keeps one core for a process we do not have
+    if device == "cpu":
+        vars(vllm_sampler)["batched_count_greater_than"] = lambda x, values: (x >= values).sum(-1)
+    return llm
+
+
+def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
+    on_cpu = device == "cpu"
+    settings = {
+        "dtype": dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": on_cpu or config.enforce_eager,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": not on_cpu,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if not on_cpu:
+        # vLLM refuses to start unless this share of the card is free, also where the cache's size
+        # is given and the share read for nothing else (vllm/v1/worker/utils.py, request_memory)
+        settings["gpu_memory_utilization"] = 0.01
+    if parallel.world_size() > 1:
+        settings |= {
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": config.tensor_parallel_size,
+        }
+    if on_cpu:
+        settings |= {
+            "block_size": 32,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, config.max_model_len, config.max_num_seqs),
+        }
+    return settings
+
+
+def _lora_settings(rank: int) -> dict[str, Any]:
+    if not rank:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_adapters(rank)}
+
+
+def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:
+    """What vLLM said last, and the settings it said it about."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (
+        f"vLLM cannot start on {str(model)!r} with engine.max_model_len {config.max_model_len}, "
+        f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
+        f"engine.dtype {config.dtype!r}, engine.tensor_parallel_size "
+        f"{config.tensor_parallel_size}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
+    )
+
+
+def use_plain_weight(layer: torch.nn.Module) -> None:
+    """Let a linear layer multiply by its own tensor, which may change."""
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def plain_cpu_weights() -> Any:
+    """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        use_plain_weight(layer)
+
+    vllm_layers.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        vllm_layers.dispatch_cpu_unquantized_gemm = pack_weight
+
+
+@contextlib.contextmanager
+def _shared_memory_of_this_run() -> Any:
+    """Name what ranks on CPU share after this run. VLLM has one name for all runs of a machine, so
+    that two of them meet there, and what a killed one leaves behind stops the next.
+    """
+    if parallel.world_size() == 1 or torch.cuda.is_available():
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
+
+    (name, *_), arguments = parallel.gather(uuid.uuid4().hex), Launcher._distributed_args
+
+    def named(self: Any) -> tuple[str, int, int]:
+        method, rank, local_rank = arguments(self)
+        return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
+
+    Launcher._distributed_args = named
+    try:
+        yield
+    finally:
+        Launcher._distributed_args = arguments
+
+
+@contextlib.contextmanager
+def groups_stay() -> Any:
+    """VLLM's engines tear down the process groups of all of a process when they end."""
+    from vllm.v1.engine import core
+
+    tear_down = vars(core)["cleanup_dist_env_and_memory"]
+    vars(core)["cleanup_dist_env_and_memory"] = lambda: None
+    try:
+        yield
+    finally:
+        vars(core)["cleanup_dist_env_and_memory"] = tear_down
+
+
+@contextlib.contextmanager
+def _weights_stay_awake(shared: bool) -> Any:
+    """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
+    if not shared or not torch.cuda.is_available():
+        yield
+        return
+    from vllm.v1.worker.gpu_worker import Worker
+
+    pool = Worker._maybe_get_memory_pool_context
+
+    def without_weights(self: Any, tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else pool(self, tag)
+
+    Worker._maybe_get_memory_pool_context = without_weights  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]

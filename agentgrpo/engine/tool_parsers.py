@@ -1,0 +1,78 @@
+"""VLLM's parsers of tool calls, for agents/tools.py, which must not import vllm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from agentgrpo.actions import ReadCalls, Reading, Schema
+
+
+def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
+    """VLLM's own tool parser of a model family, for agents/tools.py.
+
+    Args:
+        parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
+        tokenizer: the model's, as transformers loads it.
+
+    Raises:
+        ValueError: vLLM has no parser of that name, or the parser refuses the tokenizer.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        make = ToolParserManager.get_tool_parser(parser)
+    except KeyError:
+        known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
+        raise ValueError(
+            f"agent.parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
+        ) from None
+
+    def read(text: str, tools: Sequence[Schema]) -> Reading:
+        _be_quiet()
+        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
+        request = ChatCompletionRequest(**given)
+        shown: list[Any] | None = request.tools
+        reader = make(tokenizer, shown)  # a parser may keep state of the text it has read
+        found = reader.extract_tool_calls(text, request)
+        calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
+        content = (found.content or "") if calls else text
+        return Reading(content, calls, attempted=_is_marked(reader, text))
+
+    try:
+        read("", [])
+    except RuntimeError as error:  # a family's special tokens are not in this vocabulary
+        raise ValueError(f"agent.parser: {parser!r} does not fit the model: {error}") from error
+    return read
+
+
+def _be_quiet() -> None:
+    """What the policy gets wrong is data, counted as malformed, and no traceback on the terminal.
+
+    Said before every reading: vLLM resets the levels of its loggers when an engine starts.
+    """
+    for name in ("vllm.tool_parsers", "vllm.parser"):
+        logger = logging.getLogger(name)
+        if logger.level != logging.CRITICAL:
+            logger.setLevel(logging.CRITICAL)
+
+
+_CALL_MARKS = (
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<\uff5ctool\u2581call",
+)
+"""Marks that begin a call in some family, whichever parser is chosen."""
+
+
+def _is_marked(reader: Any, text: str) -> bool:
+    own = [
+        value
+        for name, value in {**vars(type(reader)), **vars(reader)}.items()
+        if isinstance(value, str) and value and name.endswith(("start_token", "bot_token"))
+    ]
+    return any(mark in text for mark in (*_CALL_MARKS, *own))

@@ -1,0 +1,1 @@
+"""The trained side: what a step learns from its rollouts."""

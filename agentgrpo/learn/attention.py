@@ -1,0 +1,259 @@
+"""Attention over packed trees, registered with transformers for models that know nothing of it.
+
+A batch is one row of tokens in depth-first order; token q sees token k if and only if
+k <= q < tout[k]. What runs:
+
+* CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
+  from the root: no T x T mask, and no work on what a token does not see.
+* CUDA: FlexAttention with a BlockMask made from the intervals (csrc/blocks.c); where nothing is
+  shared, FlashAttention's variable-length kernel, which takes 16-bit numbers. (Written and checked
+  on CPU as far as it can be: NEVER RUN ON A GPU yet.)
+
+Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
+Models with other kinds of layers cannot share prefixes: see why_rows().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface
+
+from agentgrpo.learn.packing import flex_blocks
+from agentgrpo.types import Int32
+
+TREE = "agentgrpo_tree"
+"""The name under which transformers finds tree_attention()."""
+
+MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers (config.layer_types) whose tokens see exactly what the tree lets them see."""
+
+
+FLASH = (torch.bfloat16, torch.float16)
+"""What FlashAttention can compute with."""
+
+
+class Run(NamedTuple):
+    """Tokens [start, end) without a branch, and the stretches of tokens before them on the path."""
+
+    start: int
+    end: int
+    path: tuple[tuple[int, int], ...]
+    """Ascending, disjoint, not touching each other; the last one may touch start."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens before the run."""
+        return sum(end - start for start, end in self.path)
+
+
+def runs_of(tout_T: Int32) -> list[Run]:
+    """The tree as runs, in packed order."""
+    starts = np.flatnonzero(np.diff(tout_T, prepend=-1)).tolist()
+    runs: list[Run] = []
+    above: list[tuple[int, int]] = []
+    """The open runs: where they start and end."""
+    for start, end in zip(starts, [*starts[1:], len(tout_T)], strict=True):
+        while above and tout_T[above[-1][0]] <= start:
+            above.pop()
+        path: list[tuple[int, int]] = []
+        for first, last in above:
+            if path and path[-1][1] == first:
+                path[-1] = (path[-1][0], last)
+            else:
+                path.append((first, last))
+        runs.append(Run(start, end, tuple(path)))
+        above.append((start, end))
+    return runs
+
+
+class Tree:
+    """What the attention layers of one forward pass must know of a batch.
+
+    Args:
+        tout_T: see PackedBatch.
+        positions_T: depth of each token.
+        device: where masks are made.
+    """
+
+    def __init__(self, tout_T: Int32, positions_T: Int32, device: torch.device | str) -> None:
+        self.tout_T, self.positions_T, self.device = tout_T, positions_T, torch.device(device)
+        self.runs = runs_of(tout_T)
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether any token is on the path of two runs; otherwise runs are whole sequences."""
+        return any(run.path for run in self.runs)
+
+    def run_mask(self, run: Run, window: int | None) -> Tensor | None:
+        """[tokens of the run, tokens on its path and in it], True where seen; None: plain causal.
+
+        The index along the path is the position, so a window is a band.
+        """
+        length, total = run.end - run.start, run.depth + run.end - run.start
+        if window is not None and window >= total:
+            window = None
+        if not run.path and window is None:
+            return None
+        key = (length, total, window)
+        if key not in self._masks:
+            query = torch.arange(run.depth, total, device=self.device)[:, None]
+            at = torch.arange(total, device=self.device)[None, :]
+            seen = at <= query
+            self._masks[key] = seen if window is None else seen & (query - at < window)
+        return self._masks[key]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """The mask for FlexAttention; create_block_mask makes those of windows that are felt."""
+        if window is not None and window > int(self.positions_T.max()):
+            window = None
+        if window not in self._block_masks:
+            mask_mod = self._mask_mod(window)
+            total = len(self.tout_T)
+            if window is None:
+                blocks = flex_blocks(self.tout_T)
+                tensors: dict[str, Any] = {
+                    field.name: torch.from_numpy(getattr(blocks, field.name).copy())
+                    .to(self.device)[None, None]
+                    for field in fields(blocks)
+                }  # fmt: skip
+                made = BlockMask(
+                    seq_lengths=(total, total), **tensors, BLOCK_SIZE=(128, 128), mask_mod=mask_mod
+                )
+            else:
+                made = create_block_mask(mask_mod, None, None, total, total, device=self.device)
+            self._block_masks[window] = made
+        return self._block_masks[window]
+
+    def _mask_mod(self, window: int | None) -> Callable[..., Tensor]:
+        tout = torch.from_numpy(self.tout_T.copy()).to(self.device)
+        position = torch.from_numpy(self.positions_T.copy()).to(self.device)
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < tout[key])
+
+        def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            assert window is not None
+            near = position[query] - position[key] < window
+            return sees(batch, head, query, key) & near
+
+        return sees if window is None else sees_near
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tree: Tree | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, Hq, T, D], key and value [1, Hkv, T, D].
+
+    Returns:
+        [1, T, Hq, D], and None for the attention weights.
+
+    Raises:
+        ValueError: the model did not hand the tree down, or its layers want what a tree cannot
+            give; see why_rows().
+    """
+    if tree is None:
+        raise ValueError(f"{type(module).__name__} does not pass keyword arguments to attention")
+    for name in ("s_aux", "position_bias", "cache"):
+        if more.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} gives attention a {name}: not supported")
+    if dropout:
+        raise ValueError(f"attention dropout must be 0, got {dropout}")
+    if query.is_cuda:
+        return _on_cuda(module, query, key, value, scaling, sliding_window, softcap, tree), None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    outputs = []
+    for run in tree.runs:
+        stretches = [*run.path, (run.start, run.end)]
+        keys, values = (
+            torch.cat([x[:, :, a:b] for a, b in stretches], dim=2) for x in (key, value)
+        )
+        mask = tree.run_mask(run, sliding_window)
+        part = query[:, :, run.start : run.end]
+        outputs.append(_attend(part, keys, values, mask, scaling, softcap))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    if softcap is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
+
+
+def _on_cuda(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
+    window: int | None, softcap: float | None, tree: Tree,
+) -> Tensor:  # fmt: skip
+    """NEVER RUN ON A GPU yet. transformers' wrapper compiles FlexAttention once for all layers."""
+    if tree.shared or softcap is not None or query.dtype not in FLASH:
+        from transformers.integrations.flex_attention import flex_attention_forward
+
+        out: Tensor
+        out, _ = flex_attention_forward(  # type: ignore[no-untyped-call, unused-ignore]
+            module, query, key, value, tree.block_mask(window), scaling=scaling, softcap=softcap
+        )
+        return out
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = [0, *(run.end for run in tree.runs)]
+    bounds = torch.tensor(ends, dtype=torch.int32, device=query.device)
+    longest = max(run.end - run.start for run in tree.runs)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    packed = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True,
+        window_size=(-1 if window is None else window - 1, 0),
+    )  # fmt: skip
+    assert isinstance(packed, Tensor)
+    return packed[None]
+
+
+def why_rows(model: Any) -> str | None:
+    """Why this model must see every rollout alone; None if it can take packed trees."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if odd := sorted(kinds - MASKED_LAYERS):
+        return f"{', '.join(odd)} layers cannot tell the branches of a tree apart"
+    if getattr(model, "_is_stateful", False):
+        return f"{config.model_type} carries a state from token to token"
+    if getattr(config, "attention_chunk_size", None):
+        return "attention in chunks counts tokens, not positions"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "attention sinks are not supported"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not take attention from transformers' registry"
+    return None
+
+
+AttentionInterface.register(TREE, tree_attention)

@@ -1,0 +1,401 @@
+"""The trained side of the one policy: optimizer updates on packed rollouts, and what they leave.
+
+It knows no algorithm by name: it sees, per loss term, a row, a target, an advantage, a weight and
+the sampler's log-probability.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgrpo import parallel
+from agentgrpo.config import LearnerConfig, LossConfig
+from agentgrpo.engine.agreement import outliers_of, require_agreement, widest_gap
+from agentgrpo.engine.weights import InPlaceCopy
+from agentgrpo.kernels.checks import backend_for
+from agentgrpo.kernels.grpo_loss import grpo_loss
+from agentgrpo.kernels.reduce import Metrics as TermMetrics
+from agentgrpo.learn.lora import Adapter
+from agentgrpo.learn.losses import objective_of
+from agentgrpo.learn.optimizer import make_optimizer
+from agentgrpo.learn.policy import (
+    Scorer,
+    checkpoint_layers,
+    freeze_all_but,
+    load_frozen,
+    make_policy,
+)
+from agentgrpo.learn.step_record import Before, StepRecord
+from agentgrpo.learn.updates import Update
+from agentgrpo.run import checkpoint
+from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
+
+if TYPE_CHECKING:
+    from agentgrpo.engine.engine import Engine
+
+
+class Learner:
+    """Trains the policy that an engine samples from.
+
+    Args:
+        model: Hugging Face directory or name, the one the engine was built from.
+        engine: the sampler, whose weights are shared where they can be.
+        config, loss: settings; total_steps is what the learning rate decays over.
+        temperature: the rollouts' sampling temperature, which the log-probabilities are taken at.
+        weights: "auto", "shared" or "copy"; see EngineConfig.
+        dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
+            sampled token, but for agreement.outliers_of(); above it step() refuses to update.
+        reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
+            training began with. None: model.
+        adapter: a checkpoint's folder to take the LoRA adapter from.
+
+    Raises:
+        ValueError: weights="shared" where sharing is impossible, with the reason; options that do
+            not go together; more trained_layers than the model has.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        engine: Engine,
+        config: LearnerConfig,
+        loss: LossConfig,
+        *,
+        total_steps: int,
+        temperature: float,
+        weights: str = "auto",
+        dlogp_limit: float,
+        reference: str | Path | None = None,
+        adapter: Path | None = None,
+    ) -> None:
+        self._engine, self._config, self._loss = engine, config, loss
+        self._total_steps, self._temperature = total_steps, temperature
+        self._dlogp_limit = dlogp_limit
+        self._objective = objective_of(loss)
+        self.device = engine.device
+        self._served = bool(config.lora.rank and engine.lora_rank)
+        merged = config.lora.rank and not self._served
+        if merged or parallel.world_size() > 1:
+            if weights == "shared":
+                raise ValueError(
+                    "engine.weights = 'shared' is impossible with learner.lora.serve = 'merged' "
+                    "and on several ranks"
+                )
+            weights = "copy"
+        self.weights, self.model = make_policy(model, engine, weights)
+        self._adapter = Adapter(self.model, config.lora, adapter) if config.lora.rank else None
+        self._scorer, self.trained, self._num_trained = self._prepare(config)
+        self._reference: Scorer | None = None
+        if loss.beta and self._adapter is None:
+            self._reference = Scorer(load_frozen(reference or model, engine))
+        self._optimizer = make_optimizer(config, self.trained)
+        if self._served:
+            self.num_packed = engine.pack_frozen(())
+        elif self.weights == "shared":
+            self.num_packed = engine.pack_frozen(self.trained)
+        else:  # every weight is written to at each step
+            self.num_packed = 0
+            engine.unpack()
+            self._copy = InPlaceCopy(engine.model, engine.load_weights)
+        self.step_count = 0
+        self._rest()
+
+    def _prepare(self, config: LearnerConfig) -> tuple[Scorer, list[Tensor], int]:
+        """(what scores batches, the trained parameters, how many numbers they are)."""
+        if self._adapter is not None:
+            trained = self._adapter.parameters
+        else:
+            trained = freeze_all_but(self.model, config.trained_layers)
+        count = sum(p.numel() for p in trained)
+        if config.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        scorer = Scorer(self.model)
+        if parallel.world_size() > 1:
+            parallel.shard(scorer, self.model.get_decoder().layers)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+        return scorer, trained, count
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen, for the record."""
+        rows = self._scorer.rows
+        served = {"adapter": "served as it is" if self._served else "merged into the weights"}
+        return {
+            "weights": self.weights,
+            **(served if self._adapter else {}),
+            "device": self.device,
+            "dtype": self._engine.dtype,
+            "prefixes": "shared" if rows is None else f"not shared ({rows})",
+            "packed_frozen_layers": self.num_packed,
+            "trained_parameters": self._num_trained,
+            "all_parameters": sum(p.numel() for p in self.model.parameters()),
+            "ranks": parallel.world_size(),
+            "kernels": backend_for(torch.device(self.device)),
+        }
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may be trees; otherwise every rollout must be laid out alone."""
+        return self._scorer.rows is None
+
+    def publish(self) -> Metrics:
+        """Make the sampler's policy this one, then forget its cached keys.
+
+        Shared weights are there already, an adapter is handed over, all else is copied.
+        """
+        started = time.perf_counter()
+        metrics: Metrics = {}
+        if self._served and self._adapter is not None:
+            self._engine.set_adapter(self._adapter.tensors(), self._adapter.config)
+        elif self.weights != "shared":
+            copied = self._copy(self._named())
+            self._engine.weights_loaded()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies are queued, and not done, before
+            metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)
+        self._engine.reset_prefix_cache()
+        return metrics | {"publish_s": time.perf_counter() - started}
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Forward and backward over one row of num_tokens tokens, all of them loss terms.
+
+        Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile, as
+        is what earlier batches of an update would have left.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        to_come = self._optimizer.bytes_to_come + self._optimizer.bytes_of_sums
+        held: list[Tensor] = []
+        try:
+            self._optimizer.to(self.device)
+            held.append(torch.empty(to_come, dtype=torch.uint8, device=self.device))
+            scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
+            (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
+        finally:
+            held.clear()
+            self._optimizer.zero_grad()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Leave the device to the engine, as far as the config says."""
+        if self._config.offload_optimizer:
+            self._optimizer.to("cpu")
+
+    @torch.no_grad()
+    def score(self, token_ids: Int32) -> Float32:
+        """Log-probability at temperature 1 of token_ids[1:], each given all before; [T-1] fp32."""
+        scored = self._scorer(_whole(token_ids), 1.0)
+        logp: Float32 = scored.logp_N.float().cpu().numpy()
+        return logp
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the model knows."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained in place of the weights, with learner.lora."""
+        return self._adapter
+
+    def save_model(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face model directory, or its adapter as a peft one.
+
+        No tokenizer. On several ranks all must call it; the first one writes.
+        """
+        if self._adapter is not None:
+            self._adapter.save(folder)
+            return
+        # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
+        state = {name: parallel.on_first_host(p, copy=True) for name, p in self._plain()}
+        if parallel.rank() == 0:
+            self.model.save_pretrained(folder, state_dict=state)
+
+    def save_state(self, path: Path, **more: Any) -> None:
+        """Write what a resumed run needs besides the weights: optimizer, step count, and `more`.
+
+        On several ranks all must call it; the first one writes.
+        """
+        state = {"optimizer": self._optimizer.state_dict(), "step": self.step_count, **more}
+        if parallel.rank() == 0:
+            torch.save(state, path)
+
+    def load_state(self, path: Path) -> dict[str, Any]:
+        """Restore what save_state() wrote (the weights came with the engine); returns `more`.
+
+        Raises:
+            ValueError: the file is of a run that trained other parameters, or no such file.
+        """
+        state = checkpoint.read_state(path, "optimizer", "step")
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path} is of a run with other trained parameters: {error}"
+            ) from error
+        self._rest()
+        self.step_count = state["step"]
+        return state
+
+    def step(self, updates: Sequence[Update]) -> Metrics:
+        """The optimizer updates of one step, each on all of its batches together.
+
+        Every rank is given all updates and works on its share of the batches. Without batches (no
+        group had a gradient) the weights stay and the step still counts.
+
+        The rollouts of the updates are told what the learner made of their tokens.
+
+        Returns:
+            Means over the updates (`loss`, `grad_norm`) and over the loss terms (the rest).
+
+        Raises:
+            Disagreement: the sampler saw another policy; nothing was updated.
+            FloatingPointError: a gradient is not finite; that update was not made.
+        """
+        started = time.perf_counter()
+        self._optimizer.to(self.device)
+        self._optimizer.set_lr(self.learning_rate)
+        run = StepRecord()
+        live = [update for update in updates if update.batches]
+        self._look_ahead(live, run)
+        for epoch in range(self._loss.num_iterations):
+            for index, update in enumerate(live):
+                self._update(run, index, update, first_pass=epoch == 0)
+        self.step_count += 1
+        self._optimizer.zero_grad()  # the engine's cache needs the room
+        self._rest()
+        metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
+        metrics |= run.metrics(self._objective)
+        for seen in run.seen():
+            live[seen.update].take(seen.sample_N, seen.turn_N, seen.logp_N, seen.entropy_N)
+        tokens = sum(len(batch.input_ids_T) for update in live for batch in update.batches)
+        metrics["packed_tokens"] = float(tokens)
+        metrics["seconds"] = time.perf_counter() - started
+        return metrics
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step about to be taken."""
+        return self._config.learning_rate_at(self.step_count, self._total_steps)
+
+    @torch.no_grad()
+    def _look_ahead(self, updates: Sequence[Update], run: StepRecord) -> None:
+        """Score every batch with the policies that the updates are compared with."""
+        if not updates:
+            return
+        more_than_one = len(updates) * self._loss.num_iterations > 1
+        wants_old = more_than_one and self._loss.old_logps == "recomputed"
+        wants_entropy = self._loss.top_entropy_quantile < 1
+        entropies = []
+        for index, update in enumerate(updates):
+            for number, batch, counts in parallel.share(update.batches):
+                old = ref = None
+                if wants_old or wants_entropy:
+                    scored = self._scorer(batch, self._temperature)
+                    if counts:
+                        run.saw(index, batch, scored.logp_N, scored.entropy_N)
+                        entropies.append(scored.entropy_N.float().cpu().numpy())
+                    old = scored.logp_N
+                if self._loss.beta:
+                    ref = self._reference_logp(batch)
+                run.before[index, number] = Before(old if wants_old else None, ref)
+        if wants_old or wants_entropy:
+            self._require_agreement(run)
+            run.looked = True
+        if wants_entropy:
+            together = np.concatenate([x for part in parallel.gather(entropies) for x in part])
+            quantile = np.quantile(together, 1 - self._loss.top_entropy_quantile)
+            run.entropy_threshold = float(quantile)
+
+    def _reference_logp(self, batch: PackedBatch) -> Tensor:
+        if self._adapter is not None:
+            with self._adapter.off():
+                return Tensor(self._scorer(batch, self._temperature).logp_N)
+        assert self._reference is not None
+        return Tensor(self._reference(batch, self._temperature).logp_N)
+
+    def _update(self, run: StepRecord, index: int, update: Update, *, first_pass: bool) -> None:
+        self._optimizer.zero_grad()
+        loss_sum = 0.0
+        for number, batch, counts in parallel.share(update.batches):
+            loss, measured, scored = self._loss_of(batch, run, run.before[index, number], update)
+            # FSDP averages gradients over the ranks; the weights are a share of the whole
+            (loss * (parallel.world_size() if counts else 0.0)).backward()
+            self._optimizer.collect()
+            if counts:
+                loss_sum += loss.item()
+                run.parts.append(measured)
+                if first_pass and not run.looked:
+                    run.saw(index, batch, *scored)
+        if first_pass and index == 0 and not run.looked:
+            self._require_agreement(run)
+        run.losses.append(parallel.total(loss_sum))
+        run.norms.append(self._optimizer.step(max_grad_norm=self._config.max_grad_norm))
+
+    def _require_agreement(self, run: StepRecord) -> None:
+        widest = parallel.largest(widest_gap(run.gaps, outliers_of(self._engine.dtype)))
+        require_agreement(widest, self._dlogp_limit, where="on the sampled tokens")
+
+    def _loss_of(
+        self, batch: PackedBatch, run: StepRecord, before: Before, update: Update
+    ) -> tuple[Tensor, TermMetrics, tuple[Tensor, Tensor]]:
+        """(loss, the kernel's metrics, log-probabilities and entropies)."""
+        logp_N, entropy_N = self._scorer(batch, self._temperature)
+
+        def like_logp(array: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(array).to(logp_N.device, logp_N.dtype)
+
+        sampler = like_logp(batch.old_logp_N)
+        detached = logp_N.detach()
+        if self._loss.old_logps == "sampler":
+            old = sampler
+        else:
+            old = detached if before.old_logp is None else before.old_logp
+        loss, metrics = grpo_loss(
+            logp_N,
+            old,
+            like_logp(batch.advantage_N),
+            like_logp(batch.weight_N),
+            self._objective,
+            ref_logp_N=before.ref_logp,
+            sampler_logp_N=sampler,
+            entropy_N=entropy_N,
+            entropy_threshold=run.entropy_threshold,
+            sequence_N=torch.from_numpy(batch.sample_N).to(logp_N.device, torch.int64),
+            num_sequences=update.num_samples,
+        )
+        return loss, metrics, (detached, entropy_N)
+
+    def _plain(self) -> list[tuple[str, Tensor]]:
+        return list(self.model.named_parameters())
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        """Whole tensors under the names of the checkpoint, the adapter merged into them."""
+        if self._adapter is not None:
+            return self._adapter.merged()
+        return ((name, parallel.whole(p)) for name, p in self._plain())
+
+
+def _whole(token_ids: Int32) -> PackedBatch:
+    """One sequence, every token but the first a term."""
+    count = len(token_ids)
+    zeros = np.zeros(count - 1, np.float32)
+    return PackedBatch(
+        input_ids_T=token_ids,
+        positions_T=np.arange(count, dtype=np.int32),
+        tout_T=np.full(count, count, np.int32),
+        row_N=np.arange(count - 1, dtype=np.int32),
+        target_N=token_ids[1:],
+        sample_N=np.zeros(count - 1, np.int32),
+        turn_N=np.zeros(count - 1, np.int32),
+        old_logp_N=zeros,
+        advantage_N=zeros,
+        weight_N=zeros,
+    )

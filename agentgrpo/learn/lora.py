@@ -1,0 +1,163 @@
+"""Low-rank adapters (peft): what is trained, saved and published in place of the weights.
+
+The base model never changes and is one replica with the sampler's, which is handed the adapter
+alone, in memory. With `serve = "merged"` the base lies in tensors of its own, and the sampler gets
+the merged weights of the adapted layers, copied in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from agentgrpo import parallel
+from agentgrpo.config import LoraConfig
+from agentgrpo.engine.weights import InPlaceCopy
+from agentgrpo.learn.policy import load_frozen
+from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS, SavedAdapter
+
+if TYPE_CHECKING:
+    from agentgrpo.engine.engine import Engine
+
+
+class Adapter:
+    """A LoRA adapter injected into a transformers model.
+
+    Args:
+        model: gets adapted layers in place; its own parameters are frozen.
+        config: rank > 0.
+        saved: a folder that save() wrote, to go on from. None: B = 0, the model as it was.
+
+    Raises:
+        ValueError: peft is missing, no layer has such a name or only the head has, or `saved` holds
+            no adapter of this rank.
+    """
+
+    def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
+        try:
+            import peft
+        except ImportError as error:
+            raise ValueError(f"learner.lora needs the package peft: {error}") from error
+        _require_layers(model, config.target_modules)
+        model.requires_grad_(False)
+        if saved is not None:
+            self._require_same(saved, config)
+            self._peft: Any = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
+        else:
+            wanted: Any = list(config.target_modules) or "all-linear"
+            alpha: Any = config.alpha  # a float is as good as the int that peft declares
+            options = peft.LoraConfig(
+                r=config.rank, lora_alpha=alpha, target_modules=wanted, task_type="CAUSAL_LM"
+            )
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)  # A is random: the same on every rank, of any number
+                    self._peft = peft.get_peft_model(model, options)
+            except ValueError as error:
+                raise ValueError(f"learner.lora.target_modules: {error}") from error
+        self._layers: dict[str, Any] = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        }
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The matrices A and B of every adapted layer."""
+        return [p for p in self._peft.parameters() if p.requires_grad]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What adapter_config.json says."""
+        described: dict[str, Any] = self._peft.peft_config["default"].to_dict()
+        return described
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter under peft's names (`base_model.model.<layer>.lora_A.weight`), cloned."""
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return {name: parallel.whole(tensor).clone() for name, tensor in state.items()}
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The model without its adapter: the policy that training began with."""
+        with self._peft.disable_adapter():
+            yield
+
+    @torch.no_grad()
+    def merged(self) -> list[tuple[str, Tensor]]:
+        """The adapted layers' weights W + alpha / rank * B A, under the checkpoint's names."""
+        found = []
+        for name, layer in self._layers.items():
+            weight = parallel.whole(layer.base_layer.weight)
+            a, b = (parallel.whole(side["default"].weight) for side in (layer.lora_A, layer.lora_B))
+            update = (b.float() @ a.float()) * layer.scaling["default"]
+            found.append((f"{name}.weight", (weight.float() + update).to(weight.dtype)))
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter, and nothing else, as peft does; on several ranks, all must call it."""
+        from safetensors.torch import save_file
+
+        tensors = {name: t.cpu().contiguous() for name, t in self.tensors().items()}
+        if parallel.rank() == 0:
+            self._peft.peft_config["default"].save_pretrained(folder)
+            save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
+
+    @staticmethod
+    def _require_same(saved: Path, config: LoraConfig) -> None:
+        from peft import LoraConfig as PeftLora
+
+        files = (ADAPTER_CONFIG, ADAPTER_TENSORS)
+        if missing := [name for name in files if not (saved / name).is_file()]:
+            raise ValueError(f"{saved} holds no adapter: {', '.join(missing)} missing")
+        then: Any = PeftLora.from_pretrained(str(saved))
+        if (then.r, then.lora_alpha) != (config.rank, config.alpha):
+            raise ValueError(
+                f"{saved} holds an adapter of rank {then.r} and alpha {then.lora_alpha}, "
+                f"learner.lora says {config.rank} and {config.alpha}"
+            )
+
+
+def _require_layers(model: Any, targets: Sequence[str]) -> None:
+    """Each of `targets` names linear layers below the head; peft passes over one that names none.
+
+    The head is read by its weight alone (linear_logp): an adapter of its own would not be seen.
+    """
+    head = model.get_output_embeddings()
+    linear = {
+        f".{name}": module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    for target in targets:
+        found = [module for name, module in linear.items() if name.endswith(f".{target}")]
+        if not found or head in found:
+            what = "the head cannot have an adapter" if found else "no linear layer has this name"
+            raise ValueError(f"learner.lora.target_modules: {what}: {target!r}")
+
+
+def put_in_place(engine: Engine, adapter: SavedAdapter, base: str) -> None:
+    """Have an engine answer with an adapter as after an update of a run: beside the weights, or
+    merged into them where it was started without room for adapters.
+
+    Args:
+        engine: holds `base`.
+        adapter: to be played with.
+        base: directory or name of the model that it is to.
+
+    Raises:
+        ValueError: the engine has no adapters for one of its layers, or peft is missing.
+    """
+    if engine.lora_rank:
+        engine.set_adapter(adapter.tensors(), adapter.config)
+        return
+    config = LoraConfig(rank=adapter.rank, alpha=adapter.config["lora_alpha"])
+    merged = Adapter(load_frozen(base, engine), config, adapter.folder).merged()
+    InPlaceCopy(engine.model, engine.load_weights)(merged)

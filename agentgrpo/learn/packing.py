@@ -1,0 +1,189 @@
+"""Rollouts become prefix trees under a token budget: what one forward pass computes once.
+
+The tree spans the whole step: a system prompt that all groups share is laid out once per batch, a
+group's prompt once, a forked rollout's common turns once. The work is in csrc/tree.c and runs
+without the GIL, so it can overlap generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from agentgrpo import _C
+from agentgrpo.types import Group, Int32, PackedBatch, Rollout, Segment
+
+
+def pack_tree(
+    groups: Sequence[Group],
+    *,
+    max_tokens: int,
+    weights: Sequence[float] | None = None,
+    drop_zero_advantage: bool = True,
+    share_prefixes: bool = True,
+    whole_rollouts: bool = False,
+) -> Batches:
+    """Plan how the rollouts of a step lie in prefix trees of at most `max_tokens` tokens.
+
+    Subtrees stay whole where they fit (first fit decreasing) and are otherwise cut at branch
+    points, the path above repeated. A row of a rollout lies in one batch, so each sampled token is
+    one loss term of one batch; the rows of a rollout that a template forked may lie in several.
+    Tokens that no term needs (what follows the last sampled token of a row, and that token itself)
+    are not laid out.
+
+    Args:
+        groups: all groups of the step; advantages are read from the rollouts, per segment where
+            they are given so.
+        max_tokens: budget of one batch in tokens, at least the longest row's.
+        weights: one finite number per rollout, in group and rollout order, copied to its terms;
+            1.0 if None. The caller thereby chooses the loss normaliser, over all rollouts of the
+            step, dropped ones included.
+        drop_zero_advantage: leave out rows whose advantages are all exactly 0 and whatever tokens
+            only they need. Exact for losses without a KL or entropy term.
+        share_prefixes: False lays every rollout out alone, one behind the other, for models whose
+            layers take no attention mask.
+        whole_rollouts: keep all rows of a rollout in one batch, or leave them all out: for losses
+            that read a rollout's terms together, as ratios of sequences do.
+
+    Returns:
+        The batches, laid out as they are read; none if nothing is to be learned. Deterministic.
+
+    Raises:
+        ValueError: a rollout has a negative id, a nan or infinite logprob, advantage or weight,
+            starts with a sampled token, or a row of it exceeds `max_tokens` (with whole_rollouts:
+            its rows together); the message says which rollout and field. Or `weights` has another
+            length.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if weights is None:
+        weights = [1.0] * len(rollouts)
+    if len(weights) != len(rollouts):
+        raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
+    segments: list[Segment] = []
+    advantages: list[float] = []
+    row_sizes: list[int] = []
+    samples: list[int] = []
+    for index, rollout in enumerate(rollouts):
+        before = len(segments)
+        for row in rollout.rows:
+            segments += row
+            row_sizes.append(len(row))
+            samples.append(index)
+        advantages += _advantages(rollout, len(segments) - before)
+    return Batches(
+        _C.TreePlan(
+            [segment.token_ids for segment in segments],
+            [segment.logprobs for segment in segments],
+            np.array(advantages, np.float32),
+            np.array(row_sizes, np.int32),
+            np.array(samples, np.int32),
+            np.array(weights, np.float32)[samples],
+            max_tokens,
+            drop_zero_advantage,
+            share_prefixes,
+            whole_rollouts,
+        )
+    )
+
+
+class Batches(Sequence[PackedBatch]):
+    """The batches of a step, in order; each is laid out anew whenever it is asked for.
+
+    A batch that is used and dropped before the next is asked for leaves it memory that is warm.
+    """
+
+    def __init__(self, plan: _C.TreePlan) -> None:
+        self._plan = plan
+        self.sizes = plan.sizes()
+        """(T, N) of each."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> PackedBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PackedBatch]: ...
+    def __getitem__(self, index: int | slice) -> PackedBatch | list[PackedBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        num_tokens, num_terms = self.sizes[index]
+        numbers = np.empty(3 * num_tokens + 7 * num_terms, np.int32)
+        self._plan.lay_out(index, numbers)
+        return _packed_batch(numbers, num_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlexBlocks:
+    """What `torch.nn.attention.flex_attention.BlockMask` is made of, n blocks a side, int32.
+
+    Its arguments are these fields with two leading dimensions of 1 (batch, head) added. Each row
+    of `*_indices` lists the blocks of its kind in order, `*_num_blocks` of them, then the others.
+    """
+
+    kv_num_blocks: Int32
+    """[n] partly visible blocks per block of queries; `kv_indices` is [n, n]."""
+    kv_indices: Int32
+    full_kv_num_blocks: Int32
+    full_kv_indices: Int32
+    q_num_blocks: Int32
+    """[n] the same by block of keys, for the backward pass."""
+    q_indices: Int32
+    full_q_num_blocks: Int32
+    full_q_indices: Int32
+
+
+def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
+    """The block mask of `k <= q < tout_T[k]`, from the intervals instead of from T * T values.
+
+    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes.
+
+    Raises:
+        ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` < 1.
+    """
+    kinds = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32).reshape(4, -1)
+    num_blocks = -(-len(tout_T) // block_size)
+    counts = kinds[:, :num_blocks]
+    rows = kinds[:, num_blocks : num_blocks * (num_blocks + 1)].reshape(4, num_blocks, num_blocks)
+    return FlexBlocks(
+        counts[0], rows[0], counts[1], rows[1], counts[2], rows[2], counts[3], rows[3]
+    )
+
+
+def _advantages(rollout: Rollout, count: int) -> list[float]:
+    """One for each of the `count` segments of all rows.
+
+    Raises:
+        ValueError: segment_advantages has another length.
+    """
+    if rollout.segment_advantages is None:
+        return [rollout.advantage] * count
+    if len(rollout.segment_advantages) != count:
+        raise ValueError(
+            f"task {rollout.task.id}: {count} segments need as many segment_advantages, got "
+            f"{len(rollout.segment_advantages)}"
+        )
+    return rollout.segment_advantages
+
+
+def _packed_batch(numbers: Int32, num_tokens: int) -> PackedBatch:
+    """The fields of one tree, views of the memory that TreePlan.lay_out filled."""
+    tokens = numbers[: 3 * num_tokens].reshape(3, -1)
+    terms = numbers[3 * num_tokens :].reshape(7, -1)
+    floats = terms.view(np.float32)
+    return PackedBatch(
+        input_ids_T=tokens[0],
+        positions_T=tokens[1],
+        tout_T=tokens[2],
+        row_N=terms[0],
+        target_N=terms[1],
+        sample_N=terms[2],
+        turn_N=terms[3],
+        old_logp_N=floats[4],
+        advantage_N=floats[5],
+        weight_N=floats[6],
+    )

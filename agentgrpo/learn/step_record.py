@@ -1,0 +1,100 @@
+"""What the updates of a learner step add up to: losses, norms, how far the sampler was off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgrpo import parallel
+from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.reduce import Metrics as TermMetrics
+from agentgrpo.kernels.reduce import combine_metrics
+from agentgrpo.learn.losses import mismatch_metrics
+from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
+
+
+class Before(NamedTuple):
+    """What is known of a batch's terms before the first update of a step, [N] each."""
+
+    old_logp: Tensor | None
+    """None: that of the update's own forward pass, which is the same."""
+    ref_logp: Tensor | None
+
+
+class Seen(NamedTuple):
+    """What the learner made of a batch's terms when it first saw them, [N] each."""
+
+    update: int
+    sample_N: Int32
+    turn_N: Int32
+    logp_N: Float32
+    entropy_N: Float32
+
+
+class StepRecord:
+    """What the updates of one step add up to, on this rank."""
+
+    def __init__(self) -> None:
+        self.before: dict[tuple[int, int], Before] = {}
+        self.looked = False
+        """Whether every batch was scored before the first update."""
+        self.entropy_threshold: float | None = None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.parts: list[TermMetrics] = []
+        self.gaps: list[Float32] = []
+        self._seen: list[Seen] = []
+
+    def saw(self, update: int, batch: PackedBatch, logp_N: Tensor, entropy_N: Tensor) -> None:
+        """Remember what the learner made of the terms of an update's batch."""
+        logp = logp_N.detach().float().cpu().numpy()
+        entropy = entropy_N.detach().float().cpu().numpy()
+        self.gaps.append(logp - batch.old_logp_N)
+        self._seen.append(Seen(update, batch.sample_N, batch.turn_N, logp, entropy))
+
+    def seen(self) -> list[Seen]:
+        """All that the ranks saw."""
+        return [seen for part in parallel.gather(self._seen) for seen in part]
+
+    def metrics(self, objective: Objective) -> Metrics:
+        """All ranks' together."""
+        metrics = {
+            "loss": float(np.mean(self.losses)) if self.losses else 0.0,
+            "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,
+        }
+        if len(self.norms) > 1:
+            metrics["grad_norm_max"] = max(self.norms)
+        metrics |= combine_metrics(
+            [
+                {name: torch.tensor(value) for name, value in part.items()}
+                for parts in parallel.gather(_as_floats(self.parts))
+                for part in parts
+            ]
+        )
+        labels = [(seen.update, seen.sample_N, seen.turn_N) for seen in self._seen]
+        ours = parallel.gather(list(zip(self.gaps, labels, strict=True)))
+        gaps, samples, turns = [], [], []
+        for gap, (update, sample, turn) in (item for part in ours for item in part):
+            gaps.append(gap)
+            turns.append(turn)
+            # rows of one rollout may lie in several batches, but in those of one update
+            samples.append(np.stack([np.full_like(sample, update), sample]))
+        if gaps:
+            _, sample_N = np.unique(np.concatenate(samples, 1), axis=1, return_inverse=True)
+            metrics |= mismatch_metrics(
+                np.concatenate(gaps), sample_N.astype(np.int32), np.concatenate(turns), objective
+            )
+        return metrics
+
+
+def _as_floats(parts: Sequence[TermMetrics]) -> list[dict[str, float]]:
+    """One transfer from the device."""
+    if not parts:
+        return []
+    names = sorted(parts[0])
+    rows = torch.stack([torch.stack([p[name].double() for name in names]) for p in parts])
+    return [dict(zip(names, row, strict=True)) for row in rows.tolist()]

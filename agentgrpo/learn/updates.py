@@ -1,0 +1,121 @@
+"""Groups of a step -> what each optimizer update trains on: mini-batches, packed and weighted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.learn.losses import is_trained, reads_whole_rollouts, token_weights
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Update:
+    """One optimizer update. Its batches' weights are the normaliser of all of them together."""
+
+    batches: Sequence[PackedBatch]
+    num_samples: int
+    """Rollouts that sample_N of the batches counts."""
+    rollouts: Sequence[Rollout] = ()
+    """These as they were packed, where what the learner makes of them is to be recorded."""
+    played: Sequence[Rollout] = ()
+    """The same as they were played: what is told and recorded."""
+
+    def take(self, sample_N: Int32, turn_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
+        """Write what the learner made of a batch's terms to the rollouts they belong to.
+
+        Their order is the tree's, in which a rollout's later row may come first or be elsewhere.
+        """
+        if not self.rollouts:
+            return
+        order = np.lexsort((turn_N, sample_N))
+        labels = np.stack([sample_N[order], turn_N[order]])
+        cuts = np.flatnonzero((labels[:, 1:] != labels[:, :-1]).any(0)) + 1
+        for own in np.split(order, cuts) if len(order) else ():
+            sample, turn = sample_N[own[0]], turn_N[own[0]]
+            rollout, segments = self.played[sample], self.rollouts[sample].all_segments
+            if rollout.learner_logprobs is None or rollout.entropies is None:
+                rollout.learner_logprobs = [None] * len(segments)
+                rollout.entropies = [None] * len(segments)
+            segment = [i for i, s in enumerate(segments) if s.sampled][turn]
+            rollout.learner_logprobs[segment] = logp_N[own]
+            rollout.entropies[segment] = entropy_N[own]
+
+
+def plan_updates(
+    groups: Sequence[Group], config: TrainConfig, *, step: int, share_prefixes: bool = True
+) -> list[Update]:
+    """Divide a step's groups among config.loss.num_mini_batches updates and pack each.
+
+    Whole groups stay together, so that their prompt is computed once. Which go together is a
+    function of config.seed and step. Rollouts without an advantage are left out where nothing of
+    theirs moves the loss: always, unless there is a KL or an entropy term.
+
+    Args:
+        groups: all groups of the step, with advantages.
+        config: of the run.
+        step: counted from 0.
+        share_prefixes: False for models that must see every rollout alone.
+    """
+    parts = mini_batches(groups, config, step=step)
+    return [_update(part, config, share_prefixes) for part in parts]
+
+
+def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
+    """Which groups each update of a step trains on, with those rollouts that are trained on."""
+    order = np.arange(len(groups))
+    if config.loss.num_mini_batches > 1:
+        np.random.default_rng((config.seed, step)).shuffle(order)
+    return [
+        [
+            Group(task=groups[i].task, rollouts=list(filter(is_trained, groups[i].rollouts)))
+            for i in sorted(part.tolist())
+        ]
+        for part in np.array_split(order, config.loss.num_mini_batches)
+    ]
+
+
+def as_packed(groups: Sequence[Group], config: TrainConfig) -> list[Group]:
+    """The groups of an update as they are packed: with hard credit, each of its turns once."""
+    if config.loss.branch_credit != "hard":
+        return list(groups)
+    return [Group(task=group.task, rollouts=shared_once(group.rollouts)) for group in groups]
+
+
+def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts, a turn that branches share being the policy's in the first of them only.
+
+    With hard credit such a turn has one advantage, the branches' mean: so each of its tokens enters
+    the loss, and the normaliser, once. Where it is not sampled it is context, computed once anyway.
+    """
+    seen: set[int] = set()
+    out = []
+    for rollout in rollouts:
+        segments = [Segment(s.token_ids) if id(s) in seen else s for s in rollout.segments]
+        seen |= {id(segment) for segment in rollout.segments if segment.sampled}
+        out.append(replace(rollout, segments=segments))
+    return out
+
+
+def _update(played: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
+    loss, trained = config.loss, as_packed(played, config)
+    weights = token_weights(trained, loss.loss_type, config.rollout.max_sampled_tokens)
+    batches = pack_tree(
+        trained,
+        max_tokens=config.learner.max_tokens,
+        weights=weights,
+        drop_zero_advantage=not (loss.beta or loss.entropy_coef),
+        share_prefixes=share_prefixes,
+        whole_rollouts=reads_whole_rollouts(loss),
+    )
+    rollouts = [rollout for group in trained for rollout in group.rollouts]
+    return Update(
+        batches=batches,
+        num_samples=len(rollouts),
+        rollouts=rollouts,
+        played=[rollout for group in played for rollout in group.rollouts],
+    )

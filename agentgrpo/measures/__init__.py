@@ -1,0 +1,1 @@
+"""What rollouts are measured by."""

@@ -1,0 +1,1 @@
+"""Models as files and names: configs, chat templates, text to tokens."""

@@ -1,0 +1,190 @@
+"""Text to token ids, with whatever a message says kept plain text.
+
+A tokenizer turns `<|im_end|>` into the token that ends a turn wherever it stands, also in what a
+program printed. Splitting the text before encoding would change how bytes merge around the cut. So
+the text stays whole and only names change: where a message spells a control token, a mark is put
+inside the spelling before the template sees it; in the rendering the template's own control tokens
+are then renamed to what no text can contain, and a second tokenizer, equal but for these names,
+encodes it. Every id, and every merge across the edge of a message, is what the first tokenizer
+would give if control tokens had no spelling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from agentgrpo import _C
+from agentgrpo.types import Float32, Int32
+
+_MARKS = range(0xF0000, 0xFFFFE)  # private characters: no template and no vocabulary has them
+_ALIAS = "\U0010fffd"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_CONTROL_SPELLING = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # ASCII's bar or the wide one
+
+
+class TextEncoder:
+    """Encodes renderings of a chat template.
+
+    Args:
+        tokenizer: a transformers tokenizer backed by the tokenizers library.
+
+    Raises:
+        ValueError: it is not, or a control token is one character long.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} is a {type(tokenizer).__name__} "
+                "without a tokenizer.json; save it once with a fast tokenizer class"
+            )
+        self._tokenizer = tokenizer
+        self.control_ids = _control_ids(tokenizer)
+        """Control tokens, spelling to id: the special ones, and those spelled `<|...|>`."""
+        short = [spelling for spelling in self.control_ids if len(spelling) < 2]
+        if short:
+            raise ValueError(f"control tokens of one character cannot be kept apart: {short}")
+        self.control = _any_of(self.control_ids)
+
+    def shield(self, value: Any) -> tuple[Any, str]:
+        """Mark the control spellings in all strings of a nested value of JSON types.
+
+        Half of a surrogate pair, which no tokenizer takes, becomes U+FFFD.
+
+        Returns:
+            The value, and the mark that is in it: "" if nothing had to be marked.
+        """
+        strings = list(_strings(value))
+        if any(map(_HALF_PAIR.search, strings)):
+            value = _mapped(value, _whole)
+        if not any(self.control.search(string) for string in strings):
+            return value, ""
+        used = set().union(*strings)
+        mark = next((chr(code) for code in _MARKS if chr(code) not in used), "")
+        if not mark:
+            raise ValueError("a message has every private character of plane 15; none is left")
+
+        def marked(text: str) -> str:
+            return self.control.sub(lambda m: m[0][0] + mark + m[0][1:], text)
+
+        return _mapped(value, marked), mark
+
+    def encode(self, text: str, mark: str = "") -> Int32:
+        """The ids of a rendering whose messages were marked with `mark`."""
+        if not mark:
+            return ids_from_list(self._tokenizer.encode(text, add_special_tokens=False))
+        aliases, tokenizer = self._renamed
+        text = self.control.sub(lambda m: aliases[m[0]], text).replace(mark, "")
+        return ids_from_list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters [start, end) of each token of text, all of it plain."""
+        text = _whole(text)
+        spelled = self.control.search(text) is not None
+        tokenizer = self._renamed[1] if spelled else self._tokenizer.backend_tokenizer
+        return list(tokenizer.encode(text, add_special_tokens=False).offsets)
+
+    @cached_property
+    def _renamed(self) -> tuple[dict[str, str], Tokenizer]:
+        """Names that nobody can guess for the control tokens, and a tokenizer that knows these."""
+        key = secrets.token_hex(16)
+        aliases = {s: f"{_ALIAS}{key}.{i}." for i, s in enumerate(self.control_ids)}
+        spec = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        _rename(spec, aliases)
+        tokenizer: Tokenizer = Tokenizer.from_str(json.dumps(spec))
+        for spelling, index in self.control_ids.items():
+            if tokenizer.token_to_id(aliases[spelling]) != index:
+                raise ValueError(
+                    f"the tokenizer of {self._tokenizer.name_or_path!r} does not keep the id "
+                    f"{index} of {spelling!r} when its control tokens are renamed"
+                )
+        return aliases, tokenizer
+
+
+def _control_ids(tokenizer: Any) -> dict[str, int]:
+    return {
+        token.content: index
+        for index, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special or _CONTROL_SPELLING.fullmatch(token.content)
+    }
+
+
+def _any_of(spellings: Mapping[str, int]) -> re.Pattern[str]:
+    """Matches any of them, the longest that begins at a place; nothing if there are none."""
+    ordered = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _whole(text: str) -> str:
+    return _HALF_PAIR.sub("\ufffd", text)
+
+
+def _strings(value: Any) -> Any:
+    """All strings in a nested value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _mapped(value: Any, fn: Any) -> Any:
+    """The nested value with fn applied to all its strings."""
+    if isinstance(value, str):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, fn): _mapped(item, fn) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_mapped(item, fn) for item in value]
+    return value
+
+
+def _rename(spec: dict[str, Any], aliases: Mapping[str, str]) -> None:
+    """Rename tokens in a tokenizer.json, in place; merges that made one of them are dropped."""
+    for token in spec["added_tokens"]:
+        token["content"] = aliases.get(token["content"], token["content"])
+    model = spec["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {aliases.get(text, text): index for text, index in model["vocab"].items()}
+    else:
+        model["vocab"] = [[aliases.get(text, text), score] for text, score in model["vocab"]]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = aliases.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if _joined(pair) not in aliases]
+
+
+def _joined(pair: Sequence[str] | str) -> str:
+    return pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair)
+
+
+def ids_from_list(ids: list[int]) -> Int32:
+    """The token ids an engine returned, as an int32 array.
+
+    Raises:
+        TypeError: not a list of ints.
+        ValueError: an id is negative or 2**31 or more.
+    """
+    return np.frombuffer(_C.ids_from_list(ids), np.int32)
+
+
+def logprobs_from_list(logprobs: list[float]) -> Float32:
+    """The log-probabilities an engine returned, as a float32 array.
+
+    Raises:
+        TypeError: not a list of floats.
+        ValueError: one is nan, infinite, or beyond float32.
+    """
+    return np.frombuffer(_C.logprobs_from_list(logprobs), np.float32)

@@ -1,0 +1,150 @@
+"""What a config names as its model: where it is, how its chat is written, what it can hold."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.models.chat import ChatTemplate
+
+WEIGHTS = (".safetensors", ".bin", ".pt")
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter's folder, by peft's names."""
+
+
+def check_model(config: TrainConfig, model: str) -> None:
+    """The model is as long and as deep as the config asks."""
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(model).get_text_config()
+    layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
+    if wanted is not None and wanted > layers:
+        raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
+    positions = getattr(shape, "max_position_embeddings", None)
+    if positions is not None and config.engine.max_model_len > positions:
+        raise ValueError(
+            f"engine.max_model_len must be at most {positions}, the positions that {model!r} "
+            f"knows, got {config.engine.max_model_len}"
+        )
+
+
+def cache_dir() -> Path:
+    """Where imported models are kept: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
+    return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
+
+
+def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) -> str:
+    """A model directory for `config.model`: itself, or what `package:NAME` imports to.
+
+    Args:
+        model: of the config.
+        say: told before an import, which takes a while and is made once.
+
+    Raises:
+        ValueError: no such directory, nothing in the local hub cache, or no such package.
+    """
+    if model.startswith("package:"):
+        from agentgrpo.models.gguf import find_in_package, import_gguf
+
+        source = find_in_package(model.removeprefix("package:"))
+        folder = cache_dir() / "models" / source.stem.split(".")[0]
+        if not folder.exists():
+            say(f"model: written once to {folder}")
+        import_gguf(source, folder)
+        return str(folder)
+    if Path(model).is_dir():
+        if saved_adapter(model) is not None:
+            raise ValueError(
+                f"model {model!r}: the directory holds an adapter, which can be evaluated; to "
+                "train, name the model it is to, and learner.lora"
+            )
+        if not (Path(model) / "config.json").is_file():
+            raise ValueError(f"model {model!r}: the directory holds no config.json")
+        if not any(path.suffix in WEIGHTS for path in Path(model).iterdir()):
+            raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
+        return model
+    if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"model {model!r}: no such directory")
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """A LoRA adapter's folder, as a checkpoint of learner.lora is, or as peft writes it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """What its adapter_config.json says."""
+
+    @property
+    def base(self) -> str:
+        """The model that it was trained on: a directory or a hub name."""
+        return str(self.config["base_model_name_or_path"])
+
+    @property
+    def rank(self) -> int:
+        return int(self.config["r"])
+
+    def tensors(self) -> dict[str, Any]:
+        """Its matrices, under peft's names."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / ADAPTER_TENSORS)
+
+
+def saved_adapter(model: str) -> SavedAdapter | None:
+    """The adapter that a folder holds in place of a model; None if it holds none.
+
+    Raises:
+        ValueError: its files are not as peft writes them; names what is missing.
+    """
+    folder = Path(model)
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return None
+    if not (folder / ADAPTER_TENSORS).is_file():
+        raise ValueError(f"model {model!r}: the adapter's {ADAPTER_TENSORS} is missing")
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: not JSON: {error}") from error
+    for key in ("base_model_name_or_path", "r", "lora_alpha"):
+        if not isinstance(config, dict) or not config.get(key):
+            raise ValueError(f"{folder / ADAPTER_CONFIG}: {key} is missing")
+    return SavedAdapter(folder, config)
+
+
+def base_of(adapter: SavedAdapter) -> str:
+    """The model directory or hub name that an adapter is to.
+
+    Raises:
+        ValueError: there is no such directory.
+    """
+    try:
+        return resolve_model(adapter.base)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; it is the base model that {adapter.folder / ADAPTER_CONFIG} names as "
+            "base_model_name_or_path"
+        ) from None
+
+
+def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """The chat template of a model's tokenizer.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has no usable template.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {model!r}: its tokenizer cannot be read: {error}") from error
+    return ChatTemplate(tokenizer, options)

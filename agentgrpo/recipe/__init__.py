@@ -1,0 +1,1 @@
+"""The recipe: data from a policy's own attempts, fine-tuning, RL in stages."""

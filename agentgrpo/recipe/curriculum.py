@@ -1,0 +1,323 @@
+"""Stages of rollout, selection and training: `agentgrpo curriculum CONFIG [...]`.
+
+Stage k starts from the last checkpoint of stage k-1 (the first from config.model, or from what
+fine-tuning made). Its policy plays `candidates` training tasks; those that teach most are selected
+(recipe/pareto.py); reinforcement learning runs on them for the stage's steps. Everything is in
+out_dir/stage_k:
+
+    pool.jsonl     the candidates' rollouts; grows by chunks
+    tasks.jsonl    what was selected
+    select.json    counts, and where the stream of tasks stands; written last
+    rl/            the training run, as of agentgrpo.train
+    stage.json     from which model to which checkpoint; written when the stage is done
+
+Kill it at any moment and repeat the command: finished parts are skipped, playing goes on behind the
+last whole chunk and training from its last checkpoint. Each part has a process of its own, so that
+each gets the device as a fresh run would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.build import Player
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.arguments import config_parser
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.tasks import Tasks
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.measures.measures import kind_of, quality_by
+from agentgrpo.recipe.difficulty import DifficultyTasks
+from agentgrpo.recipe.pareto import contrast, select_groups
+from agentgrpo.recipe.sft import cli_errors
+from agentgrpo.rewards.scoring import score_all
+from agentgrpo.run import checkpoint
+from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
+from agentgrpo.run.folder import flat, require_same_settings
+from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.types import Group, Task
+
+MAY_CHANGE = {"curriculum.stages", "curriculum.steps"}
+"""Settings of the curriculum that may be raised to go on; those of its runs, each run checks."""
+
+
+class PartFailed(ValueError):
+    """A part's process ended with an error, which it has printed itself."""
+
+
+def folder_of(recipe: RecipeConfig, stage: int) -> Path:
+    """Where a stage, counted from 0, keeps everything."""
+    return recipe.out_dir / f"stage_{stage}"
+
+
+def start_model(recipe: RecipeConfig, stage: int) -> str:
+    """The model that a stage starts from.
+
+    Raises:
+        ValueError: what it should start from is not there.
+    """
+    if stage == 0 and recipe.curriculum.start == "model":
+        return recipe.model
+    folder = recipe.out_dir / "sft" if stage == 0 else folder_of(recipe, stage - 1) / "rl"
+    found = checkpoint.newest(folder)
+    if found is None:
+        raise ValueError(f"stage {stage} starts from the last checkpoint in {folder}: none there")
+    return str(found)
+
+
+def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
+    """The stage's run: on the selected tasks, from the model that it starts from.
+
+    Raises:
+        ValueError: the recipe's settings do not fit; or see start_model().
+    """
+    folder = folder_of(recipe, stage)
+    heldout = recipe.data.heldout_source
+    if heldout == "split":
+        raise ValueError(
+            "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
+        )
+    kept = {
+        key: value
+        for key, value in recipe.data.model_dump(exclude_unset=True).items()
+        if key not in ("levels", "promote_at", "question", "answer", "id")  # of its own source
+    }
+    return recipe.of_run(
+        model=start_model(recipe, stage),
+        out_dir=str(folder / "rl"),
+        steps=recipe.curriculum.steps_of(stage),
+        seed=recipe.seed + stage,
+        data={**kept, "train": str(folder / "tasks.jsonl"), "heldout": heldout},
+    )
+
+
+# -- the parts of a stage --------------------------------------------------------------------------
+
+
+def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> dict[str, Any]:
+    """Play the candidates and write what is selected of them.
+
+    Args:
+        recipe: the settings.
+        stage: counted from 0.
+        player: with the stage's first policy, awake.
+        stream: the recipe's training tasks from the very start.
+
+    Returns:
+        What select.json holds.
+
+    Raises:
+        ValueError: no candidate has both right and wrong rollouts.
+    """
+    c, folder = recipe.curriculum, folder_of(recipe, stage)
+    folder.mkdir(parents=True, exist_ok=True)
+    if stage > 0:
+        done = json.loads((folder_of(recipe, stage - 1) / "select.json").read_text())
+        stream.load_state_dict(done["stream"])
+    groups: list[Group] = []
+    for group_chunk in _chunks(recipe, stage, player, stream):
+        stream.feedback(group_chunk)
+        groups += group_chunk
+    quality = quality_by("answer", weight=recipe.reward.answer)
+    chosen = select_groups(
+        groups,
+        c.select,
+        quality,
+        kind=(lambda group: kind_of(group.task)) if c.by_kind else (lambda group: ""),
+    )
+    if not chosen:
+        raise ValueError(
+            f"stage {stage}: of {len(groups)} candidates none has both right and wrong rollouts; "
+            "play more (curriculum.candidates, curriculum.group_size) or other tasks"
+        )
+    write_lines(folder / "tasks.jsonl", [_row(groups[index].task) for index in chosen])
+    seen = [contrast(group, quality) for group in groups]
+    summary = {
+        "model": player.model,
+        "candidates": len(groups),
+        "mixed": sum(point.mixed for point in seen),
+        "selected": [groups[index].task.id for index in chosen],
+        "quality": sum(quality(r) for g in groups for r in g.rollouts)
+        / sum(len(g.rollouts) for g in groups),
+        "stream": stream.state_dict(),
+    }
+    write_json(folder / "select.json", summary)
+    return summary
+
+
+def _chunks(
+    recipe: RecipeConfig, stage: int, player: Player, stream: Tasks
+) -> Iterator[list[Group]]:
+    """The candidates' groups: from disk as far as they are there, then played and recorded."""
+    c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
+    recorded = _whole_chunks(path, c.group_size, c.chunk, c.candidates)
+    for start in range(0, c.candidates, c.chunk):
+        tasks = stream.next(min(c.chunk, c.candidates - start))
+        if recorded:
+            groups = recorded.pop(0)
+            for task, group in zip(tasks, groups, strict=True):
+                if task.id != group.task.id:
+                    raise ValueError(
+                        f"{path}: holds task {group.task.id!r} where this recipe plays {task.id!r}"
+                    )
+        else:
+            seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
+            with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
+                groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
+            score_all(groups, player.reward)
+            append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
+            player.progress.say(
+                f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
+            )
+        yield groups
+
+
+def _whole_chunks(path: Path, group_size: int, chunk: int, candidates: int) -> list[list[Group]]:
+    """What is recorded, in chunks; a partial one at the end is cut off the file."""
+    lines = whole_lines(path)
+    sizes = [min(chunk, candidates - start) * group_size for start in range(0, candidates, chunk)]
+    chunks, kept = [], 0
+    for size in sizes:
+        if kept + size > len(lines):
+            break
+        rollouts = [read_rollout(json.loads(line)) for line in lines[kept : kept + size]]
+        chunks.append(
+            [
+                Group(task=rollouts[i].task, rollouts=rollouts[i : i + group_size])
+                for i in range(0, size, group_size)
+            ]
+        )
+        kept += size
+    if lines[kept:]:
+        os.truncate(path, sum(len(line) + 1 for line in lines[:kept]))
+    return chunks
+
+
+def _row(task: Task) -> dict[str, Any]:
+    """A line that JsonlTasks reads back as the task (under an id of its own)."""
+    return {**task.spec, "question": [dict(message) for message in task.messages]}
+
+
+def difficulty_pools(recipe: RecipeConfig, tasks: Tasks) -> Tasks:
+    """The selected tasks, drawn as the recipe says."""
+    c = recipe.curriculum
+    if c.sampling == "shuffle":
+        return tasks
+    rows = getattr(tasks, "rows", None)
+    if rows is None:
+        raise ValueError("curriculum.sampling = 'difficulty' needs a list of tasks")
+    return DifficultyTasks(
+        rows,
+        source=tasks.state_dict()["source"],
+        easy_share=c.easy_share,
+        hard_share=c.hard_share,
+        seed=recipe.seed,
+    )
+
+
+# -- the order of the parts ------------------------------------------------------------------------
+
+
+def parts_left(recipe: RecipeConfig) -> Iterator[tuple[int, str]]:
+    """(stage, "select" or "train") for what is not done yet, in order; asks the disk each time."""
+    for stage in range(recipe.curriculum.stages):
+        folder = folder_of(recipe, stage)
+        if not (folder / "select.json").exists():
+            yield stage, "select"
+        trained = checkpoint.newest(folder / "rl")
+        if trained is None or checkpoint.step_of(trained) < recipe.curriculum.steps_of(stage):
+            yield stage, "train"
+
+
+def finish_stage(recipe: RecipeConfig, stage: int) -> None:
+    """Write stage.json.
+
+    Raises:
+        ValueError: the stage's last checkpoint is not there.
+    """
+    folder = folder_of(recipe, stage)
+    selected = json.loads((folder / "select.json").read_text())
+    trained = checkpoint.newest(folder / "rl")
+    if trained is None:
+        raise ValueError(f"stage {stage} has no checkpoint in {folder / 'rl'}")
+    write_json(
+        folder / "stage.json",
+        {
+            "stage": stage,
+            "from": selected["model"],
+            "to": str(trained),
+            "steps": checkpoint.step_of(trained),
+            **{key: selected[key] for key in ("candidates", "mixed", "quality")},
+            "selected": len(selected["selected"]),
+        },
+    )
+
+
+def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
+    """Do what is left, each part in a process of its own with these command-line arguments.
+
+    Returns:
+        The last stage's last checkpoint.
+
+    Raises:
+        PartFailed: a part did not end well.
+    """
+    recipe.out_dir.mkdir(parents=True, exist_ok=True)
+    settings = flat({"curriculum": recipe.curriculum.model_dump(mode="json")})
+    require_same_settings(recipe.out_dir / "curriculum.json", settings, MAY_CHANGE)
+    for stage, part in parts_left(recipe):
+        command = [sys.executable, "-m", "agentgrpo.recipe.curriculum", *arguments]
+        status = subprocess.run([*command, "--part", f"{stage}.{part}"], check=False).returncode
+        if status:
+            raise PartFailed(f"stage {stage}: {part} ended with status {status}")
+        if part == "train":
+            finish_stage(recipe, stage)
+    return Path(start_model(recipe, recipe.curriculum.stages))
+
+
+def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
+    """One part, in this process; returns the exit status."""
+    from agentgrpo.build import build, start_engine
+    from agentgrpo.stage import set_stage
+
+    if part == "train":
+        from agentgrpo.train import run
+
+        return run(
+            training_config(recipe, stage),
+            lambda config: build(config, draw=lambda tasks: difficulty_pools(recipe, tasks)),
+        )
+    config = recipe.of_run(model=start_model(recipe, stage))
+    played = set_stage(config, trained=False)
+    with contextlib.closing(start_engine(config, played)) as player:
+        select(recipe, stage, player, played.training_tasks(config))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, go through the stages. Returns the exit status."""
+    parser = config_parser("curriculum", __doc__)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args(arguments)
+    prepare_environment()
+    with cli_errors("The same command continues where it stopped.") as outcome:
+        recipe = load_config_of(RecipeConfig, args.config, args.overrides)
+        if args.part:
+            stage, _, part = args.part.partition(".")
+            return run_part(recipe, int(stage), part)
+        last = run_curriculum(recipe, [args.config, *args.overrides])
+        print(f"done: {last}")  # noqa: T201
+    return outcome.status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,404 @@
+"""The self-evolving data flywheel: `agentgrpo flywheel CONFIG [key=value ...]`.
+
+For each question a buffer of trajectories grows from one attempt of the policy. `rounds` times the
+best one not yet used is taken (right before wrong, then with the fewest tool calls) and every
+operator of its kind makes a new one of it (recipe/operators.py); each new one is played to its end
+with fresh results of its tools, and judged. out_dir/flywheel then holds
+
+    buffer.jsonl      a line per question as it is finished: all of its trajectories, and a log
+    rollouts.jsonl    every trajectory, as a rollout record
+    sft.jsonl         the fine-tuning set, which agentgrpo.recipe.sft reads
+    summary.json      counts by operator, what the filter let through
+
+Into the fine-tuning set go trajectories that are right (by [measures] quality, at least 0.75) and
+well formed (ended by answering, no malformed turn), no two of a question saying the same, of each
+question at most [flywheel] keep: those with the fewest tool calls, then with the fewest tokens.
+
+Many questions are worked on at once, all on one engine. Kill it at any moment and repeat the
+command: finished questions stay, the others begin again. A question that the machine failed at is
+left out and begins again next time. Sampling depends on what else is in flight: two runs differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.config.arguments import config_parser
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import FlywheelConfig, RecipeConfig
+from agentgrpo.engine.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
+from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.measures.measures import SOLVED_AT, Quality, quality_by
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
+from agentgrpo.recipe.sft import cli_errors
+from agentgrpo.recipe.trajectories import Limits, Player, Trajectory
+from agentgrpo.rewards.efficiency import well_formed
+from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
+from agentgrpo.run.folder import require_same_settings
+from agentgrpo.run.progress import Progress
+from agentgrpo.stage import Stage
+from agentgrpo.types import Task
+
+if TYPE_CHECKING:
+    from agentgrpo.engine.engine import Engine
+
+
+MAY_CHANGE = {"tasks", "concurrency", "keep"}
+"""Settings of the flywheel that may be otherwise when it goes on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Judged:
+    """A trajectory in a question's buffer."""
+
+    trajectory: Trajectory
+    quality: float
+    used: bool = False
+
+    @property
+    def right(self) -> bool:
+        return self.quality >= SOLVED_AT
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Better ones are smaller: by correctness, then by tool calls."""
+        return (-min(self.quality, SOLVED_AT), self.trajectory.calls)
+
+    def record(self) -> dict[str, Any]:
+        """JSON values."""
+        record = self.trajectory.record()
+        record["flywheel"] |= {
+            "quality": self.quality,
+            "right": self.right,
+            "valid": well_formed(self.trajectory.rollout),
+        }
+        return record
+
+
+class Question:
+    """The work on one question.
+
+    Args:
+        task: the question.
+        shop: what operators work with.
+        quality: how good an answer is, in [0, 1].
+        config: rounds and operators.
+        operators: runs the operators of a round side by side.
+        seed: of the hints that are chosen.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        shop: Workshop,
+        quality: Quality,
+        config: FlywheelConfig,
+        operators: ThreadPoolExecutor,
+        seed: int,
+    ) -> None:
+        self._task, self._shop, self._quality, self._config = task, shop, quality, config
+        self._operators, self._seed = operators, seed
+        self.buffer: list[Judged] = []
+        self.log: list[dict[str, Any]] = []
+
+    def work(self) -> None:
+        """Fill the buffer.
+
+        Raises:
+            InfrastructureError: the first attempt could not be played.
+        """
+        first = self._shop.player.play(self._task, self._shop.limits, operator="fresh")
+        self._take(first)
+        for number in range(self._config.rounds):
+            unused = [index for index, one in enumerate(self.buffer) if not one.used]
+            if not unused:
+                return
+            self._round(number, min(unused, key=lambda index: self.buffer[index].rank))
+
+    def _round(self, number: int, index: int) -> None:
+        """Apply every operator to one trajectory; new ones enter the buffer in operators' order."""
+        source = self.buffer[index]
+        source.used = True
+        table = FOR_RIGHT if source.right else FOR_WRONG
+        names = [name for name in self._config.operators if name in table]
+        asked = [self._operators.submit(self._make, name, number, index) for name in names]
+        for name, future in zip(names, asked, strict=True):
+            made, why, seconds = future.result()
+            entry = {"round": number, "operator": name, "parent": index, "seconds": seconds}
+            if made is None:
+                self.log.append({**entry, "made": None, "why": why})
+            else:
+                self.log.append({**entry, "made": len(self.buffer)})
+                self._take(made)
+
+    def _make(self, name: str, number: int, index: int) -> tuple[Trajectory | None, str, float]:
+        started = time.perf_counter()
+        chosen = Chosen(
+            task=self._task,
+            trajectory=self.buffer[index].trajectory,
+            index=index,
+            rng=random.Random(f"{self._seed}/{self._task.id}/{number}/{name}"),
+        )
+        try:
+            made = {**FOR_RIGHT, **FOR_WRONG}[name](self._shop, chosen)
+        except NothingMade as reason:
+            return None, str(reason), time.perf_counter() - started
+        except InfrastructureError as error:
+            return None, f"the machine failed: {error}", time.perf_counter() - started
+        return made, "", time.perf_counter() - started
+
+    def _take(self, trajectory: Trajectory) -> None:
+        quality = self._quality(trajectory.rollout)
+        self.buffer.append(Judged(trajectory=trajectory, quality=quality))
+
+    def record(self) -> dict[str, Any]:
+        """A line of buffer.jsonl."""
+        return {
+            "id": self._task.id,
+            "trajectories": [one.record() for one in self.buffer],
+            "log": self.log,
+        }
+
+
+def kept(trajectories: Sequence[Mapping[str, Any]], keep: int) -> list[Mapping[str, Any]]:
+    """Records of one question that go into the fine-tuning set; see the module's docstring."""
+
+    def cost(record: Mapping[str, Any]) -> tuple[float, int]:
+        return (record["stats"]["tool_calls"], sum(map(len, _learned(record))))
+
+    good = [r for r in trajectories if r["flywheel"]["right"] and r["flywheel"]["valid"]]
+    said: list[list[list[int]]] = []
+    chosen = []
+    for record in sorted(good, key=cost):
+        if _learned(record) not in said:
+            said.append(_learned(record))
+            chosen.append(record)
+    return chosen[:keep]
+
+
+def _learned(record: Mapping[str, Any]) -> list[list[int]]:
+    """The tokens that somebody wrote in the policy's place, or it itself."""
+    written = zip(record["segments"], record["flywheel"]["authors"], strict=True)
+    return [segment["token_ids"] for segment, author in written if author is not None]
+
+
+class Buffer:
+    """buffer.jsonl: what is finished, one question a line; appended by any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self.done = [json.loads(line)["id"] for line in whole_lines(path)]
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a question; on disk when this returns."""
+        with self._lock:
+            append_lines(self._path, [record])
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All questions, in the order in which they were finished."""
+        if self._path.exists():
+            with self._path.open() as file:
+                yield from map(json.loads, file)
+
+
+def turn(
+    tasks: Sequence[Task],
+    shop: Workshop,
+    quality: Quality,
+    recipe: RecipeConfig,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Work on every task that is not done, then write the results; returns the summary.
+
+    Called from a thread of its own while the engine is served by another.
+
+    Raises:
+        ValueError: the folder holds another flywheel's work, or tasks share an id.
+    """
+    folder, config = recipe.out_dir / "flywheel", recipe.flywheel
+    folder.mkdir(parents=True, exist_ok=True)
+    if len({task.id for task in tasks}) != len(tasks):
+        raise ValueError("flywheel: tasks must have different ids")
+    settings = {"model": recipe.model, "seed": recipe.seed, **config.model_dump(mode="json")}
+    require_same_settings(folder / "flywheel.json", settings, MAY_CHANGE)
+    buffer = Buffer(folder / "buffer.jsonl")
+    left = [task for task in tasks if task.id not in set(buffer.done)]
+    progress.say(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
+    failed = 0
+    with (
+        ThreadPoolExecutor(3 * config.concurrency, "operator") as operators,
+        ThreadPoolExecutor(config.concurrency, "question") as questions,
+    ):
+
+        def work(task: Task) -> Question:
+            question = Question(task, shop, quality, config, operators, recipe.seed)
+            question.work()
+            return question
+
+        futures = {questions.submit(work, task): task for task in left}
+        try:
+            for number, future in enumerate(as_completed(futures), 1):
+                failed += _settle(
+                    future, futures[future], buffer, progress, f"{number}/{len(left)}"
+                )
+        except BaseException:
+            questions.shutdown(cancel_futures=True)
+            raise
+    return write_results(folder, list(buffer.records()), config.keep, failed)
+
+
+def _settle(
+    future: Future[Question], task: Task, buffer: Buffer, progress: Progress, place: str
+) -> int:
+    """Record a question; returns 1 if the machine failed at it."""
+    try:
+        question = future.result()
+    except InfrastructureError as error:
+        progress.say(f"{place}  {task.id}: the machine failed: {error}")
+        return 1
+    buffer.append(question.record())
+    right = sum(one.right for one in question.buffer)
+    progress.say(f"{place}  {task.id}: {right} of {len(question.buffer)} trajectories right")
+    return 0
+
+
+def write_results(
+    folder: Path, records: Sequence[Mapping[str, Any]], keep: int, failed: int
+) -> dict[str, Any]:
+    """rollouts.jsonl, sft.jsonl and summary.json from the buffer's records; returns the summary."""
+    everything = [one for record in records for one in record["trajectories"]]
+    chosen = [one for record in records for one in kept(record["trajectories"], keep)]
+    made = [one["flywheel"] for one in everything]
+    summary = {
+        "questions": len(records),
+        "failed_by_the_machine": failed,
+        "trajectories": len(made),
+        "right": sum(one["right"] for one in made),
+        "right_and_valid": sum(one["right"] and one["valid"] for one in made),
+        "kept": len(chosen),
+        "rule": f"right, valid, different, at most {keep} of a question by calls, then by tokens",
+        "operators": {
+            name: {
+                "made": sum(one["operator"] == name for one in made),
+                "right": sum(one["operator"] == name and one["right"] for one in made),
+                "kept": sum(one["flywheel"]["operator"] == name for one in chosen),
+            }
+            for name in dict.fromkeys(one["operator"] for one in made)
+        },
+        "nothing_made": Counter(
+            entry["operator"] for record in records for entry in record["log"] if "why" in entry
+        ),
+    }
+    write_lines(folder / "rollouts.jsonl", everything)
+    write_lines(folder / "sft.jsonl", chosen)
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+# -- engines and endpoints -------------------------------------------------------------------------
+
+
+def endpoint(recipe: RecipeConfig, name: str, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+    """What the recipe calls by this name; `policy` and every endpoint of kind "engine" is `loop`.
+
+    Raises:
+        ValueError: a script's function is not there.
+    """
+    config = recipe.endpoints.get(name)
+    if config is None or config.kind == "engine":
+        return EngineEndpoint(loop, chat)
+    return make_endpoint(config, name)
+
+
+def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
+    """Run the flywheel on an engine; returns the summary.
+
+    Args:
+        recipe: the settings.
+        stage: agent, environment, chat template and reward.
+        engine: the policy's, awake.
+        tasks: the questions.
+
+    Raises:
+        ValueError: see turn() and endpoint().
+    """
+    config, c = recipe.flywheel, recipe.rollout
+    loop = EngineLoop(engine)
+
+    def named(name: str) -> Endpoint:
+        return endpoint(recipe, name, loop, stage.chat)
+
+    judge = named(recipe.measures.judge) if recipe.measures.judge else None
+    quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
+    with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
+        shop = Workshop(
+            player=Player(loop, stage.agent, stage.env, stage.chat, stage.reward, worlds),
+            reflector=named(config.reflector),
+            critic=named(config.critic),
+            limits=Limits(
+                max_turns=c.max_turns + config.extra_turns,
+                max_turn_tokens=c.max_turn_tokens,
+                max_observation_tokens=c.max_observation_tokens,
+                temperature=config.temperature,
+            ),
+            marks=config.marks,
+            step_hints=config.step_hints,
+            trajectory_hints=config.trajectory_hints,
+            critic_temperature=config.critic_temperature,
+            max_reply_tokens=config.max_reply_tokens,
+        )
+        work = side.submit(turn, tasks, shop, quality, recipe, stage.progress)
+        work.add_done_callback(lambda _: loop.stop())
+        loop.serve()
+        return work.result()
+
+
+def run(recipe: RecipeConfig) -> dict[str, Any]:
+    """Make all parts, run the flywheel; returns the summary.
+
+    Raises:
+        ValueError, OSError, SandboxUnavailable: as build.build().
+    """
+    from agentgrpo.build import start_engine
+    from agentgrpo.stage import set_stage
+
+    recipe.require_sessions()
+    config = recipe.of_run()
+    stage = set_stage(config, trained=False)
+    try:
+        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
+        player = start_engine(config, stage)
+        try:
+            summary = spin(recipe, stage, player.engine, tasks)
+        finally:
+            player.engine.shutdown()
+    finally:
+        stage.close()
+    stage.progress.say(f"kept {summary['kept']} of {summary['trajectories']} trajectories")
+    return dict(summary)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, run the flywheel. Returns the exit status."""
+    args = config_parser("flywheel", __doc__).parse_intermixed_args(arguments)
+    prepare_environment()
+    with cli_errors("The same command continues where it stopped.") as outcome:
+        run(load_config_of(RecipeConfig, args.config, args.overrides))
+    return outcome.status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""The operators of the flywheel: how a trajectory is turned into a better one.
+
+Each takes one trajectory and returns another, made from the same question: kept turns, something
+edited, and the generator going on from there with fresh results of its tools. What a model must
+say for it is asked in words and read strictly; a reply in another form makes no trajectory.
+(ET-Agent's operators. There, hints were added by their single characters, refined text came back in
+lower case, and judges were asked until they agreed.)
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agentgrpo.engine.endpoints import Endpoint
+from agentgrpo.measures.measures import question_of, references
+from agentgrpo.recipe.trajectories import Limits, Player, Trajectory, Turn
+from agentgrpo.types import Segment, Task
+
+
+class NothingMade(Exception):
+    """The operator made no trajectory; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workshop:
+    """What operators work with."""
+
+    player: Player
+    reflector: Endpoint
+    critic: Endpoint
+    limits: Limits
+    marks: Sequence[str]
+    """What a turn does begins with the first of these; before it stands the thought."""
+    step_hints: Sequence[str]
+    trajectory_hints: Sequence[str]
+    critic_temperature: float = 0.0
+    max_reply_tokens: int = 512
+
+    def ask(self, endpoint: Endpoint, prompt: str) -> str:
+        """One reply."""
+        (reply,) = endpoint.complete(
+            [{"role": "user", "content": prompt}],
+            temperature=self.critic_temperature,
+            max_tokens=self.max_reply_tokens,
+        )
+        return reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What an operator is applied to."""
+
+    task: Task
+    trajectory: Trajectory
+    index: int
+    """Of the trajectory in the question's buffer."""
+    rng: random.Random
+
+
+Operator = Callable[[Workshop, Chosen], Trajectory]
+
+REDUNDANT = """Question: {question}
+A right solution in numbered steps:
+{steps}
+Find the first step whose tool call is redundant or ineffective. If there is none, reply
+Step: no
+Else reply in exactly this form, the corrected step being complete, with its tool call if any:
+Step: NUMBER
+Analysis: WHY
+Corrected step:
+TEXT"""
+
+REFINE = """Question: {question}
+A right solution in numbered steps:
+{steps}
+Rewrite only the thoughts, more concise and clear. Leave out tool calls and results. Reply with one
+line per step that has a thought, in exactly this form:
+Thought NUMBER: TEXT"""
+
+FLAW = """Question: {question}
+Accepted answers: {accepted}
+A wrong solution in numbered steps:
+{steps}
+Which step is the first that is flawed? Reply in exactly this form:
+Step: NUMBER
+Analysis: WHY"""
+
+ANALYSE = """Question: {question}
+A solution in numbered steps, of which the last one is flawed:
+{steps}
+Analyse the steps: what is right so far, what went wrong in the last one, what to do instead."""
+
+REWRITE = """Question: {question}
+A solution in numbered steps, of which the last one is flawed:
+{steps}
+Analysis: {analysis}
+Write a new last step in the same form, with its tool call if any, and nothing else."""
+
+
+def fresh(shop: Workshop, chosen: Chosen) -> Trajectory:
+    """Another attempt from the start."""
+    return shop.player.play(chosen.task, shop.limits, operator="fresh")
+
+
+def redundant(shop: Workshop, chosen: Chosen) -> Trajectory:
+    """The critic corrects the first redundant step; the generator goes on behind it."""
+    reply = shop.ask(shop.critic, _prompt(REDUNDANT, chosen))
+    if re.match(r"\s*Step:\s*no\b", reply, re.IGNORECASE):
+        raise NothingMade("the critic found no redundant step")
+    number = _step_in(reply, chosen)
+    _, found, corrected = reply.partition("Corrected step:")
+    if not found:
+        raise NothingMade("the critic's reply has no 'Corrected step:'")
+    new = _written(shop, corrected.strip(), "critic")
+    return _continued(shop, chosen, "redundant", [*chosen.trajectory.turns[:number], new])
+
+
+def refinement(shop: Workshop, chosen: Chosen) -> Trajectory:
+    """The critic rewrites the thoughts; what was done and what came of it stay, verbatim."""
+    turns = chosen.trajectory.turns
+    reply = shop.ask(shop.critic, _prompt(REFINE, chosen))
+    said = {int(n): text.strip() for n, text in re.findall(r"^Thought (\d+):(.*)$", reply, re.M)}
+    wanted = {i for i, turn in enumerate(turns, 1) if _split(shop, turn.text)[0].strip()}
+    if not wanted:
+        raise NothingMade("there is no thought to refine")
+    if said.keys() != wanted:
+        raise NothingMade(f"thoughts of steps {sorted(wanted)} wanted, got {sorted(said)}")
+    if any(mark in text for text in said.values() for mark in shop.marks):
+        raise NothingMade("a refined thought acts")
+    refined = tuple(
+        _rethought(shop, turn, said[number]) if number in said else turn
+        for number, turn in enumerate(turns, 1)
+    )
+    old = chosen.trajectory.rollout
+    segments = [old.segments[0]]
+    for turn in refined:
+        segments += [segment for segment, _ in turn.pieces]
+        segments += [turn.told] if turn.told else []
+    return Trajectory(
+        turns=refined,
+        rollout=replace(
+            old,
+            segments=segments,
+            stats=dict(old.stats),
+            rewards=dict(old.rewards),
+            span_rewards=[],
+        ),
+        operator="refinement",
+        parent=chosen.index,
+    )
+
+
+def reflection(shop: Workshop, chosen: Chosen) -> Trajectory:
+    """The reflector analyses up to the first flawed step and writes that step anew."""
+    number = _first_flaw(shop, chosen)
+    turns = chosen.trajectory.turns
+    seen = _steps(turns[: number + 1])
+    question = question_of(chosen.task)
+    analysis = shop.ask(shop.reflector, ANALYSE.format(question=question, steps=seen))
+    if not analysis.strip():
+        raise NothingMade("the reflector's analysis is empty")
+    prompt = REWRITE.format(question=question, steps=seen, analysis=analysis.strip())
+    new = _written(shop, shop.ask(shop.reflector, prompt).strip(), "reflector")
+    return _continued(shop, chosen, "reflection", [*turns[:number], new])
+
+
+def step_hint(shop: Workshop, chosen: Chosen) -> Trajectory:
+    """Everything up to the first flawed step stays; the next turn begins with a hint."""
+    number = _first_flaw(shop, chosen)
+    kept = chosen.trajectory.turns[: number + 1]
+    if kept[-1].told is None:
+        raise NothingMade("the flawed step is the last one: nothing follows it")
+    hint = chosen.rng.choice(list(shop.step_hints))
+    return _continued(shop, chosen, "step_hint", kept, begin=hint)
+
+
+def trajectory_hint(shop: Workshop, chosen: Chosen) -> Trajectory:
+    """The wrong answer is taken back: its turn keeps the thought and goes on with a hint."""
+    *kept, last = chosen.trajectory.turns
+    if last.told is not None:
+        raise NothingMade("there is no answer to take back")
+    thought = _split(shop, last.text)[0]
+    hint = chosen.rng.choice(list(shop.trajectory_hints))
+    begin = f"{thought.rstrip()} {hint}" if thought.strip() else hint
+    return _continued(shop, chosen, "trajectory_hint", kept, begin=begin)
+
+
+FOR_RIGHT: Mapping[str, Operator] = {
+    "fresh": fresh,
+    "redundant": redundant,
+    "refinement": refinement,
+}
+FOR_WRONG: Mapping[str, Operator] = {
+    "reflection": reflection,
+    "step_hint": step_hint,
+    "trajectory_hint": trajectory_hint,
+}
+
+
+def _continued(
+    shop: Workshop, chosen: Chosen, operator: str, kept: Sequence[Turn], begin: str = ""
+) -> Trajectory:
+    return shop.player.play(
+        chosen.task,
+        shop.limits,
+        operator=operator,
+        parent=chosen.index,
+        kept=kept,
+        begin=begin,
+        author="hint" if begin else "",
+    )
+
+
+def _first_flaw(shop: Workshop, chosen: Chosen) -> int:
+    """Index of the step that the critic says is the first flawed one."""
+    return _step_in(shop.ask(shop.critic, _prompt(FLAW, chosen)), chosen)
+
+
+def _step_in(reply: str, chosen: Chosen) -> int:
+    found = re.search(r"^\s*Step:\s*(\d+)\s*$", reply, re.MULTILINE)
+    count = len(chosen.trajectory.turns)
+    if found is None or not 1 <= int(found[1]) <= count:
+        raise NothingMade(f"expected 'Step: NUMBER' from 1 to {count}, got {reply[:80]!r}")
+    return int(found[1]) - 1
+
+
+def _prompt(template: str, chosen: Chosen) -> str:
+    fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
+    if "{accepted}" in template:
+        fields["accepted"] = ", ".join(references(chosen.task))
+    return template.format(**fields)
+
+
+def _steps(turns: Sequence[Turn]) -> str:
+    return "\n".join(
+        f"Step {number}:\n{turn.text}" + (f"\nResult: {turn.told_text}" if turn.told else "")
+        for number, turn in enumerate(turns, 1)
+    )
+
+
+def _written(shop: Workshop, text: str, author: str) -> Turn:
+    try:
+        return shop.player.written(text, author)
+    except ValueError as error:
+        raise NothingMade(str(error)) from None
+
+
+def _split(shop: Workshop, text: str) -> tuple[str, str]:
+    """(thought, what is done)."""
+    starts = [at for at in (text.find(mark) for mark in shop.marks) if at >= 0]
+    at = min(starts, default=len(text))
+    return text[:at], text[at:]
+
+
+def _rethought(shop: Workshop, turn: Turn, thought: str) -> Turn:
+    """The turn with another thought; the space around the old one stays."""
+    old, action = _split(shop, turn.text)
+    lead, trail = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
+    text = f"{lead}{thought}{trail}{action}"
+    chat = shop.player.chat
+    ids = chat.text_ids(text)
+    end = int(turn.pieces[-1][0].token_ids[-1])
+    if end in chat.stop_token_ids:
+        ids = np.append(ids, np.int32(end))
+    return replace(turn, text=text, pieces=((Segment(ids), "critic"),))

@@ -1,0 +1,405 @@
+"""Fine-tuning on kept rollouts or conversations: `agentgrpo sft CONFIG [key=value ...]`.
+
+The data is a .jsonl file ([sft] data). A row is one of
+
+* a rollout, as a run's rollouts.jsonl and the flywheel's sft.jsonl hold them: its tokens as they
+  are. Trained are the segments that the policy sampled, of the flywheel's those with an author;
+* a conversation, {"messages": [...]}, for a cold start: rendered as a rollout is, by the same chat
+  template and (agent_prompt) behind the agent's own prompt. Trained are the assistant's messages,
+  and the token that closes one unless it ends with a stop string of the agent, after which
+  sampling would have ended too. A message of the role "observation" goes into the assistant's turn
+  as it is, for agents whose tools answer there.
+
+Prompt and tool results are never trained on. It is the learner of reinforcement learning, with its
+packing, masters and checkpoints, given every example an advantage of 1; the loss is the mean
+negative log-likelihood per trained token, over all of a step. vLLM is not started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from agentgrpo.agents.base import Agent
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.arguments import config_parser
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import RecipeConfig, SftConfig
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.run import checkpoint
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.progress import Progress
+from agentgrpo.run.records import read_rollout
+from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
+
+if TYPE_CHECKING:
+    from agentgrpo.learn.learner import Learner
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What a Learner reads of an engine when nothing is sampled: it keeps weights of its own."""
+
+    device: str
+    dtype: str
+    model: Any
+    """A module without weights: there is nothing to copy to."""
+    lora_rank: int = 0
+    """Nothing is served."""
+
+    def unpack(self) -> None:
+        """Nothing is packed."""
+
+    def load_weights(self, named: object) -> None:
+        """Not called: nothing is published."""
+        raise AssertionError("fine-tuning publishes no weights")
+
+
+def read_examples(
+    path: Path, config: SftConfig, chat: ChatTemplate, agent: Agent, *, max_tokens: int
+) -> list[Rollout]:
+    """The examples of a file, in order, each with advantage 1.
+
+    Args:
+        path: .jsonl; blank lines are skipped, and rollouts of held-out tasks.
+        config: which rows are kept.
+        chat: how conversations are rendered.
+        agent: behind whose prompt.
+        max_tokens: of an example.
+
+    Raises:
+        ValueError: a row is bad or too long, nothing is left, or nothing of an example is trained;
+            the message starts with file:line.
+        OSError: the file cannot be read.
+    """
+    examples = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            example = _example(json.loads(line), config, chat, agent, name=f"{path.name}:{number}")
+        except (KeyError, TypeError, ValueError) as error:
+            said = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}:{number}: {said}") from error
+        if example is None:
+            continue
+        length = max(sum(len(s.token_ids) for s in part) for part in example.rows)
+        if length <= max_tokens:
+            examples.append(example)
+        elif config.too_long == "error":
+            raise ValueError(
+                f"{path}:{number}: {length} tokens, engine.max_model_len is {max_tokens}; "
+                "sft.too_long = 'skip' leaves such examples out"
+            )
+    if not examples:
+        raise ValueError(f"{path}: no example is left (sft.keep = {config.keep!r})")
+    return examples
+
+
+def _example(
+    row: Mapping[str, Any], config: SftConfig, chat: ChatTemplate, agent: Agent, *, name: str
+) -> Rollout | None:
+    """The row as a rollout to be imitated; None if it is not kept."""
+    closed: list[list[Segment]] = []
+    if "messages" in row:
+        segments = conversation(row["messages"], chat, agent, agent_prompt=config.agent_prompt)
+        task = Task(id=name, messages=(), spec={})
+    else:
+        if row.get("split") == "heldout":
+            return None
+        played = read_rollout(dict(row))
+        if played.status is Status.INFRA_ERROR or (config.keep == "solved" and not played.solved):
+            return None
+        rows = [[_segment(s.token_ids, s.sampled) for s in part] for part in played.rows]
+        if "flywheel" in row:
+            authors = row["flywheel"]["authors"]
+            written = zip(played.segments, authors, strict=True)
+            rows = [[_segment(s.token_ids, author is not None) for s, author in written]]
+        *closed, segments = rows
+        task = played.task
+    if not any(s.sampled and len(s.token_ids) for part in (*closed, segments) for s in part):
+        raise ValueError("nothing of this example is the policy's own")
+    return Rollout(
+        task=task,
+        segments=segments,
+        closed_rows=closed,
+        status=Status.COMPLETED,
+        advantage=1.0,
+    )
+
+
+def conversation(
+    messages: Sequence[Mapping[str, Any]], chat: ChatTemplate, agent: Agent, *, agent_prompt: bool
+) -> list[Segment]:
+    """A conversation's tokens, as a rollout would hold them; the assistant's are `sampled`.
+
+    Args:
+        messages: at least one before the assistant's first, at least one of the assistant's.
+        chat: as for rollouts.
+        agent: as for rollouts.
+        agent_prompt: put the agent's own prompt in front, and its prefill into the first turn.
+
+    Raises:
+        ValueError: the messages do not take turns so.
+    """
+    head, turns = _turns(messages)
+    task = Task(id="conversation", messages=tuple(head), spec={})
+    shown, tools = (agent.messages(task), agent.tools(task)) if agent_prompt else (head, ())
+    segments = [_segment(chat.prompt_ids(shown, tools), trained=False)]
+    prefill = agent.prefill(task) if agent_prompt else ""
+    if prefill:
+        segments.append(_segment(chat.text_ids(prefill), trained=False))
+    for index, (text, told) in enumerate(turns):
+        said = chat.text_ids(text.removeprefix(prefill) if index == 0 else text)
+        acts = any(text.endswith(stop) for stop in agent.stop)
+        closed = not acts and not isinstance(told, str)
+        if closed:
+            said = np.append(said, np.int32(chat.end_of_turn_id))
+        segments.append(_segment(said, trained=True))
+        if isinstance(told, str):
+            segments.append(_segment(chat.text_ids(told), trained=False))
+        elif told:
+            ids = chat.observation_ids(list(told), turn_closed=closed)
+            segments.append(_segment(ids, trained=False))
+    return segments
+
+
+Told = str | Sequence[Mapping[str, Any]]
+"""What the world says after a turn: text within it, or messages (none after the last)."""
+
+
+def _turns(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[tuple[str, Told]]]:
+    """The messages before the assistant's first; then each of its texts with what follows it."""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
+        raise ValueError(f"expected a prompt and then an assistant message, got roles {roles}")
+    first = roles.index("assistant")
+    turns: list[tuple[str, Told]] = []
+    for message in messages[first:]:
+        told: Told = turns[-1][1] if turns else ()
+        if message["role"] == "assistant":
+            if turns and not told:
+                raise ValueError(f"an assistant message follows another one, got roles {roles}")
+            turns.append((message["content"], ()))
+        elif message["role"] == "observation":
+            if told:
+                raise ValueError(f"an observation must follow an assistant message, got {roles}")
+            turns[-1] = (turns[-1][0], message["content"])
+        else:
+            if isinstance(told, str):
+                raise ValueError(f"a turn that goes on cannot be followed by a message: {roles}")
+            turns[-1] = (turns[-1][0], [*told, message])
+    return list(messages[:first]), turns
+
+
+def _segment(ids: Int32, trained: bool) -> Segment:
+    """A trained one has log-probabilities of 0: the learner's gap to them is its likelihood."""
+    return Segment(ids, np.zeros(len(ids), np.float32) if trained else None)
+
+
+def batch_of(step: int, count: int, batch_size: int, seed: int) -> list[int]:
+    """Which of `count` examples an optimizer step is on: another order in each epoch.
+
+    The last step of an epoch has what is left.
+    """
+    per_epoch = math.ceil(count / batch_size)
+    epoch, place = divmod(step, per_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(count)
+    return [int(i) for i in order[place * batch_size : (place + 1) * batch_size]]
+
+
+def learn(learner: Learner, examples: Sequence[Rollout], config: TrainConfig) -> Metrics:
+    """One optimizer step on the examples together.
+
+    Returns:
+        The learner's metrics; `nll` is the mean negative log-likelihood in nats per trained token.
+    """
+    groups = [Group(task=example.task, rollouts=[example]) for example in examples]
+    metrics = learner.step(
+        plan_updates(groups, config, step=0, share_prefixes=learner.shares_prefixes)
+    )
+    return {
+        "nll": metrics["sampler_gap_mean"],
+        **{
+            name: metrics[name]
+            for name in ("grad_norm", "learning_rate", "packed_tokens", "seconds", "num_tokens")
+        },
+    }
+
+
+def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
+    """The learner of reinforcement learning, without a sampler to agree with."""
+    import torch
+
+    from agentgrpo.learn.learner import Learner
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Learner(
+        model,
+        cast(Any, Trainer(device, config.engine.dtype_on(device), torch.nn.Module())),
+        config.learner,
+        config.loss,
+        total_steps=total_steps,
+        temperature=1.0,
+        weights="copy",
+        dlogp_limit=math.inf,
+    )
+
+
+def settings_of(recipe: RecipeConfig) -> TrainConfig:
+    """The run that fine-tuning is: the recipe's, in out_dir/sft, with a loss that is likelihood."""
+    rate = recipe.sft.learning_rate or recipe.learner.learning_rate
+    return recipe.of_run(
+        out_dir=str(recipe.out_dir / "sft"),
+        loss={"loss_type": "dapo", "vllm_importance_sampling_correction": False},
+        **{"learner.learning_rate": rate},
+    )
+
+
+def finetune(recipe: RecipeConfig) -> Path:
+    """Fine-tune as the recipe says, from the newest checkpoint in out_dir/sft if there is one.
+
+    Returns:
+        The last checkpoint.
+
+    Raises:
+        ValueError: the config, the data and the model do not fit.
+        FloatingPointError: a gradient is not finite.
+        OSError: something cannot be read or written.
+    """
+    from agentgrpo.run.folder import locked, require_same_run
+    from agentgrpo.stage import set_stage
+
+    config, data = settings_of(recipe), Path(recipe.sft.data or recipe.out_dir / "flywheel")
+    data = data / "sft.jsonl" if not recipe.sft.data else data
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(config.out_dir))
+        require_same_run(config)
+        resumed = checkpoint.newest(config.out_dir)
+        parts = set_stage(config, model=str(resumed) if resumed else None)
+        parts.close()
+        examples = read_examples(
+            data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len
+        )
+        steps = recipe.sft.epochs * math.ceil(len(examples) / recipe.sft.batch_size)
+        learner = make_learner(parts.model, config, steps)
+        run = _Run(recipe, config, parts.chat, learner, examples, parts.progress, steps)
+        run.restore(resumed)
+        for step in range(learner.step_count, steps):
+            run.step(step)
+    return checkpoint.newest(config.out_dir) or config.out_dir
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One fine-tuning run."""
+
+    recipe: RecipeConfig
+    config: TrainConfig
+    chat: ChatTemplate
+    learner: Learner
+    examples: Sequence[Rollout]
+    progress: Progress
+    steps: int
+
+    @property
+    def log(self) -> RunLog:
+        return RunLog(self.config.out_dir)
+
+    def restore(self, resumed: Path | None) -> None:
+        about = {"examples": len(self.examples), **self.recipe.sft.model_dump(mode="json")}
+        if resumed is None:
+            self.log.cut_back({})
+        else:
+            state = self.learner.load_state(resumed / checkpoint.STATE)
+            if state["sft"] != about:
+                raise ValueError(f"{resumed} is of other data: {state['sft']}, now {about}")
+            self.log.cut_back(state["log_offsets"])
+            self.progress.say(f"resumed from {resumed}, after {self.learner.step_count} steps")
+        self.log.describe(
+            config=self.config.model_dump(mode="json"), learner=self.learner.describe(), sft=about
+        )
+        self.progress.say(
+            f"fine-tuning on {len(self.examples)} examples, {self.recipe.sft.epochs} epochs"
+        )
+
+    def step(self, step: int) -> None:
+        indices = batch_of(step, len(self.examples), self.recipe.sft.batch_size, self.config.seed)
+        metrics = learn(self.learner, [self.examples[i] for i in indices], self.config)
+        self.log.write(step, sft=metrics)
+        self.progress.say(
+            f"step {step + 1}/{self.steps}  nll {metrics['nll']:.4f}  "
+            f"{metrics['packed_tokens']:.0f} tokens in {metrics['seconds']:.1f}s"
+        )
+        if (step + 1) % self.config.save_every == 0 or step + 1 == self.steps:
+            self.save()
+
+    def save(self) -> None:
+        def write(folder: Path) -> None:
+            self.learner.save_model(folder)
+            self.chat.tokenizer.save_pretrained(folder)
+            self.learner.save_state(
+                folder / checkpoint.STATE,
+                log_offsets=self.log.offsets(),
+                sft={"examples": len(self.examples), **self.recipe.sft.model_dump(mode="json")},
+            )
+
+        saved = checkpoint.save(
+            self.config.out_dir, self.learner.step_count, write, keep=self.config.keep_checkpoints
+        )
+        self.progress.say(f"saved {saved}")
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, fine-tune. Returns the exit status."""
+    with cli_errors("The same command continues from the last checkpoint.") as outcome:
+        args = config_parser("sft", __doc__).parse_intermixed_args(arguments)
+        prepare_environment()
+        finetune(load_config_of(RecipeConfig, args.config, args.overrides))
+    return outcome.status
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int = 0
+
+
+@contextlib.contextmanager
+def cli_errors(then: str) -> Iterator[Outcome]:
+    """Say what stops a command, in one line and without a traceback, and note the exit status."""
+    from agentgrpo.actions import InfrastructureError
+    from agentgrpo.sandbox import SandboxUnavailable
+
+    outcome = Outcome()
+    try:
+        yield outcome
+    except (ValueError, OSError, SandboxUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        outcome.status = 2
+    except InfrastructureError as error:
+        print(f"error: {error}. {then}", file=sys.stderr)  # noqa: T201
+        outcome.status = 3
+    except FloatingPointError as error:
+        print(f"error: {error}. {then}", file=sys.stderr)  # noqa: T201
+        outcome.status = 1
+    except KeyboardInterrupt:
+        print(f"interrupted. {then}", file=sys.stderr)  # noqa: T201
+        outcome.status = 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

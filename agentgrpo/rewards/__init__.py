@@ -1,0 +1,1 @@
+"""What a rollout was worth."""

@@ -1,0 +1,261 @@
+"""What a rollout was worth, in named parts whose sum is the reward.
+
+A reward is any callable that takes a finished Rollout (its task with the hidden spec, the final
+answer, status, counts) and returns {part: value}. Rollouts that the machine broke are not scored.
+
+The numbers in a text are read as people write them: 1,234 and 1_234 are 1234, 12.0 is 12, a leading
+minus counts unless it joins two numbers (the 3 in 10-3 is 3). Comparison is exact, in decimals.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from agentgrpo.rewards.formulas import compare
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
+
+NUMBER = re.compile(
+    r"""
+    (?: (?<! [\w)\]] ) - )?                          # a sign; after a word or bracket, an operator
+    (?: (?<! [\w.] ) \d{1,3} (?:,\d{3})+ (?! ,?\d )   # 1,234,567
+      | (?<! [\w.] ) \d+ (?:_\d+)*                   # 1234 or 1_234
+      | (?<! [\w.] ) (?= \.\d )                      # .5
+    )
+    (?: \.\d+ )?
+    (?: [eE] [+-]? \d{1,4} (?! \w ) )?               # bounded: Decimal refuses 1e999999999999999999
+    """,
+    re.ASCII | re.VERBOSE,
+)
+
+
+Reward = Callable[[Rollout], Mapping[str, float]]
+"""See the module's docstring."""
+
+
+class RewardError(Exception):
+    """A reward function failed; the message says which, on what, and how."""
+
+
+def try_reward(reward: Reward, task: Task) -> None:
+    """Score two attempts at a task that were never made: without an answer, and with the right one.
+
+    Raises:
+        ValueError: what the reward raised or gave, so that a run knows before it starts.
+    """
+    for answer in (None, str(task.spec.get("answer", ""))):
+        prompt = Segment(np.zeros(1, np.int32))
+        attempt = Rollout(
+            task=task,
+            segments=[prompt],
+            status=Status.COMPLETED,
+            answer=answer,
+            stats=dict.fromkeys(COUNTS, 0.0),
+        )
+        try:
+            score(Group(task=task, rollouts=[attempt]), reward)
+        except RewardError as error:
+            raise ValueError(str(error)) from error
+
+
+def score(group: Group, reward: Reward) -> None:
+    """Add the rewards of every rollout that the machine did not break to what the world gave it.
+
+    Raises:
+        ValueError: the reward returned no mapping of names to finite numbers, or a name that the
+            environment has used; names the task.
+    """
+    for rollout in group.rollouts:
+        if rollout.status is Status.INFRA_ERROR:
+            continue
+        parts = reward(rollout)
+        if not isinstance(parts, Mapping) or not all(map(_is_part, parts.items())):
+            raise ValueError(
+                f"task {group.task.id}: the reward must be {{name: finite number}}, got {parts!r}"
+            )
+        if parts.keys() & rollout.rewards.keys():
+            raise ValueError(
+                f"task {group.task.id}: both the environment and the reward give "
+                f"{sorted(parts.keys() & rollout.rewards.keys())}"
+            )
+        rollout.rewards |= {name: float(value) for name, value in parts.items()}
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, exactly; None if there is none.
+
+    >>> last_number("That makes 1,234.50 dollars.")
+    Decimal('1234.50')
+    """
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "").replace("_", "")) if found else None
+
+
+def only_number(text: str) -> Decimal | None:
+    r"""The number that `text` is, but for surrounding space and a final full stop; else None.
+
+    >>> only_number(" 12.0\n"), only_number("it is 12")
+    (Decimal('12.0'), None)
+    """
+    stripped = text.strip().replace("\N{MINUS SIGN}", "-").removesuffix(".")
+    return last_number(stripped) if NUMBER.fullmatch(stripped) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericReward:
+    """`answer` for the right number, `format` for getting to a number by running code.
+
+    The number of an answer is its last one, so "12 * 3 = 36" answers 36 and so does "36 pens".
+    The expected one is read in the same way, so that GSM8K's "...#### 72" is 72.
+
+    Raises (when called):
+        ValueError: `task.spec["answer"]` is missing or holds no number.
+    """
+
+    answer: float = 1.0
+    """For an answer equal to `task.spec["answer"]`."""
+    format: float = 0.1
+    """For a number as answer, after code that ran without an error, with no malformed turn."""
+    strict: bool = False
+    """Accept only an answer that is a number and nothing else."""
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer` and `format`, each its full value or 0.0."""
+        expected = expected_answer(rollout.task)
+        read = only_number if self.strict else last_number
+        number = None if rollout.answer is None else read(rollout.answer)
+        well_formed = number is not None and _acted_well(rollout)
+        return {
+            "answer": self.answer if number == expected else 0.0,
+            "format": self.format if well_formed else 0.0,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentReward:
+    """Nothing for the answer, which the environment judges; `format` for acting well."""
+
+    answer: float = 1.0
+    """Not read: the environment's own rewards count as they are."""
+    format: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The part `format` where it is worth anything."""
+        return {"format": self.format * _acted_well(rollout)} if self.format else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathReward:
+    """`answer` for an answer equal to the expected one as mathematics, by the package math-verify.
+
+    Raises (when called):
+        ValueError: `task.spec["answer"]` is missing or cannot be read, or there is no such package.
+    """
+
+    answer: float = 1.0
+    format: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer` and `format`, each its full value or 0.0."""
+        gold = str(_expected(rollout.task))
+        wanted = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+        wanted_read, said_read, equal = compare(wanted, rollout.answer or "")
+        if not wanted_read:
+            raise ValueError(f"task {rollout.task.id}: cannot read the answer {gold!r}")
+        return {
+            "answer": self.answer * equal,
+            "format": self.format * (said_read and _acted_well(rollout)),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReward:
+    """`answer` for an exact match, else `partial`: the share of it that the token F1 is (SQuAD's).
+
+    Several expected answers in a list: the best counts. Compared without case, punctuation,
+    articles and repeated space; an answer of more than max_words words is worth nothing, so that
+    reciting everything does not pay.
+    """
+
+    answer: float = 1.0
+    format: float = 0.0
+    max_words: int = 32
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer` or `partial`, together in [0, answer], and `format`."""
+        expected = _expected(rollout.task)
+        golds = expected if isinstance(expected, list) else [expected]
+        said = [] if rollout.answer is None else words(rollout.answer)
+        score = max(token_f1(said, words(str(gold))) for gold in golds)
+        short = len(said) <= self.max_words
+        worth = self.answer * score * short
+        return {
+            "answer": worth if score == 1.0 else 0.0,
+            "partial": worth if score < 1.0 else 0.0,
+            "format": self.format * (bool(said) and short and _acted_well(rollout)),
+        }
+
+
+def words(text: str) -> list[str]:
+    """The words that answers are compared by.
+
+    >>> words("The  U.S. Open,")
+    ['us', 'open']
+    """
+    kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+def token_f1(said: list[str], expected: list[str]) -> float:
+    """F1 of two bags of words; two empty ones are equal."""
+    if not said or not expected:
+        return float(said == expected)
+    shared = sum((Counter(said) & Counter(expected)).values())
+    return 2 * shared / (len(said) + len(expected))
+
+
+def with_tool_cost(reward: Reward, cost: float) -> Reward:
+    """The reward, less `cost` for every call of a tool, as a part of its own."""
+    if not cost:
+        return reward
+
+    def costed(rollout: Rollout) -> dict[str, float]:
+        return {**reward(rollout), "tool_cost": -cost * rollout.stats.get("tool_calls", 0.0)}
+
+    return costed
+
+
+def _expected(task: Task) -> Any:
+    if "answer" not in task.spec:
+        raise ValueError(f"task {task.id}: its spec has no 'answer', only {sorted(task.spec)}")
+    return task.spec["answer"]
+
+
+def _acted_well(rollout: Rollout) -> bool:
+    """An action that worked, no malformed turn, and an answer."""
+    count = rollout.stats.get
+    worked = count("tool_calls", 0.0) > count("tool_errors", 0.0)
+    return worked and not count("malformed", 0.0) and rollout.answer is not None
+
+
+def expected_answer(task: Task) -> Decimal:
+    """The number that task.spec["answer"] holds; ValueError if it holds none."""
+    expected = last_number(str(_expected(task)))
+    if expected is None:
+        raise ValueError(
+            f"task {task.id}: no number in the answer {task.spec['answer']!r}, and "
+            "reward.kind = 'numeric' compares numbers; 'text' compares texts"
+        )
+    return expected
+
+
+def _is_part(part: tuple[Any, Any]) -> bool:
+    name, value = part
+    return isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)

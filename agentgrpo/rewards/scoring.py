@@ -1,0 +1,290 @@
+"""The user's own reward functions beside the built-in reward, and what they are shown.
+
+    [reward.functions]
+    "my_rewards:brevity" = 0.2     # module:function = weight
+    length = 0.1                   # one of BUILT_IN
+
+A function takes a RolloutView and returns one of
+
+    a number                        the part of the reward named after the function
+    {name: number}                  several parts
+    a list of SpanReward            rewards of single turns or lines, named by themselves
+    None                            this rollout cannot be scored: it leaves its group's baseline,
+                                    as one that the machine broke, also with on_error = "raise"
+
+each times the function's weight. It may be `async def`: those of all rollouts of a step wait for
+one another's network, not in line. One that raises is the machine's failure, not the policy's: the
+rollout is set to Status.INFRA_ERROR with a message that names task, rollout and function, or the
+run stops there (reward.on_error = "raise").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from agentgrpo.config import RewardConfig
+from agentgrpo.config.read import load_callable
+from agentgrpo.rewards.efficiency import add_efficiency, decay
+from agentgrpo.rewards.rewards import Reward, RewardError, score
+from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+
+@dataclass(frozen=True)
+class RolloutView:
+    """What a reward function sees of a finished rollout; text is decoded when it is asked for."""
+
+    rollout: Rollout
+    decode: Decode
+
+    @property
+    def task(self) -> Task:
+        """With the hidden spec."""
+        return self.rollout.task
+
+    @property
+    def answer(self) -> str | None:
+        return self.rollout.answer
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Counts and costs of the episode: turns, tool_calls, tool_errors, ..."""
+        return self.rollout.stats
+
+    @cached_property
+    def turns(self) -> tuple[str, ...]:
+        """What the policy wrote, turn by turn."""
+        return tuple(
+            self.decode(s.token_ids.tolist()) for s in self.rollout.all_segments if s.sampled
+        )
+
+    @property
+    def text(self) -> str:
+        """All that the policy wrote, and nothing that it was shown."""
+        return "\n".join(self.turns)
+
+    @cached_property
+    def observations(self) -> tuple[str, ...]:
+        """What it was shown after the prompt: tools' answers with the template around them."""
+        given = [s for row in self.rollout.rows for s in row[1:] if not s.sampled]
+        return tuple(self.decode(s.token_ids.tolist()) for s in given)
+
+    @property
+    def turn_spans(self) -> tuple[tuple[int, int], ...]:
+        """Token range of each turn, for SpanReward."""
+        spans, start = [], 0
+        for segment in self.rollout.all_segments:
+            end = start + len(segment.token_ids)
+            if segment.sampled:
+                spans.append((start, end))
+            start = end
+        return tuple(spans)
+
+    def cost(self, name: str) -> float:
+        """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds.
+
+        Raises:
+            ValueError: nobody recorded it; the message lists what was.
+        """
+        if name not in self.stats:
+            raise ValueError(f"no cost {name!r} was recorded, only {', '.join(sorted(self.stats))}")
+        return self.stats[name]
+
+
+def tool_cost(view: RolloutView) -> float:
+    """Minus one for every tool call."""
+    return -view.cost("tool_calls")
+
+
+def tool_errors(view: RolloutView) -> float:
+    """Minus the share of tool calls that failed."""
+    return -view.cost("tool_errors") / max(1.0, view.cost("tool_calls"))
+
+
+def syntax_errors(view: RolloutView) -> float:
+    """Minus the share of tool calls whose answer tells of a syntax error."""
+    told = sum("SyntaxError" in text or "IndentationError" in text for text in view.observations)
+    return -told / max(1.0, view.cost("tool_calls"))
+
+
+def length(view: RolloutView) -> float:
+    """Minus the sampled tokens, in thousands."""
+    return -view.rollout.num_sampled / 1000
+
+
+def efficiency(view: RolloutView) -> float:
+    """One over the turns it took, for a rollout that solved its task."""
+    if view.rollout.solved is None:
+        raise ValueError("neither the environment nor reward.kind says what is solved")
+    return view.rollout.solved / max(1.0, view.cost("turns"))
+
+
+def exact(view: RolloutView) -> float:
+    """One for an answer that is the expected text, but for space around it."""
+    expected = view.task.spec.get("answer")
+    if expected is None:
+        raise ValueError("the task's spec has no 'answer'")
+    return float(view.answer is not None and view.answer.strip() == str(expected).strip())
+
+
+BUILT_IN: dict[str, Callable[[RolloutView], float]] = {
+    function.__name__: function
+    for function in (tool_cost, tool_errors, syntax_errors, length, efficiency, exact)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    name: str
+    weight: float
+    call: Callable[[RolloutView], Any]
+
+
+def score_all(
+    groups: Sequence[Group], reward: Reward | Scoring, *, step: int | None = None
+) -> None:
+    """Set the rewards of all groups, by a run's scoring or by one function of a rollout.
+
+    Args:
+        groups: played.
+        reward: of the run.
+        step: of the training; None in an evaluation, where no rollout is compared with others.
+    """
+    if isinstance(reward, Scoring):
+        reward.score(groups, step=step)
+        return
+    for group in groups:
+        score(group, reward)
+
+
+class Scoring:
+    """A run's reward: the built-in one, then the functions.
+
+    Args:
+        base: the built-in reward.
+        config: `functions` and `on_error`.
+        decode: for RolloutView.
+        total_steps: of the run, over which the efficiency sigmas fall.
+
+    Raises:
+        ValueError: a function that is not there, or two of one name.
+    """
+
+    def __init__(
+        self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1
+    ) -> None:
+        self._base, self._decode, self._raise = base, decode, config.on_error == "raise"
+        self._config, self._total_steps = config, total_steps
+        self._functions = [_load(name, weight) for name, weight in config.functions.items()]
+        names = [function.name for function in self._functions]
+        if len(set(names)) < len(names):
+            raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
+        self._loop = asyncio.Runner()  # one for all steps: clients keep their connections
+        weakref.finalize(self, self._loop.close)
+
+    def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
+        """Set the rewards of every rollout that the machine did not break.
+
+        Raises:
+            RewardError: a function failed and reward.on_error says so.
+            ValueError: the built-in reward cannot score a task; names it.
+        """
+        rollouts = [
+            (index, rollout)
+            for group in groups
+            for index, rollout in enumerate(group.rollouts)
+            if rollout.status is not Status.INFRA_ERROR
+        ]
+        for group in groups:
+            score(group, self._base)
+        if self._functions:
+            self._loop.run(self._apply_all(rollouts))
+        if self._config.solved_at is not None:
+            for _, rollout in rollouts:
+                rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
+        if step is not None:
+            for group in groups:
+                self._compare(group, step)
+
+    def _compare(self, group: Group, step: int) -> None:
+        """Reward spending less than one's siblings, where the config says so."""
+        c = self._config
+        if c.sigma_tool or c.sigma_length:
+            left = decay(step, self._total_steps) if c.decay_sigmas else 1.0
+            tool, length = c.sigma_tool * left, c.sigma_length * left
+            add_efficiency(group, sigma_tool=tool, sigma_length=length)
+
+    async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
+        await asyncio.gather(*(self._apply(index, rollout) for index, rollout in rollouts))
+
+    async def _apply(self, index: int, rollout: Rollout) -> None:
+        view = RolloutView(rollout, self._decode)
+        for function in self._functions:
+            try:
+                value = function.call(view)
+                if inspect.isawaitable(value):
+                    value = await value
+                if value is not None:
+                    _add(rollout, function, value)
+                    continue
+                said = "it returned None: the rollout cannot be scored"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                if self._raise:
+                    raise RewardError(_message(rollout, index, function, said)) from error
+            rollout.status = Status.INFRA_ERROR
+            rollout.error = _message(rollout, index, function, said)
+            return
+
+
+def _message(rollout: Rollout, index: int, function: _Function, said: str) -> str:
+    return f"task {rollout.task.id}, rollout {index}: reward function {function.name}: {said}"
+
+
+def _load(name: str, weight: float) -> _Function:
+    if ":" in name:
+        call = load_callable(name, key="reward.functions")
+        return _Function(name.rpartition(":")[2], weight, call)
+    if name not in BUILT_IN:
+        raise ValueError(
+            f"reward.functions: expected 'module:function' or one of {', '.join(BUILT_IN)}, "
+            f"got {name!r}"
+        )
+    return _Function(name, weight, BUILT_IN[name])
+
+
+def _add(rollout: Rollout, function: _Function, value: Any) -> None:
+    """Put what a function returned where it belongs, times its weight."""
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        parts = dict(value)
+    elif isinstance(value, Sequence) and all(isinstance(span, SpanReward) for span in value):
+        rollout.span_rewards += [_weighted(rollout, span, function.weight) for span in value]
+        return
+    else:
+        parts = {function.name: value}
+    for name, part in parts.items():
+        if not _is_number(part):
+            raise ValueError(f"expected a finite number as {name}, got {part!r}")
+        if name in rollout.rewards:
+            raise ValueError(f"the reward has a part {name!r} already")
+    rollout.rewards |= {name: function.weight * part for name, part in parts.items()}
+
+
+def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
+    total = sum(len(segment.token_ids) for segment in rollout.all_segments)
+    if not 0 <= span.start < span.end <= total or not _is_number(span.value):
+        raise ValueError(f"expected a finite value on tokens within [0, {total}), got {span}")
+    return SpanReward(span.start, span.end, span.name, weight * span.value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

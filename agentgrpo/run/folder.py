@@ -1,0 +1,97 @@
+"""A run's folder: one run at a time, and never another run's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from agentgrpo import parallel
+from agentgrpo.config import TrainConfig
+from agentgrpo.run import checkpoint
+from agentgrpo.run.atomic import write_json
+
+
+@contextlib.contextmanager
+def locked(out_dir: Path) -> Iterator[IO[str]]:
+    """Make out_dir this run's; the lock goes with rank 0's file object."""
+    if parallel.rank() > 0:
+        with Path(os.devnull).open("w") as file:
+            yield file
+        return
+    out_dir.mkdir(parents=True, exist_ok=True)
+    file = (out_dir / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"out_dir {str(out_dir)!r} is in use by another run") from None
+    with file:
+        yield file
+
+
+MAY_CHANGE = {
+    "out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints", "trackers",
+    "engine.tensor_parallel_size",
+    # what a run that ran out of memory is told to lower, and what else changes rounding at most
+    "engine.kv_cache_gib", "engine.max_num_seqs", "engine.enforce_eager", "learner.max_tokens",
+    "learner.gradient_checkpointing", "learner.offload_optimizer",
+}  # fmt: skip
+"""Settings that a resumed run may have otherwise than it was started with."""
+
+
+def require_same_run(config: TrainConfig) -> None:
+    """Refuse to continue a run under other settings, or to write over somebody's records."""
+    records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
+    if not records.exists():
+        return
+    if not described.exists():
+        raise ValueError(f"{records} is of no run of ours (no run.json): choose another out_dir")
+    then = flat(json.loads(described.read_text())["config"])
+    now = flat(config.model_dump(mode="json"))
+    for key in sorted((then.keys() | now.keys()) - MAY_CHANGE):
+        if then.get(key) != now.get(key):
+            raise ValueError(
+                f"out_dir {str(config.out_dir)!r} holds a run with {key} = {then.get(key)!r}, now "
+                f"it is {now.get(key)!r}: set it back to continue, or choose another out_dir"
+            )
+
+
+def require_same_settings(
+    path: Path, now: Mapping[str, Any], may_change: Collection[str] = ()
+) -> None:
+    """Write the settings that a folder's work is done with; later, refuse others.
+
+    Raises:
+        ValueError: a key that may not change has changed; names it.
+    """
+    if path.exists():
+        then = json.loads(path.read_text())
+        for key in sorted((then.keys() | now.keys()) - set(may_change)):
+            if then.get(key) != now.get(key):
+                raise ValueError(
+                    f"{path} was written with {key} = {then.get(key)!r}, now it is "
+                    f"{now.get(key)!r}: set it back to continue, or choose another out_dir"
+                )
+    write_json(path, dict(now))
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    settings: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        settings.update(inner)
+    return settings
+
+
+def whole_checkpoint(config: TrainConfig) -> Path | None:
+    """What the run continues from."""
+    newest = checkpoint.newest(config.out_dir)
+    if newest is not None:
+        checkpoint.require_whole(newest, adapter=config.learner.lora.rank > 0)
+    return newest

@@ -1,0 +1,208 @@
+"""What the person at the terminal sees: a line per event, and on a terminal what happens now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from agentgrpo import parallel
+from agentgrpo.run.stopwatch import Stopwatch
+from agentgrpo.types import Metrics
+
+REFRESH_HZ = 4
+
+
+class Progress:
+    """Says what the run is doing, for how long it still will, and keeps the time.
+
+    Lines stay. On a terminal the last lines are live: the phase, and the numbers of the last step.
+
+    Args:
+        total_steps: of the run.
+        console: rich's; the default writes to stdout, on the first rank only.
+    """
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self._total = total_steps
+        self._console = console or Console(
+            highlight=False, soft_wrap=True, quiet=parallel.rank() > 0
+        )
+        self._step_started: list[float] = []
+        self._started = time.monotonic()
+        self._solved: dict[int, float] = {}
+        self._stopwatch = Stopwatch(rest="starting")
+        self._phases: list[tuple[str, float]] = []
+        self._spinner = Spinner("dots")
+        self._gradientless = False
+        self._numbers: dict[str, str] = {}
+        self._gauges: dict[str, Callable[[], str]] = {"memory": _memory}
+
+    def watch(self, name: str, read: Callable[[], str]) -> None:
+        """Show a number on the live display; read() is called from another thread."""
+        self._gauges[name] = read
+
+    def say(self, line: str) -> None:
+        """Print a line, with the seconds since the start before it."""
+        self._console.print(f"{time.monotonic() - self._started:6.0f}s  {line}", markup=False)
+
+    def remember(self, solved: Mapping[int, float]) -> None:
+        """Evaluations of before the run was resumed, by step: the end compares with the first."""
+        self._solved.update(solved)
+
+    def begin_step(self) -> None:
+        """Note when a step starts: what the time left is computed from."""
+        self._step_started.append(time.monotonic())
+
+    def lap(self) -> Metrics:
+        """Seconds since the last lap by phase, `other_s`, and `total_s`, their sum."""
+        return self._stopwatch.lap()
+
+    def step_done(self, step: int, rollout: Metrics, learner: Metrics, engine: Metrics) -> None:
+        """The line of a finished step."""
+        agreement = max(engine["max_dlogp"], learner.get("sampler_gap_max", 0.0))
+        left = self.time_left(step + 1)
+        self._numbers = _numbers(rollout, learner, agreement, left)
+        self.say(
+            f"step {step + 1}/{self._total}  reward {rollout['reward']:.3f}  "
+            f"{_solved(rollout)}live groups {rollout['live_groups']:.0f}/"
+            f"{rollout['groups']:.0f}  tool calls {rollout['tool_calls']:.2f}  "
+            f"sampled {rollout['decode_s'] + rollout['idle_s']:.1f}s  "
+            f"learned {learner['seconds']:.1f}s on {learner['packed_tokens']:.0f} tokens  "
+            f"{_infra(rollout)}agreement {agreement:.1e}  left {left}"
+        )
+        told, self._gradientless = self._gradientless, rollout["live_groups"] == 0
+        if self._gradientless and not told:
+            self.say(
+                "no group had a gradient: the rollouts of each task all earned the same. Tasks "
+                "that are sometimes solved teach (data.levels, rollout.group_size, "
+                "rollout.refill_below)"
+            )
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """The line of an evaluation."""
+        told = "solved" if "solved" in metrics else "reward"  # where nobody says what is solved
+        if told == "solved":
+            self._solved[step] = metrics["solved"]
+        self.say(
+            f"held-out after {step} steps: {told} {metrics[told]:.3f} of "
+            f"{metrics['rollouts']:.0f} tasks, greedy  {_infra(metrics)}"
+            f"(answered {metrics['answered']:.0%}, "
+            f"tool errors {metrics['tool_errors']:.2f} a rollout)"
+        )
+
+    def finished(self, out_dir: Path) -> None:
+        """What the run was for, and where everything is."""
+        if len(self._solved) > 1:
+            (first, before), *_, (last, after) = self._solved.items()
+            self.say(f"held-out solved: {before:.3f} after {first} steps, {after:.3f} after {last}")
+        self.say(f"done. Everything is in {out_dir.resolve()}:")
+        for name, what in {
+            "run.json": "resolved config, what was chosen, versions",
+            "metrics.jsonl": "one line a step",
+            "rollouts.jsonl": "every rollout, token by token",
+            "checkpoints/": "Hugging Face model directories, loadable by transformers",
+        }.items():
+            self.say(f"  {name:16s} {what}")
+        self.say(f"look at it: {command()} view {out_dir}")
+
+    def time_left(self, next_step: int) -> str:
+        """Estimate from the mean of the steps so far; "?" before the first has ended."""
+        steps = len(self._step_started)
+        if steps == 0:
+            return "?"
+        each = (time.monotonic() - self._step_started[0]) / steps
+        minutes, seconds = divmod(round(each * (self._total - next_step)), 60)
+        return f"{minutes}m{seconds:02d}s"
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Show what is being done now (on a terminal); its time goes by the first word."""
+        self._phases.append((what, time.monotonic()))
+        try:
+            with self._stopwatch.part(what.split()[0].strip(":,")), self._live():
+                yield
+        finally:
+            self._phases.pop()
+
+    @contextlib.contextmanager
+    def _live(self) -> Iterator[None]:
+        if not self._console.is_terminal or len(self._phases) > 1:
+            yield
+            return
+        with Live(
+            console=self._console,
+            get_renderable=self._now,
+            refresh_per_second=REFRESH_HZ,
+            transient=True,
+        ):
+            yield
+
+    def _now(self) -> RenderableType:
+        """The live lines: the phase, then the last step's numbers and the gauges."""
+        what, since = self._phases[-1] if self._phases else ("", time.monotonic())
+        step = f"step {len(self._step_started)}/{self._total}, " if self._step_started else ""
+        self._spinner.update(text=f"{step}{what}, {time.monotonic() - since:.0f} s")
+        shown = {**self._numbers, **{name: read() for name, read in self._gauges.items()}}
+        table = Table.grid(padding=(0, 3))
+        names = list(shown)
+        for start in range(0, len(names), 5):
+            row = names[start : start + 5]
+            table.add_row(*(f"[dim]{name}[/dim] {shown[name]}" for name in row))
+        return Group(self._spinner, table)
+
+
+def command() -> str:
+    """How this installation's `agentgrpo` is called from here."""
+    mine = Path(sys.executable).parent / "agentgrpo"
+    found = shutil.which("agentgrpo")
+    if not mine.exists() or (found and Path(found).samefile(mine)):
+        return "agentgrpo"
+    return os.path.relpath(mine) if mine.is_relative_to(Path.cwd()) else str(mine)
+
+
+def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) -> dict[str, str]:
+    sampling_s = rollout["decode_s"] + rollout["idle_s"]
+    return {
+        "reward": f"{rollout['reward']:.3f}",
+        **({"solved": f"{rollout['solved']:.0%}"} if "solved" in rollout else {}),
+        "generation": _rate(rollout.get("total_sampled_tokens", 0.0), sampling_s),
+        "learning": _rate(learner["packed_tokens"], learner["seconds"]),
+        "engine idle": f"{rollout['idle_s'] / sampling_s:.0%}" if sampling_s else "-",
+        "agreement": f"{agreement:.1e}",
+        "left": left,
+    }
+
+
+def _rate(tokens: float, seconds: float) -> str:
+    return f"{tokens / seconds:,.0f} tokens/s" if seconds else "-"
+
+
+def _memory() -> str:
+    """Resident memory of this process, and what torch holds on a GPU."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    shown = f"{resident / 2**20:.1f} GiB"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        shown += f", GPU {(total - free) / 2**30:.1f} of {total / 2**30:.0f}"
+    return shown
+
+
+def _solved(metrics: Metrics) -> str:
+    return f"solved {metrics['solved']:.0%}  " if "solved" in metrics else ""
+
+
+def _infra(metrics: Metrics) -> str:
+    broken = metrics["infra_errors"]
+    return f"BROKEN BY THE MACHINE {broken:.0f}  " if broken else ""

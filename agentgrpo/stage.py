@@ -1,0 +1,274 @@
+"""Config -> all of a run but its engine and learner: what can be checked before a model is loaded.
+
+Cheapest first: the sandbox and the data, then the model's files and its chat template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentgrpo.actions import CallTools, Observation, RunCode, ToolCall
+from agentgrpo.agents.base import Agent
+from agentgrpo.config import SandboxConfig, TrainConfig
+from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.data.tasks import RowTasks, Tasks
+from agentgrpo.envs.base import Environment
+from agentgrpo.machine.packages import require_packages, require_trainable
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.models import (
+    SavedAdapter,
+    base_of,
+    chat_of,
+    check_model,
+    resolve_model,
+    saved_adapter,
+)
+from agentgrpo.registry import (
+    load_sampler,
+    make_agent,
+    make_env,
+    make_reward,
+    needs_answers,
+    script_of,
+)
+from agentgrpo.rewards.rewards import expected_answer, try_reward
+from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rollout.custom import RolloutSampler
+from agentgrpo.run.progress import Progress
+from agentgrpo.run.records import require_recordable
+from agentgrpo.run.trackers import require as require_trackers
+from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
+from agentgrpo.types import Task
+
+
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """All of a Player but its engine: what can be checked before the model is loaded."""
+
+    model: str
+    adapter: SavedAdapter | None
+    """What the model is to be played with; never of a model that is trained."""
+    pool: SandboxPool
+    env: Environment
+    agent: Agent
+    chat: ChatTemplate
+    reward: Scoring
+    heldout: list[Task]
+    progress: Progress
+    user_sampler: RolloutSampler | None
+    """config.rollout.sampler, if one is named."""
+
+    def close(self) -> None:
+        """Stop what the environment holds, and the sandbox."""
+        close_env(self.env)
+        self.pool.close()
+
+    def training_tasks(self, config: TrainConfig) -> Tasks:
+        """The stream to train on, checked as far as it is a list."""
+        answers = _with_answers(config, self.env)
+        tasks = training_tasks(config.data, config.seed, self.env, answers=answers)
+        if not isinstance(tasks, RowTasks):
+            return tasks
+        kept = RowTasks(
+            self.checked(config, tasks.rows, "data.train"), source=tasks.source, seed=config.seed
+        )
+        self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
+        return kept
+
+    def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
+        """The tasks whose prompts fit; that each can be shown and scored.
+
+        Raises:
+            ValueError: one has no answer, or a prompt leaves no room and data.max_prompt_tokens
+                does not say to leave it out.
+        """
+        limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
+        kept = []
+        for task in tasks:
+            if needs_answers(config.reward, self.env):
+                expected_answer(task)
+            require_recordable(task)
+            length = prompt_length(self.agent, self.chat, task)
+            if limit is not None and length > limit:
+                continue
+            if length > longest:
+                raise ValueError(
+                    f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
+                    f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
+                )
+            kept.append(task)
+        if len(kept) < len(tasks):
+            self.progress.say(
+                f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out, their prompts "
+                f"are longer than data.max_prompt_tokens = {limit}"
+            )
+        if not kept:
+            raise ValueError(f"{key}: no prompt has at most {limit} tokens")
+        return kept
+
+
+def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
+    """Tokens of a task before the policy's first."""
+    prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
+    return len(prompt) + len(chat.text_ids(agent.prefill(task)))
+
+
+def set_stage(
+    config: TrainConfig,
+    *,
+    model: str | None = None,
+    trained: bool = True,
+    progress: Progress | None = None,
+) -> Stage:
+    """Make and check what it takes to play tasks, but the engine.
+
+    Args:
+        config: of the run.
+        model: in place of config.model.
+        trained: the model is to be trained. If not, config.model may be an adapter's folder.
+        progress: where to say what is done; None: standard output.
+
+    Raises:
+        As build().
+    """
+    progress = progress or Progress(config.steps)
+    require_packages()
+    require_trackers(config.trackers)
+    if trained:
+        require_trainable(config.learner)
+    progress.say("sandbox: checking that this machine can isolate code")
+    with contextlib.ExitStack() as undo:
+        pool = open_sandbox(config.sandbox)
+        undo.callback(pool.close)
+        progress.say("sandbox: " + one_line(pool.describe(), "rung", "memory_limit", "python"))
+        progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
+        env = make_env(config, pool)
+        undo.callback(close_env, env)
+        heldout = heldout_tasks(config.data, env, answers=_with_answers(config, env))
+        reward = make_reward(config.reward, env)
+        if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
+            try_reward(reward, heldout[0])
+        progress.say(f"model: {model or config.model}")
+        adapter = None if trained else saved_adapter(model or config.model)
+        if adapter is not None:
+            model = base_of(adapter)
+        model = model or resolve_model(config.model, progress.say)
+        chat = chat_of(model, config.rollout.template_options)
+        check_model(config, model)
+        read_calls = None
+        if config.agent.kind == "tools":
+            from agentgrpo.engine.tool_parsers import tool_call_reader
+
+            read_calls = tool_call_reader(config.agent.parser, chat.tokenizer)
+        stage = Stage(
+            model=model,
+            adapter=adapter,
+            pool=pool,
+            env=env,
+            agent=make_agent(config, env, read_calls),
+            chat=chat,
+            reward=make_scoring(config, env, chat.tokenizer),
+            heldout=heldout,
+            progress=progress,
+            user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
+        )
+        _check_shown(config, stage.agent, chat)
+        _check_tools_shown(stage.agent, chat, heldout[0])
+        stage.heldout = stage.checked(config, heldout, "data.heldout")
+        undo.pop_all()
+    return stage
+
+
+def close_env(env: Environment) -> None:
+    """Let an environment that holds anything give it back."""
+    close = getattr(env, "close", None)
+    if close is not None:
+        close()
+
+
+def _with_answers(config: TrainConfig, env: Environment) -> bool:
+    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
+    kind = config.reward.kind
+    judged = bool(getattr(env, "judges", False))
+    return kind != "none" and ":" not in kind and not (judged and kind == "auto")
+
+
+def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
+    """Observations reach the policy."""
+    mark = "observation-7f3a"
+    action = CallTools((ToolCall("x", {}),)) if config.agent.kind == "tools" else RunCode("")
+    told = agent.observe(action, Observation(mark))
+    if isinstance(told, str):
+        return
+    shown = chat.observation_ids(told, turn_closed=False)
+    if mark not in chat.tokenizer.decode(shown):
+        raise ValueError(
+            f"agent.observation_role: the model's chat template does not show messages of role "
+            f"{told[0]['role']!r}; choose another role"
+        )
+
+
+def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
+    """The policy is told of its tools."""
+    schemas = agent.tools(task)
+    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
+    for schema in schemas:
+        name = str(schema["function"]["name"])
+        if name not in shown:
+            raise ValueError(
+                f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
+                "the prompt): take a model made for tool calls, or the code or inline agent"
+            )
+
+
+def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
+    """What a rollout is worth besides what the environment gives it."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    base = make_reward(config.reward, env)
+    return Scoring(base, config.reward, decode, total_steps=config.steps)
+
+
+def open_sandbox(config: SandboxConfig) -> SandboxPool:
+    """The pool that code runs in; the caller closes it.
+
+    Raises:
+        ValueError: there is no such template, directory or tool script; names the key.
+    """
+    try:
+        found = find_template(config.template)
+    except SandboxException as error:
+        raise ValueError(f"sandbox.template: {error}") from None
+    limits = dataclasses.replace(
+        found.limits or Limits(), timeout_s=config.timeout_s, memory_mib=config.memory_mib
+    )
+    try:
+        template = dataclasses.replace(
+            found,
+            site_dirs=(*found.site_dirs, *config.site_dirs),
+            env={**found.env, **config.env},
+            setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("template.", "sandbox.")) from None
+    return SandboxPool(
+        limits=limits,
+        template=template,
+        max_live=config.max_live,
+        allow_degraded=config.allow_degraded,
+    )
+
+
+def one_line(values: dict[str, Any], *names: str) -> str:
+    """These of the values, as a run prints them."""
+    shown = {name: values[name] for name in names}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in shown.items()
+    )

@@ -1,0 +1,244 @@
+"""The strict reader: what a config may say, and what it is told when it says something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
+from agentgrpo.config.read import RECIPE_SECTIONS, load_config, load_config_of, shipped_configs
+from agentgrpo.config.recipe import RecipeConfig
+
+LEAST = "model = 'm'\nout_dir = 'o'\n"
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(LEAST)
+    return path
+
+
+def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
+    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
+    config = load_config(toml)
+    assert config.loss.beta == 0.1
+    assert config.model_dump(exclude={"loss"}) == TrainConfig(
+        model="m", out_dir=Path("o")
+    ).model_dump(exclude={"loss"})
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("steps=7", None, "steps", 7),
+        ("rollout.deterministic=true", "rollout", "deterministic", True),
+        ("learner.learning_rate=5e-5", "learner", "learning_rate", 5e-5),
+        ("data.levels=[1,2,3]", "data", "levels", (1, 2, 3)),
+        ("model=some/plain-text", None, "model", "some/plain-text"),
+        ('model="quoted"', None, "model", "quoted"),
+        ("agent.system_prompt=a = b", "agent", "system_prompt", "a = b"),
+        ("agent.system_prompt=", "agent", "system_prompt", ""),
+    ],
+)
+def test_an_override_is_read_as_toml_or_else_as_text(
+    toml: Path, override: str, section: str | None, key: str, value: Any
+) -> None:
+    config = load_config(toml, [override])
+    assert getattr(getattr(config, section) if section else config, key) == value
+
+
+def test_the_last_override_wins_over_the_file(toml: Path) -> None:
+    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
+    assert load_config(toml, ["loss.beta=0.3", "loss.beta=0.4"]).loss.beta == 0.4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
+        ("learner.lr_rate=1", "learner.lr_rate; did you mean learner.learning_rate?"),
+        ("loss.batea=1", "unknown key.*did you mean loss.beta?"),
+        ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
+        ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
+        ("nosuch.key=2", "unknown config key nosuch$"),
+        ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),
+        ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
+        ("learner.lr=1", r"key learner.lr; \[learner\] has learning_rate, decay, .*offload_optim"),
+        ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),
+        ("loss.vllm_importance_sampling_clip_max=0", "clip_max: .*greater than 0, got 0"),
+        ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
+        ("steps=x", "config key steps: .*integer.*got 'x'"),
+        ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),
+        ("engine.dtype=float16", "config key engine.dtype: .*'bfloat16'.*got 'float16'"),
+        ("rollout.temperature=0.005", "key rollout.temperature: .*equal to 0.01, got 0.005"),
+        ("data.levels=[5]", r"config key data.levels.0: .*equal to 4, got 5"),
+        ("engine.max_model_len=127", "config key engine.max_model_len: .*equal to 128, got 127"),
+        ("rollout.max_turn_tokens=1024", "max_turn_tokens must be below .* 1024, got 1024"),
+        ("learner.max_tokens=1023", "learner.max_tokens must hold .* 1024, got 1023"),
+        ("steps", "override 'steps': expected section.key=value"),
+        ("steps.more=1", "steps is not a section"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_its_name(toml: Path, override: str, message: str) -> None:
+    toml.write_text("steps = 3\n" + LEAST)
+    with pytest.raises(ValueError, match=message.replace("unknown key", "unknown config key")):
+        load_config(toml, [override])
+
+
+def test_every_mistake_is_named_at_once(toml: Path) -> None:
+    with pytest.raises(ValueError, match="steps") as caught:
+        load_config(toml, ["steps=0", "seed=-1", "nosuch.key=2"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("missing", ["model", "out_dir"])
+def test_what_has_no_default_is_required(tmp_path: Path, missing: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("".join(line for line in LEAST.splitlines(True) if missing not in line))
+    with pytest.raises(ValueError, match=f"config key {missing} is required"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nosuch.toml", "`agentgrpo train --help` lists these"),
+        ("quickstrat", "did you mean quickstart?"),
+        ("runs/quickstart.toml", "did you mean quickstart?"),
+    ],
+)
+def test_a_missing_config_names_the_nearest_shipped_one(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=r"is neither a file nor the name of a") as caught:
+        load_config(name)
+    assert str(caught.value).startswith(f"config {name!r} ")
+    assert str(caught.value).endswith(f"; {hint}")
+
+
+def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:
+    toml.write_text("model = \n")
+    with pytest.raises(ValueError, match=r"c\.toml: not valid TOML: .*line 1"):
+        load_config(toml)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_load_by_name(name: str) -> None:
+    by_path = load_config_of(RecipeConfig, shipped_configs()[name])
+    assert load_config_of(RecipeConfig, name) == by_path
+
+
+def test_there_is_a_quickstart() -> None:
+    config = load_config("quickstart")
+    assert config.rollout.deterministic
+    assert config.agent.shots
+
+
+def test_a_config_cannot_be_changed(toml: Path) -> None:
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        load_config(toml).steps = 3
+
+
+def test_a_resolved_config_can_be_read_again(toml: Path) -> None:
+    config = load_config(toml, ["rollout.max_turns=5"])
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "meant", "threshold"),
+    [
+        ("auto", "cpu", "float32", 1e-3),
+        ("auto", "cuda", "bfloat16", 1.0),
+        ("bfloat16", "cpu", "bfloat16", 1.0),
+        ("float32", "cuda", "float32", 1e-3),
+    ],
+)
+def test_auto_depends_on_the_device(dtype: Any, device: str, meant: str, threshold: float) -> None:
+    config = EngineConfig(dtype=dtype)
+    assert config.dtype_on(device) == meant
+    assert config.agreement_on(device) == threshold
+    assert EngineConfig(dtype=dtype, agreement_threshold=0.5).agreement_on(device) == 0.5
+
+
+def test_seeds_of_steps_refills_and_runs_all_differ() -> None:
+    configs = [TrainConfig(model="m", out_dir=Path("o"), seed=seed) for seed in range(3)]
+    seeds = {c.seed_of(step, refill) for c in configs for step in range(50) for refill in range(5)}
+    assert len(seeds) == 3 * 50 * 5
+    assert configs[1].seed_of(4, 1) == configs[1].seed_of(4, 1)
+
+
+def test_a_rollout_may_sample_all_its_turns() -> None:
+    assert RolloutConfig(max_turns=3, max_turn_tokens=10).max_sampled_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "top_p=0.9",
+        "top_k=5",
+        "min_p=0.1",
+        "repetition_penalty=1.1",
+        "presence_penalty=0.5",
+        "frequency_penalty=-0.5",
+    ],
+)
+def test_what_bends_the_distribution_is_for_evaluation_only(toml: Path, override: str) -> None:
+    name, _, value = override.partition("=")
+    with pytest.raises(ValueError, match=rf"rollout\.{name} must be .*ratio would be biased.*eval"):
+        load_config(toml, [f"rollout.{override}"])
+    config = load_config(toml, [f"evaluation.{override}"])
+    assert config.evaluation.filters == {name: float(value)}
+
+
+def test_an_evaluation_is_greedy_and_unfiltered_if_not_told_otherwise(toml: Path) -> None:
+    config = load_config(toml)
+    assert config.evaluation.temperature == 0.0
+    assert config.evaluation.filters == {}
+
+
+@pytest.mark.parametrize("treatment", ["train", "mask"])
+def test_a_broken_machine_can_neither_teach_nor_be_compared_with(
+    toml: Path, treatment: str
+) -> None:
+    with pytest.raises(ValueError, match=r"infra_error must be 'drop' or 'retry'.*the machine"):
+        load_config(toml, [f'rollout.treatment={{infra_error="{treatment}"}}'])
+    load_config(toml, ['rollout.treatment={infra_error="drop", timed_out="mask"}'])
+
+
+@pytest.mark.parametrize("override", ['{oops="mask"}', '{completed="oops"}'])
+def test_treatments_and_statuses_must_exist(toml: Path, override: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.treatment"):
+        load_config(toml, [f"rollout.treatment={override}"])
+
+
+def test_a_group_cannot_begin_with_all_its_rollouts_and_branch(toml: Path) -> None:
+    with pytest.raises(ValueError, match=r"branching\.initial must be below .*group_size 8, got 8"):
+        load_config(toml, ["rollout.branching.initial=8"])
+    assert load_config(toml, ["rollout.branching.initial=7"]).rollout.branching.initial == 7
+
+
+def test_merged_weights_cannot_be_those_that_they_are_merged_from(toml: Path) -> None:
+    merged = ["learner.lora.rank=4", "learner.lora.serve=merged"]
+    with pytest.raises(ValueError, match=r"engine\.weights 'shared' and learner\.lora\.serve 'm"):
+        load_config(toml, [*merged, "engine.weights=shared"])
+    for weights in ("auto", "copy"):
+        assert load_config(toml, [*merged, f"engine.weights={weights}"]).learner.lora.rank == 4
+
+
+def test_weights_that_are_shared_or_adapted_cannot_be_dropped(toml: Path) -> None:
+    with pytest.raises(ValueError, match=r"sleep_level 2 .* needs engine\.weights = 'copy'"):
+        load_config(toml, ["engine.sleep_level=2"])
+    copied = ["engine.sleep_level=2", "engine.weights=copy"]
+    assert load_config(toml, copied).engine.sleep_level == 2
+    with pytest.raises(ValueError, match=r"sleep_level 2 .* use 1 with learner\.lora\.rank 4"):
+        load_config(toml, [*copied, "learner.lora.rank=4"])
+
+
+def test_a_recipes_sections_are_known_for_what_they_are() -> None:
+    assert (
+        set(RECIPE_SECTIONS) == RecipeConfig.model_fields.keys() - TrainConfig.model_fields.keys()
+    )
+    with pytest.raises(ValueError, match=r"\[flywheel\] is a section of a recipe"):
+        load_config("recipe")

@@ -1,0 +1,67 @@
+"""The sections of a recipe: what fits together, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import RecipeConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(**sections: Any) -> RecipeConfig:
+    return RecipeConfig.model_validate({"model": "m", "out_dir": "o", **sections})
+
+
+def test_the_documents_example_is_a_recipe() -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/recipe.md").read_text(), re.M | re.S)
+    recipe = RecipeConfig.model_validate(tomllib.loads(text))
+    assert recipe.endpoints["critic"].kind == "http"
+    assert recipe.of_run().reward.sigma_length == 0.5
+
+
+def test_the_quickstart_is_a_recipe_too_and_overrides_reach_its_sections() -> None:
+    recipe = load_config_of(RecipeConfig, "quickstart", ["curriculum.stages=2", "steps=3"])
+    assert (recipe.curriculum.stages, recipe.steps, recipe.measures.attempts) == (2, 3, 1)
+    with pytest.raises(ValueError, match=r"unknown config key curriculum\.stage"):
+        load_config_of(RecipeConfig, "quickstart", ["curriculum.stage=2"])
+
+
+def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
+    recipe = make(rollout={"group_size": 5}, learner={"learning_rate": 1e-3}, seed=4)
+    run = recipe.of_run(out_dir="elsewhere", **{"rollout.max_turns": 9})
+    assert type(run) is TrainConfig
+    assert (run.rollout.group_size, run.rollout.max_turns, run.seed) == (5, 9, 4)
+    assert str(run.out_dir) == "elsewhere"
+    assert str(recipe.of_run().out_dir) == "o"
+    with pytest.raises(ValueError, match="group_size"):
+        recipe.of_run(**{"rollout.group_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"flywheel": {"critic": "big"}},
+            r"flywheel\.critic: no endpoint 'big'; there are",
+        ),
+        ({"measures": {"quality": "judge"}}, r"measures\.judge: the endpoint of quality"),
+        ({"measures": {"judge": "policy"}}, r"measures\.judge: the endpoint of quality"),
+        ({"measures": {"attempts": 3}}, r"need measures\.temperature above 0"),
+        ({"measures": {"pass_k": [2]}}, r"pass_k must be at most measures\.attempts 1, got 2"),
+        ({"endpoints": {"policy": {}}}, "the name is that of the run's own model"),
+        ({"flywheel": {"concurrency": 99}}, r"three trajectories each at once, sandbox\.max_live"),
+        ({"flywheel": {"operators": ["magic"]}}, "operators"),
+        ({"sft": {"batch_size": 0}}, "batch_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(**sections)

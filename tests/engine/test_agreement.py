@@ -1,0 +1,132 @@
+"""The proof that both sides are one policy: what passes, what does not, what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo import parallel
+from agentgrpo.engine.agreement import (
+    NEW_TOKENS,
+    Disagreement,
+    check_agreement,
+    probe_prompts,
+    require_agreement,
+)
+from agentgrpo.types import Float32, Int32
+
+
+def logp_of(token_ids: Int32) -> Float32:
+    """A made-up policy: a token's log-probability is a function of it and its position."""
+    return (-(token_ids[1:] % 7) - np.arange(1, len(token_ids)) / 100).astype(np.float32)
+
+
+@dataclass
+class Continued:
+    token_ids: Int32
+    logprobs: Float32
+
+
+class Sides:
+    """Engine and learner with one policy, except for `shift` nats at one probe's token."""
+
+    def __init__(self, shift: float = 0.0, *, probe: int = 1, token: int = NEW_TOKENS - 1) -> None:
+        self.shift, self.probe_index, self.token = shift, probe, token
+
+    def score(self, token_ids: Int32) -> Float32:
+        return logp_of(token_ids)
+
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Continued]:
+        return [self._complete(i, prompt, num_tokens) for i, prompt in enumerate(prompts)]
+
+    def _complete(self, index: int, prompt: Int32, num_tokens: int) -> Continued:
+        new = np.arange(50, 50 + num_tokens, dtype=np.int32)
+        logprobs = logp_of(np.concatenate([prompt, new]))[-num_tokens:].copy()
+        if index == self.probe_index:
+            logprobs[self.token] += np.float32(self.shift)
+        return Continued(new, logprobs)
+
+
+PROMPTS = probe_prompts(1000)
+
+
+def test_one_policy_agrees_exactly() -> None:
+    sides = Sides()
+    assert check_agreement(sides, sides, PROMPTS, threshold=1e-9) == {
+        "max_dlogp": 0.0,
+        "mean_dlogp": 0.0,
+    }
+
+
+@pytest.mark.parametrize("shift", [0.5, -0.5])
+@pytest.mark.parametrize("probe", range(len(PROMPTS)))
+@pytest.mark.parametrize("token", range(NEW_TOKENS))
+def test_one_token_of_one_probe_is_enough_to_stop(shift: float, probe: int, token: int) -> None:
+    sides = Sides(shift, probe=probe, token=token)
+    with pytest.raises(Disagreement, match=r"0\.5 nats, allowed 0\.1 .*agreement_threshold"):
+        check_agreement(sides, sides, PROMPTS, threshold=0.1)
+    metrics = check_agreement(sides, sides, PROMPTS, threshold=0.6)
+    assert metrics["max_dlogp"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["mean_dlogp"] == pytest.approx(0.5 / (len(PROMPTS) * NEW_TOKENS), abs=1e-5)
+
+
+class Counted(Sides):
+    """Sharded weights are scored by all ranks together, or a rank waits for the others for ever."""
+
+    scored = 0
+
+    def score(self, token_ids: Int32) -> Float32:
+        self.scored += 1
+        return super().score(token_ids)
+
+
+@pytest.mark.parametrize("shift", [0.5, float("nan")])
+def test_what_one_rank_sees_stops_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, shift: float
+) -> None:
+    seen = {}
+    for rank in range(3):
+        sides, probes = Counted(), probe_prompts(1000)
+        check_agreement(sides, sides, probes, threshold=0.1)
+        if rank == 1:
+            sides.shift = shift
+
+        def gather(mine: Any, rank: int = rank) -> list[Any]:
+            others = (0.0, "another") if isinstance(mine, tuple) else 0.0
+            failed = (shift, "the one") if isinstance(mine, tuple) else shift
+            return [mine if r == rank else failed if r == 1 else others for r in range(3)]
+
+        monkeypatch.setattr(parallel, "gather", gather)
+        with pytest.raises(Disagreement, match=f"{shift:g} nats, allowed 0.1") as error:
+            check_agreement(sides, sides, probes, threshold=0.1)
+        monkeypatch.undo()
+        told = "the sampler has moved since" if rank == 1 else "the one"
+        assert told in str(error.value), "of the rank that saw it"
+        seen[rank] = sides.scored
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("shift", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_never_passes(shift: float) -> None:
+    sides = Sides(shift)
+    with pytest.raises(Disagreement):
+        check_agreement(sides, sides, PROMPTS, threshold=1e30)
+
+
+def test_the_threshold_itself_passes() -> None:
+    require_agreement(0.25, 0.25, where="here")
+    with pytest.raises(Disagreement, match="disagree here"):
+        require_agreement(np.nextafter(0.25, 1), 0.25, where="here")
+
+
+def test_probes_are_the_same_in_every_run_and_within_the_vocabulary() -> None:
+    again = probe_prompts(1000)
+    assert all(np.array_equal(a, b) for a, b in zip(PROMPTS, again, strict=True))
+    assert not np.array_equal(PROMPTS[0], PROMPTS[1])
+    assert all(p.dtype == np.int32 and 0 <= p.min() <= p.max() < 1000 for p in PROMPTS)
+    # a stale prefix cache can be hit only by prompts longer than its blocks of 32
+    assert min(map(len, PROMPTS)) > 2 * 32

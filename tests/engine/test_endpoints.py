@@ -1,0 +1,262 @@
+"""Endpoints against a server of our own on localhost, and an engine that threads share."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.config.recipe import EndpointConfig
+from agentgrpo.engine.endpoints import (
+    EngineEndpoint,
+    EngineLoop,
+    HttpEndpoint,
+    ScriptedEndpoint,
+    make_endpoint,
+)
+from agentgrpo.models.chat import ChatTemplate
+from tests.rollout.stubs import StubEngine, Turn
+
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """An OpenAI-like server; `server.answers` are used up one by one, `server.seen` grows."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            made.seen.append((self.path, self.headers.get("Authorization"), body))
+            status, answer = made.answers.pop(0)(body)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    made: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.answers, made.seen = [], []
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def echo(body: dict[str, Any]) -> tuple[int, Any]:
+    text = body["messages"][-1]["content"]
+    return 200, {"choices": [{"message": {"content": f"{text} {i}"}} for i in range(body["n"])]}
+
+
+def endpoint(server: Any, **options: Any) -> HttpEndpoint:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    return HttpEndpoint(url=url, model="m", backoff_s=0.001, **options)
+
+
+def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    server.answers = [echo]
+    asked = endpoint(server, api_key_env="SOME_KEY", extra={"top_p": 0.5})
+    assert asked.complete(USER, n=2, temperature=0.7, max_tokens=9, stop=["\n"]) == ["hi 0", "hi 1"]
+    assert server.seen == [
+        (
+            "/v1/chat/completions",
+            "Bearer secret",
+            {
+                "model": "m",
+                "messages": USER,
+                "n": 2,
+                "temperature": 0.7,
+                "max_tokens": 9,
+                "stop": ["\n"],
+                "top_p": 0.5,
+            },
+        )
+    ]
+    monkeypatch.delenv("SOME_KEY")
+    with pytest.raises(InfrastructureError, match="has no SOME_KEY"):
+        asked.complete(USER)
+
+
+@pytest.mark.parametrize("status", [429, 408, 500, 503])
+def test_what_may_pass_is_tried_again(server: Any, status: int) -> None:
+    server.answers = [lambda body: (status, b"busy")] * 2 + [echo]
+    assert endpoint(server, retries=2).complete(USER) == ["hi 0"]
+    server.answers = [lambda body: (status, b"busy")] * 2
+    with pytest.raises(InfrastructureError, match=f"HTTP {status}: busy"):
+        endpoint(server, retries=1).complete(USER)
+
+
+def test_what_the_server_refuses_is_final(server: Any) -> None:
+    server.answers = [lambda body: (400, b"no such model"), echo]
+    with pytest.raises(InfrastructureError, match="HTTP 400: no such model"):
+        endpoint(server).complete(USER)
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"<html>", "expected choices with messages, got b'<html>'"),
+        (b"", "expected choices with messages"),
+        ({"choices": [{}]}, "expected choices with messages"),
+        ({"error": "overloaded"}, "expected choices with messages"),
+        ({"choices": []}, "0 of 1 replies came"),
+        ({"choices": [{"message": {"content": None}}]}, "expected text in each message"),
+    ],
+)
+def test_answers_of_another_form_are_logged_tried_again_and_never_text(
+    server: Any, caplog: pytest.LogCaptureFixture, answer: Any, said: str
+) -> None:
+    server.answers = [lambda body: (200, answer), echo]
+    assert endpoint(server).complete(USER) == ["hi 0"]
+    (entry,) = caplog.records
+    assert said in entry.getMessage()
+    assert "(try 1 of 4)" in entry.getMessage()
+    server.answers = [lambda body: (200, answer)] * 3
+    with pytest.raises(InfrastructureError, match=re.escape(said)):
+        endpoint(server, retries=2).complete(USER)
+    assert not server.answers
+
+
+def test_a_server_that_is_too_slow_is_asked_again(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = threading.Event()
+
+    def slow(body: dict[str, Any]) -> tuple[int, Any]:
+        late.wait(10)
+        return echo(body)
+
+    server.answers = [slow, echo]
+    assert endpoint(server, timeout_s=0.2).complete(USER) == ["hi 0"]
+    assert "timed out" in caplog.text
+    server.answers = [slow]
+    with pytest.raises(InfrastructureError, match="timed out"):
+        endpoint(server, timeout_s=0.2, retries=0).complete(USER)
+    late.set()
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
+    """Fewer bytes than its header promises; then none at all."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    whole = json.dumps({"choices": [{"message": {"content": "ok"}}]}).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole)
+
+    def serve() -> None:
+        for answer in (head + whole[:5], b"", b"nonsense\r\n\r\n", head + whole):
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    with listener, ThreadPoolExecutor(1) as side:
+        serving = side.submit(serve)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        assert HttpEndpoint(url=url, model="m", backoff_s=0.001).complete(USER) == ["ok"]
+        serving.result()
+
+
+def test_nobody_listening_is_an_infrastructure_error() -> None:
+    with pytest.raises(InfrastructureError, match=r"endpoint http://127\.0\.0\.1:9/v1"):
+        HttpEndpoint(url="http://127.0.0.1:9/v1", model="m", retries=0).complete(USER)
+
+
+def test_a_script_replies_and_is_cut_at_stops() -> None:
+    script = ScriptedEndpoint(lambda messages: f"{len(messages)} of; them")
+    assert script.complete(USER, n=2, stop=("them", ";")) == ["1 of", "1 of"]
+    with pytest.raises(TypeError, match="must return text, got 3"):
+        ScriptedEndpoint(lambda messages: 3).complete(USER)  # type: ignore[arg-type,return-value]
+
+
+def test_configs_make_endpoints() -> None:
+    script = make_endpoint(EndpointConfig(kind="script", function="os.path:basename"), "s")
+    assert isinstance(script, ScriptedEndpoint)
+    http = make_endpoint(EndpointConfig(kind="http", url="http://x/v1", model="m"), "h")
+    assert isinstance(http, HttpEndpoint)
+    assert http.timeout_s == 120.0
+    with pytest.raises(ValueError, match=r"endpoints\.s\.function: no module 'nowhere'"):
+        make_endpoint(EndpointConfig(kind="script", function="nowhere:f"), "s")
+    with pytest.raises(ValueError, match=r"endpoints\.e: an engine is needed"):
+        make_endpoint(EndpointConfig(), "e")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kind": "http", "model": "m"}, "of kind 'http' needs url"),
+        ({"kind": "http", "url": "u"}, "of kind 'http' needs model"),
+        ({"kind": "script"}, "of kind 'script' needs function"),
+        ({"kind": "engine", "url": "u"}, "url: an endpoint of kind 'engine' does not read it"),
+        (
+            {"kind": "script", "function": "a:b", "model": "m"},
+            "model: an endpoint of",
+        ),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EndpointConfig(**wrong)
+
+
+def test_threads_share_an_engine(tokenizer: Any) -> None:
+    """All of them are in flight together, and each gets its own reply."""
+    chat = ChatTemplate(tokenizer)
+    together = []
+
+    def on_step(step: int) -> None:
+        together.append(len(engine.running))
+
+    engine = StubEngine(
+        tokenizer,
+        lambda number, prompt: Turn(f"echo {prompt.split('user')[1][:3].strip()}#x", steps=3),
+        on_step=on_step,
+    )
+    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    asked = EngineEndpoint(loop, chat)
+
+    def ask(name: str) -> list[str]:
+        return asked.complete([{"role": "user", "content": name}], n=2, stop=["#"], max_tokens=50)
+
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(ask, f"q{i}") for i in range(8)]
+        threading.Timer(0.5, loop.stop).start()
+        loop.serve()
+        assert [future.result() for future in futures] == [[f"echo q{i}"] * 2 for i in range(8)]
+    assert max(together) > 2
+    assert all(request.options["stop"] == ("#",) for request in engine.requests)
+
+
+def test_an_error_of_the_engine_reaches_all_who_wait(tokenizer: Any) -> None:
+    def explode(step: int) -> None:
+        raise RuntimeError("no memory")
+
+    engine = StubEngine(tokenizer, lambda number, prompt: Turn("x", steps=9), on_step=explode)
+    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    prompt = np.array([1, 2], np.int32)
+    early = loop.ask(prompt, max_tokens=5)
+    with pytest.raises(RuntimeError, match="no memory"):
+        loop.serve()
+    late = loop.ask(prompt, max_tokens=5)
+    for future in (early, late):
+        with pytest.raises(RuntimeError, match="no memory"):
+            future.result(timeout=5)
+    assert not engine.running
+
+
+def test_a_prompt_without_room_for_a_reply_is_said(tokenizer: Any) -> None:
+    engine = StubEngine(tokenizer, lambda number, prompt: Turn("x"), max_model_len=20)
+    asked = EngineEndpoint(EngineLoop(engine), ChatTemplate(tokenizer))  # type: ignore[arg-type]
+    with pytest.raises(InfrastructureError, match=r"leaves no room .*max_model_len 20"):
+        asked.complete(USER)

@@ -1,0 +1,443 @@
+"""Real vLLM with a tiny model: what it samples, against transformers reading the same files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import EngineConfig
+from agentgrpo.engine.engine import Engine
+from agentgrpo.types import Completion, Float32, Int32
+from tests.rollout import stubs
+from tests.tiny import VOCAB
+
+Score = Callable[[Int32, float], Any]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Score:
+    """Log-probabilities of every next token, at a temperature, by plain transformers; [T, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+    def score(ids: Int32, temperature: float = 1.0) -> Any:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+        return torch.log_softmax(logits / temperature, -1).numpy()
+
+    return score
+
+
+def prompt(length: int, seed: int = 0) -> Int32:
+    return np.random.default_rng(seed).integers(VOCAB, size=length, dtype=np.int32)
+
+
+def finish(engine: Engine) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    while engine.num_in_flight:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return done
+
+
+def ask(
+    engine: Engine,
+    *prompts: Int32,
+    seed: int | None = None,
+    request_seed: int | None = None,
+    **options: Any,
+) -> list[Completion]:
+    if seed is not None:
+        engine.seed(seed)
+    options = {"max_tokens": 24, "temperature": 1.0, **options}
+    for index, ids in enumerate(prompts):
+        engine.add_request(str(index), ids, seed=request_seed, **options)
+    done = finish(engine)
+    return [done[str(index)] for index in range(len(prompts))]
+
+
+def picked(table: Any, prompt_ids: Int32, token_ids: Int32) -> Float32:
+    """The oracle's log-probabilities of the tokens that were sampled after a prompt."""
+    rows = np.arange(len(prompt_ids) - 1, len(prompt_ids) - 1 + len(token_ids))
+    return np.asarray(table[rows, token_ids], np.float32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_logprobs_are_those_of_the_tempered_policy(
+    engine: Engine, oracle: Score, temperature: float
+) -> None:
+    prompts = [prompt(length, seed=length) for length in (1, 7, 32, 33, 100)] * 2
+    for ids, turn in zip(
+        prompts, ask(engine, *prompts, temperature=temperature, seed=1), strict=True
+    ):
+        table = oracle(np.concatenate([ids, turn.token_ids]), temperature)
+        assert turn.logprobs.dtype == np.float32
+        np.testing.assert_allclose(turn.logprobs, picked(table, ids, turn.token_ids), atol=1e-5)
+
+
+def test_greedy_takes_the_most_likely_token(engine: Engine, oracle: Score) -> None:
+    prompts = [prompt(40, seed=seed) for seed in range(6)]
+    for ids, turn in zip(prompts, ask(engine, *prompts, temperature=0.0), strict=True):
+        table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)
+        best = table[len(ids) - 1 : -1].argmax(-1)
+        assert turn.token_ids.tolist() == best.tolist()
+        # the greedy policy's log-probability is reported at temperature 1, as the learner scores it
+        np.testing.assert_allclose(turn.logprobs, picked(table, ids, turn.token_ids), atol=1e-5)
+
+
+def test_samples_follow_the_policy(engine: Engine, oracle: Score) -> None:
+    """Frequencies of the first token over many samples: chi-squared over its likely values."""
+    ids, count = prompt(3), 1200
+    first = [t.token_ids[0] for t in ask(engine, *[ids] * count, max_tokens=1, seed=0)]
+    probability = np.exp(oracle(ids, 1.0)[-1])
+    likely = np.argsort(-probability)[:20]
+    seen = np.bincount(first, minlength=VOCAB)
+    expected = count * probability
+    chi2 = float((((seen - expected) ** 2) / expected)[likely].sum())
+    assert chi2 < 20 + 5 * math.sqrt(2 * 20)
+
+
+def test_a_seed_repeats_every_bit_and_another_does_not(engine: Engine) -> None:
+    prompts = [prompt(50)] * 4 + [prompt(20, seed=1)]
+    runs = []
+    for seed in (3, 3, 4):
+        engine.reset_prefix_cache()
+        runs.append(ask(engine, *prompts, seed=seed))
+    first, again, other = ([(t.token_ids.tobytes(), t.logprobs.tobytes()) for t in r] for r in runs)
+    assert first == again
+    assert first != other
+    assert len({ids for ids, _ in first[:4]}) == 4, "a group must not be one rollout"
+
+
+def test_a_stop_token_is_part_of_the_turn(engine: Engine) -> None:
+    (free,) = ask(engine, prompt(30), seed=5)
+    assert free.finish_reason == "length"
+    stop = int(free.token_ids[6])
+    (turn,) = ask(engine, prompt(30), seed=5, stop_token_ids=[stop])
+    end = free.token_ids.tolist().index(stop) + 1
+    assert turn.token_ids.tolist() == free.token_ids[:end].tolist()
+    assert (turn.finish_reason, turn.stop_reason) == ("stop", stop)
+    assert len(turn.logprobs) == end
+
+
+def test_a_stop_string_ends_with_the_token_it_ends_in(engine: Engine, tokenizer: Any) -> None:
+    for seed in range(50):
+        (free,) = ask(engine, prompt(30), seed=seed)
+        texts = [tokenizer.decode([i]) for i in free.token_ids]
+        pairs = [i for i in range(23) if (texts[i] + texts[i + 1]).isascii()]
+        if pairs and all(free.token_ids != 2):
+            break
+    stop = texts[pairs[0]] + texts[pairs[0] + 1]
+    (turn,) = ask(engine, prompt(30), seed=seed, stop=[stop])
+    assert (turn.finish_reason, turn.stop_reason) == ("stop", stop)
+    assert tokenizer.decode(turn.token_ids).endswith(stop)
+    assert turn.token_ids.tolist() == free.token_ids[: len(turn.token_ids)].tolist()
+    assert len(turn.logprobs) == len(turn.token_ids) <= pairs[0] + 2
+
+
+def test_a_stop_string_may_be_the_name_of_a_special_token(engine: Engine, tokenizer: Any) -> None:
+    """As an agent's tag is that a model has a token of its own for."""
+    (free,) = ask(engine, prompt(30), temperature=0.0)
+    often = int(free.token_ids[0])
+    embedding = engine.model.get_parameter("model.embed_tokens.weight")
+    engine.unpack()
+    with torch.no_grad():  # what is likeliest is now named <|im_start|>
+        embedding[[1, often]] = embedding[[often, 1]]
+    engine.reset_prefix_cache()
+    ids = prompt(30)
+    ids[ids == often] = 1
+    (turn,) = ask(engine, ids, temperature=0.0, stop=[tokenizer.decode([1])])
+    assert turn.token_ids.tolist() == [1]
+    assert (turn.finish_reason, turn.stop_reason) == ("stop", "<|im_start|>")
+
+
+def test_requests_join_and_leave_while_others_decode(engine: Engine, oracle: Score) -> None:
+    engine.add_request("long", prompt(20), max_tokens=30, temperature=1.0)
+    for _ in range(5):
+        assert engine.step() == []
+    engine.add_request("short", prompt(21, seed=1), max_tokens=3, temperature=1.0)
+    engine.add_request("gone", prompt(22, seed=2), max_tokens=50, temperature=1.0)
+    engine.step()
+    engine.abort(["gone", "never was"])
+    assert engine.num_in_flight == 2
+    done = finish(engine)
+    assert {name: len(turn.token_ids) for name, turn in done.items()} == {"long": 30, "short": 3}
+    for name, ids in (("long", prompt(20)), ("short", prompt(21, seed=1))):
+        table = oracle(np.concatenate([ids, done[name].token_ids]), 1.0)
+        np.testing.assert_allclose(
+            done[name].logprobs, picked(table, ids, done[name].token_ids), atol=1e-5
+        )
+
+
+def test_a_known_prefix_is_not_computed_again_until_it_is_forgotten(engine: Engine) -> None:
+    ids = prompt(100)
+    cached = [ask(engine, ids, max_tokens=2, seed=0)[0].num_cached_tokens for _ in range(2)]
+    assert cached == [0, 96]
+    engine.reset_prefix_cache()
+    assert ask(engine, ids, max_tokens=2, seed=0)[0].num_cached_tokens == 0
+
+
+def test_the_cache_is_not_reset_under_running_requests(engine: Engine) -> None:
+    engine.add_request("a", prompt(40), max_tokens=9, temperature=1.0)
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"did not reset its prefix cache \(1 requests"):
+        engine.reset_prefix_cache()
+
+
+def test_a_request_id_may_be_used_again_only_when_it_is_done(engine: Engine) -> None:
+    engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0)
+    with pytest.raises(ValueError, match="request 'a' is in flight already"):
+        engine.add_request("a", prompt(6), max_tokens=2, temperature=1.0)
+    assert list(finish(engine)) == ["a"]
+    assert len(ask(engine, prompt(5), max_tokens=2)) == 1
+
+
+@pytest.mark.parametrize(("length", "max_tokens", "fits"), [(250, 6, True), (250, 7, False)])
+def test_the_context_can_be_filled_but_not_exceeded(
+    engine: Engine, length: int, max_tokens: int, fits: bool
+) -> None:
+    if fits:
+        (turn,) = ask(engine, prompt(length), max_tokens=max_tokens)
+        assert (len(turn.token_ids), turn.finish_reason) == (max_tokens, "length")
+        return
+    with pytest.raises(ValueError, match=r"'0': 250 prompt tokens .* 7 exceed .*max_model_len 256"):
+        ask(engine, prompt(length), max_tokens=max_tokens)
+    assert engine.num_in_flight == 0
+
+
+def test_asleep_it_refuses_to_work(engine: Engine) -> None:
+    engine.sleep()
+    engine.sleep()
+    for use in (
+        engine.step,
+        lambda: engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0),
+        lambda: engine.probe([prompt(5)], 2),
+    ):
+        with pytest.raises(RuntimeError, match=r"the engine sleeps: call wake\(\) first"):
+            use()
+    engine.wake()
+    assert len(ask(engine, prompt(5), max_tokens=2)[0].token_ids) == 2
+
+
+def test_it_does_not_fall_asleep_over_requests(engine: Engine) -> None:
+    engine.add_request("a", prompt(5), max_tokens=20, temperature=1.0)
+    engine.step()
+    with pytest.raises(RuntimeError, match="asked to sleep with 1 requests in flight"):
+        engine.sleep()
+    assert not engine.asleep
+    assert len(finish(engine)) == 1
+    engine.sleep()
+
+
+def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
+    prompts = [prompt(length, seed=length) for length in (90, 3, 40)]
+    for ids, turn in zip(prompts, engine.probe(prompts, 3), strict=True):
+        table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)
+        assert turn.token_ids[0] == table[len(ids) - 1].argmax()
+        assert len(turn.token_ids) == 3
+
+
+def test_a_probe_does_not_take_the_results_of_others(engine: Engine) -> None:
+    engine.add_request("mine", prompt(5), max_tokens=3, temperature=1.0)
+    with pytest.raises(RuntimeError, match="1 requests in flight: a probe would lose them"):
+        engine.probe([prompt(4)], 1)
+    assert list(finish(engine)) == ["mine"]
+
+
+def test_the_learners_threads_can_still_be_set(the_engine: Engine) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_stub_of_the_fast_tests_has_the_same_fields() -> None:
+    def names(kind: type[Any]) -> Sequence[str]:
+        return [field.name for field in fields(kind)]
+
+    assert names(stubs.Completion) == names(Completion)
+
+
+def test_a_request_with_a_seed_repeats_whatever_runs_beside_it(engine: Engine) -> None:
+    alone = ask(engine, prompt(40), request_seed=7)[0]
+    engine.reset_prefix_cache()
+    for index in range(6):
+        engine.add_request(f"other{index}", prompt(30, seed=index), max_tokens=20, temperature=1.0)
+    engine.step()
+    engine.add_request("mine", prompt(40), max_tokens=24, temperature=1.0, seed=7)
+    engine.add_request("next", prompt(40), max_tokens=24, temperature=1.0, seed=8)
+    done = finish(engine)
+    assert done["mine"].token_ids.tolist() == alone.token_ids.tolist()
+    assert done["next"].token_ids.tolist() != alone.token_ids.tolist()
+
+
+def test_requests_with_seeds_survive_more_prompts_than_one_batch_holds(engine: Engine) -> None:
+    """Prompts in chunks would crash vLLM's CPU backend: its generators have no offset."""
+    turns = ask(engine, *[prompt(200, seed=s) for s in range(60)], max_tokens=3, request_seed=1)
+    assert [len(turn.token_ids) for turn in turns] == [3] * 60
+
+
+def test_filters_cut_the_distribution_and_its_logprobs(engine: Engine, oracle: Score) -> None:
+    prompts = [prompt(20, seed=seed) for seed in range(8)]
+    for ids, turn in zip(prompts, ask(engine, *prompts, seed=1, filters={"top_k": 3}), strict=True):
+        table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)[len(ids) - 1 : -1]
+        best = np.sort(table, axis=-1)[:, -3:]
+        plain = picked(oracle(np.concatenate([ids, turn.token_ids]), 1.0), ids, turn.token_ids)
+        assert (plain >= best[:, 0] - 1e-5).all(), "not one of the three likeliest"
+        # renormalised over the three: why what is trained on must not be cut
+        np.testing.assert_allclose(turn.logprobs, plain - np.log(np.exp(best).sum(-1)), atol=1e-4)
+
+
+def test_entropies_are_those_of_the_policy(engine: Engine, oracle: Score) -> None:
+    (turn,) = ask(engine, prompt(20), max_tokens=6, seed=1, top_logprobs=20)
+    logp = oracle(np.concatenate([prompt(20), turn.token_ids]), 1.0)[19:-1]
+    top = np.sort(logp, axis=-1)[:, -20:]
+    exact = -(np.exp(logp) * logp).sum(-1)
+    assert len(turn.entropies) == 6
+    rest = 1 - np.exp(top).sum(-1)
+    assert (turn.entropies <= exact + 1e-4).all()
+    assert (exact - turn.entropies <= rest * np.log(VOCAB) + 1e-4).all()
+    assert len(ask(engine, prompt(20), max_tokens=2)[0].entropies) == 0
+
+
+def test_a_logprob_that_is_no_number_stops_the_run(engine: Engine) -> None:
+    with torch.no_grad():
+        next(iter(engine.model.parameters()))[:] = torch.nan
+    with pytest.raises(
+        FloatingPointError, match=r"request '0': the sampler gave its token 0 .* nan"
+    ):
+        ask(engine, prompt(20))
+
+
+def test_vllms_own_chat_can_be_used_and_not_over_our_requests(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
+    (said,) = engine.llm.chat(
+        cast(Any, [{"role": "user", "content": "hi"}]), params, tools=tools, use_tqdm=False
+    )
+    assert len(said.outputs[0].token_ids) == 4
+    assert said.outputs[0].logprobs is not None
+    engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0)
+    with pytest.raises(RuntimeError, match="1 requests in flight: llm would lose them"):
+        _ = engine.llm
+    assert list(finish(engine)) == ["a"]
+
+
+def test_kept_requests_go_on_after_sleep_and_aborted_ones_are_gone(
+    engine: Engine, oracle: Score
+) -> None:
+    engine.add_request("kept", prompt(40), max_tokens=12, temperature=1.0)
+    for _ in range(4):
+        engine.step()
+    engine.sleep("keep")
+    metrics = engine.wake()
+    assert metrics["rss_gib_awake"] > 0.1
+    assert {"rss_gib_before_sleep", "rss_gib_asleep", "rss_gib_awake"} == metrics.keys()
+    done = finish(engine)
+    assert len(done["kept"].token_ids) == 12
+    table = oracle(np.concatenate([prompt(40), done["kept"].token_ids]), 1.0)
+    np.testing.assert_allclose(
+        done["kept"].logprobs, picked(table, prompt(40), done["kept"].token_ids), atol=1e-5
+    )
+    engine.add_request("gone", prompt(40), max_tokens=12, temperature=1.0)
+    engine.step()
+    engine.sleep("abort")
+    engine.wake()
+    assert engine.num_in_flight == 0
+    assert len(ask(engine, prompt(9), max_tokens=2)) == 1
+
+
+def test_kept_requests_see_the_new_weights_when_their_cache_is_recomputed(
+    engine: Engine, oracle: Score
+) -> None:
+    engine.add_request("a", prompt(40), max_tokens=9, temperature=0.0)
+    for _ in range(3):
+        engine.step()
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(1.05)
+    engine.reset_prefix_cache(recompute_running=True)
+    moved = finish(engine)["a"]
+    ids = np.concatenate([prompt(40), moved.token_ids])
+    before = picked(oracle(ids, 1.0), prompt(40), moved.token_ids)
+    np.testing.assert_allclose(moved.logprobs[:3], before[:3], atol=1e-5)
+    assert np.abs(moved.logprobs[3:] - before[3:]).max() > 1e-3
+    # what the rest would have been with the new weights from the first token on
+    engine.reset_prefix_cache()
+    engine.add_request("b", ids[:43], max_tokens=6, temperature=0.0)
+    again = finish(engine)["b"]
+    assert again.token_ids.tolist() == moved.token_ids[3:].tolist()
+    np.testing.assert_allclose(again.logprobs, moved.logprobs[3:], atol=1e-5)
+
+
+def test_dropped_weights_must_come_back_before_anything_is_asked(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    expected = ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist()
+    monkeypatch.setattr(engine, "_sleep_level", 2)
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(RuntimeError, match="sleep level 2 dropped the weights: publish them first"):
+        ask(engine, prompt(30))
+    engine.load_weights(
+        (name, value[:VOCAB] if "embed" in name else value)
+        for name, value in weights.items()
+        if "qkv" not in name and "gate_up" not in name
+    )
+    engine.weights_loaded()
+    assert ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist() == expected
+
+
+def test_fifty_nights_leave_nothing_behind(engine: Engine) -> None:
+    """Residual memory is flat, and the last day's work is that of the first."""
+    rss: list[float] = []
+    for _ in range(50):
+        turns = ask(engine, prompt(100), prompt(50, seed=1), temperature=0.0, max_tokens=8)
+        engine.sleep()
+        rss.append(engine.wake()["rss_gib_asleep"])
+        assert engine._engine.has_unfinished_requests() is False
+    first = ask(engine, prompt(100), prompt(50, seed=1), temperature=0.0, max_tokens=8)
+    assert [t.token_ids.tolist() for t in first] == [t.token_ids.tolist() for t in turns]
+    assert max(rss[25:]) - max(rss[5:25]) < 0.01, "it grew by over 10 MiB in 25 nights"
+
+
+def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -> None:
+    from agentgrpo.config import EngineConfig
+    from agentgrpo.engine.start import EngineStartError
+
+    (tmp_path / "config.json").write_text("{}")
+    threads = torch.get_num_threads()
+    with pytest.raises(
+        EngineStartError, match=r"cannot start on .* engine.max_model_len 128, .*: "
+    ):
+        Engine(tmp_path, EngineConfig(max_model_len=128))
+    assert torch.get_num_threads() == threads
+
+
+def test_an_engine_without_adapters_takes_none(engine: Engine) -> None:
+    assert engine.adapter is None
+    with pytest.raises(ValueError, match="started without lora_rank"):
+        engine.set_adapter({}, {})
+
+
+def test_one_that_ends_leaves_the_others_at_work(engine: Engine, tiny_model: Path) -> None:
+    other = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16))
+    other.shutdown()
+    engine.add_request("a", np.arange(9, dtype=np.int32), max_tokens=2, temperature=0.0)
+    done = []
+    while engine.num_in_flight:
+        done += engine.step()
+    assert [len(turn.token_ids) for turn in done] == [2]

@@ -1,0 +1,285 @@
+"""An adapter handed to vLLM in memory: the adapted policy is what samples, on one base model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
+from agentgrpo.engine.engine import Engine
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.lora import put_in_place
+from agentgrpo.machine.footprint import footprint, shapes_in
+from agentgrpo.models.models import SavedAdapter, base_of, resolve_model, saved_adapter
+from tests.learn.given import learner_on
+from tests.tiny import VOCAB
+
+RANK, ALPHA = 4, 8.0
+IDS = np.arange(40, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path) -> Iterator[Engine]:
+    """An engine with room for adapters."""
+    made = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16), lora_rank=RANK)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def make_learner(served: Engine, tiny_model: Path) -> Callable[..., Learner]:
+    def make(weights: str = "auto", loss: LossConfig | None = None, **lora: Any) -> Learner:
+        config = LearnerConfig(lora={"rank": RANK, "alpha": ALPHA, **lora})  # type: ignore[arg-type]
+        return learner_on(served, tiny_model, config, loss, weights=weights)
+
+    served.wake()
+    return make
+
+
+def move(learner: Learner, seed: int) -> None:
+    """An update of the adapter, larger than one an optimizer makes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for matrix in learner.trained:
+            matrix += 0.1 * torch.randn(matrix.shape, generator=generator)
+
+
+def agree(engine: Engine, learner: Learner) -> float:
+    metrics = check_agreement(engine, learner, probe_prompts(VOCAB), threshold=1e-3)
+    return metrics["max_dlogp"]
+
+
+def base_logp(tiny_model: Path, ids: Any) -> Any:
+    """Log-probabilities of ids[1:] under the model without an adapter, by plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    whole = torch.from_numpy(ids.astype(np.int64))
+    with torch.no_grad():
+        logp = torch.log_softmax(model(whole[None]).logits[0, :-1], -1)
+    return logp.gather(1, whole[1:, None])[:, 0].numpy()
+
+
+def sampled(engine: Engine) -> Any:
+    """The greedy continuation of IDS, whole, and the sampler's log-probabilities of it."""
+    (turn,) = engine.probe([IDS], 6)
+    return np.concatenate([IDS, turn.token_ids]), turn.logprobs
+
+
+def test_the_sampler_follows_the_adapter_over_many_steps(
+    make_learner: Callable[..., Learner], served: Engine, tiny_model: Path
+) -> None:
+    learner = make_learner()
+    learner.publish()
+    ids, logprobs = sampled(served)
+    np.testing.assert_allclose(logprobs, base_logp(tiny_model, ids)[-6:], atol=1e-5)
+    for seed in range(4):
+        move(learner, seed)
+        served.sleep()
+        served.wake()
+        learner.publish()
+        assert agree(served, learner) < 1e-5
+    ids, logprobs = sampled(served)
+    assert np.abs(logprobs - base_logp(tiny_model, ids)[-6:]).max() > 0.1
+    np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
+
+
+def test_nothing_but_the_adapter_is_handed_over_and_nothing_of_it_is_changed(
+    make_learner: Callable[..., Learner], served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    move(learner, 0)
+    matrices = [p.detach().clone() for p in learner.trained]
+    base = [p.detach().clone() for p in served.model.parameters()]
+    monkeypatch.setattr(served, "load_weights", None)
+    for _ in range(3):
+        learner.publish()
+    assert all(torch.equal(a, b) for a, b in zip(matrices, learner.trained, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(base, served.model.parameters(), strict=True))
+
+
+def test_the_model_below_the_adapter_is_one_replica_of_9_packed_layers(
+    make_learner: Callable[..., Learner], served: Engine
+) -> None:
+    """The embedding, which vLLM wraps for adapters apart from the head it is tied to, is none."""
+    learner = make_learner()
+    assert learner.describe()["weights"] == "shared"
+    assert learner.describe()["adapter"] == "served as it is"
+    theirs = {p.untyped_storage().data_ptr() for p in served.model.parameters()}
+    frozen = [p for p in learner.model.parameters() if not p.requires_grad]
+    assert {p.untyped_storage().data_ptr() for p in frozen} == theirs
+    assert learner.num_packed == 9, "qkv, o, gate_up and down of two layers, and the head"
+
+
+def test_a_base_of_its_own_agrees_too(make_learner: Callable[..., Learner], served: Engine) -> None:
+    learner = make_learner("copy")
+    assert learner.describe()["weights"] == "copy"
+    move(learner, 1)
+    learner.publish()
+    assert agree(served, learner) < 1e-5
+
+
+def test_a_skipped_hand_over_is_found(make_learner: Callable[..., Learner], served: Engine) -> None:
+    learner = make_learner()
+    learner.publish()
+    move(learner, 0)
+    served.reset_prefix_cache()
+    with pytest.raises(Disagreement):
+        agree(served, learner)
+
+
+def test_a_stale_prefix_cache_is_found(
+    make_learner: Callable[..., Learner], served: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    learner.publish()
+    agree(served, learner)
+    move(learner, 0)
+    monkeypatch.setattr(served, "reset_prefix_cache", lambda: None)
+    learner.publish()
+    with pytest.raises(Disagreement):
+        agree(served, learner)
+
+
+def test_some_layers_alone_can_be_adapted(
+    make_learner: Callable[..., Learner], served: Engine
+) -> None:
+    """A part of a fused tensor (q of q, k, v) included; what was adapted before is forgotten."""
+    everything = make_learner()
+    move(everything, 3)
+    everything.publish()
+    learner = make_learner(target_modules=("q_proj", "down_proj"))
+    move(learner, 0)
+    learner.publish()
+    assert agree(served, learner) < 1e-5
+
+
+def test_a_layer_that_vllm_cannot_adapt_is_named(
+    make_learner: Callable[..., Learner], served: Engine
+) -> None:
+    learner = make_learner()
+    tensors = {
+        name.replace("mlp.up_proj", "mlp.odd"): t
+        for name, t in (learner.adapter.tensors() if learner.adapter else {}).items()
+    }
+    config = learner.adapter.config if learner.adapter else {}
+    with pytest.raises(ValueError, match=r"no adapters for model.layers.0.mlp.odd, .* 'merged'"):
+        served.set_adapter(tensors, config)
+
+
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_a_saved_adapter_is_played_with(
+    make_learner: Callable[..., Learner],
+    served: Engine,
+    engine: Engine,
+    tiny_model: Path,
+    tmp_path: Path,
+    serve: str,
+) -> None:
+    """Beside the weights, as the run did that wrote it, or in them, in an engine without room."""
+    learner = make_learner()
+    move(learner, 7)
+    learner.save_model(tmp_path)
+    adapter = saved_adapter(str(tmp_path))
+    assert adapter is not None
+    assert (adapter.rank, base_of(adapter)) == (RANK, str(tiny_model))
+    player = served if serve == "adapter" else engine
+    player.reset_prefix_cache()
+    put_in_place(player, adapter, base_of(adapter))
+    ids, logprobs = sampled(player)
+    np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
+    assert np.abs(logprobs - base_logp(tiny_model, ids)[-6:]).max() > 0.1
+
+
+def test_an_adapter_of_a_kind_that_vllm_does_not_know_is_refused(
+    make_learner: Callable[..., Learner], served: Engine
+) -> None:
+    adapter = make_learner().adapter
+    assert adapter is not None
+    with pytest.raises(ValueError, match="DoRA"):
+        served.set_adapter(adapter.tensors(), {**adapter.config, "use_dora": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model_name_or_path": None}, r"adapter_config\.json: base_model_name_or_path is"),
+        ({"r": 0}, r"adapter_config\.json: r is missing"),
+        (None, r"adapter_config\.json: not JSON"),
+        ({"base_model_name_or_path": "./gone"}, r"'\./gone': no such directory; it is the base"),
+    ],
+)
+def test_what_is_wrong_with_a_saved_adapter_is_named(
+    tmp_path: Path, changes: dict[str, Any] | None, message: str
+) -> None:
+    described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0, **(changes or {})}
+    text = "{" if changes is None else json.dumps(described)
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"the adapter's adapter_model\.safetensors is missing"):
+        saved_adapter(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=message):
+        base_of(cast(SavedAdapter, saved_adapter(str(tmp_path))))
+
+
+def test_an_adapter_is_nothing_to_train_from(tmp_path: Path) -> None:
+    described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds an adapter, which can be evaluated; to train"):
+        resolve_model(str(tmp_path))
+
+
+def test_vllms_own_llm_can_be_asked_for_the_policy(
+    make_learner: Callable[..., Learner], served: Engine
+) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    learner = make_learner()
+    move(learner, 5)
+    learner.publish()
+    ids, _ = sampled(served)
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, detokenize=False)
+    (said,) = served.llm.generate(
+        TokensPrompt(prompt_token_ids=IDS.tolist()),
+        params,
+        lora_request=served.adapter,
+        use_tqdm=False,
+    )
+    assert list(said.outputs[0].token_ids) == ids[-6:].tolist()
+
+
+def test_ranks_that_vllm_has_no_room_for_are_refused_before_it_starts(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"learner\.lora\.rank: .* up to rank 512, got 513"):
+        Engine(tiny_model, EngineConfig(max_model_len=256), lora_rank=513)
+
+
+def test_the_footprint_counts_what_both_sides_hold(
+    make_learner: Callable[..., Learner], served: Engine, tiny_model: Path
+) -> None:
+    """Rank 4 in room for 8, of every layer; the model below the adapter is there once."""
+    learner = make_learner(target_modules=("q_proj", "down_proj"))
+    lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ("q_proj", "down_proj")}
+    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", "learner": {"lora": lora}})
+    held = footprint(config, shapes_in(tiny_model), cuda=False)
+    room = [
+        x
+        for module in served.model.modules()
+        for side in ("lora_a_stacked", "lora_b_stacked")
+        for x in getattr(module, side, ())
+    ]
+    assert held.adapter == sum(x.nbytes for x in [*room, *learner.trained])
+    trained = {id(p) for p in learner.trained}
+    base = [p for p in learner.model.parameters() if id(p) not in trained]
+    assert held.weights == sum(p.nbytes for p in base)
+    assert held.copies == 0
+    theirs = {p.untyped_storage().data_ptr() for p in served.model.parameters()}
+    assert all(p.untyped_storage().data_ptr() in theirs for p in base)

@@ -1,0 +1,160 @@
+"""What tests of the learner's step share: a stand-in engine, groups, and the step in plain float64.
+
+The stand-in only holds what it is given, so that no vLLM starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig, TrainConfig
+from agentgrpo.learn.learner import Learner
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+
+TASK = Task(id="t", messages=(), spec={})
+TEMPERATURE = 0.9
+EPS = 1e-3
+"""Of AdamW: large, so that a gradient of rounding errors stays one."""
+LR = 1e-2
+DAPO = LossConfig()
+
+
+class Holder:
+    """An engine's part in learning: it is told of new weights."""
+
+    device = "cpu"
+    dtype = "float64"
+    lora_rank = 0
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Module()
+        self.weights: dict[str, Tensor] = {}
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights |= {name: tensor.clone() for name, tensor in named}
+
+    def reset_prefix_cache(self) -> None: ...
+    def weights_loaded(self) -> None: ...
+    def unpack(self) -> None: ...
+
+
+def learner_on(
+    engine: Any, model: Path | str, config: LearnerConfig | None = None,
+    loss: LossConfig | None = None, **given: Any,
+) -> Learner:  # fmt: skip
+    """A learner of four steps at temperature 1 on the engine's weights, unless given otherwise."""
+    options = {"total_steps": 4, "temperature": 1.0, "weights": "shared", "dlogp_limit": 1e-3}
+    return Learner(
+        model, engine, config or LearnerConfig(), loss or LossConfig(), **{**options, **given}
+    )
+
+
+def logp_of(model: Any, rollout: Rollout) -> Tensor:
+    """Of the sampled tokens, through the whole model, one rollout alone."""
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+    logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
+    every = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    return every[torch.from_numpy(mask_of(rollout)[1:])]
+
+
+def mask_of(rollout: Rollout) -> Any:
+    return np.concatenate([np.full(len(s.token_ids), s.sampled) for s in rollout.segments])
+
+
+def sampled_logp(rollout: Rollout) -> Tensor:
+    parts = [s.logprobs for s in rollout.segments if s.logprobs is not None]
+    return torch.from_numpy(np.concatenate(parts)).double()
+
+
+def oracle_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+
+
+def run_config(loss: LossConfig, **learner: Any) -> TrainConfig:
+    return TrainConfig(
+        model="m", out_dir=Path("o"), loss=loss,
+        learner=LearnerConfig(**learner), rollout=RolloutConfig(tasks_per_step=2),
+    )  # fmt: skip
+
+
+def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def oracle_step(
+    folder: Path, groups: Sequence[Group], order: Sequence[Sequence[int]], *, iterations: int,
+    term: Callable[[Tensor, Tensor, Tensor, float], Tensor], old_is_sampler: bool = False,
+    cap: float | None = 2.0, beta: float = 0.0, lr: float = LR,
+) -> tuple[Any, list[float]]:  # fmt: skip
+    """The trained model and the losses; `term(logp, old, sampler, advantage)` per rollout."""
+    model, reference = oracle_model(folder), oracle_model(folder)
+    adamw = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, eps=EPS)
+    with torch.no_grad():
+        before = {id(r): logp_of(model, r) for g in groups for r in g.rollouts}
+    losses = []
+    for _ in range(iterations):
+        for chosen in order:
+            rollouts = [r for i in chosen for r in groups[i].rollouts]
+            tokens = sum(r.num_sampled for r in rollouts)
+            loss = torch.zeros((), dtype=torch.float64)
+            for rollout in rollouts:
+                logp, sampler = logp_of(model, rollout), sampled_logp(rollout)
+                old = sampler if old_is_sampler else before[id(rollout)]
+                advantage = float(np.float32(rollout.advantage))
+                each = term(logp, old, sampler, advantage)
+                if cap is not None:
+                    each = each * (old - sampler).exp().clamp(max=cap)
+                if beta:
+                    with torch.no_grad():
+                        gap = logp_of(reference, rollout)
+                    gap = gap - logp
+                    each = each + beta * (gap.exp() - gap - 1) * (logp - old).exp()
+                loss = loss + each.sum() / tokens
+            adamw.zero_grad()
+            loss.backward()
+            adamw.step()
+            losses.append(loss.item())
+    return model, losses
+
+
+def assert_same_model(ours: Any, theirs: Any, folder: Path) -> None:
+    """Equal but for float32 advantages, weights and norms: to 1e-4 of how far training moved."""
+    for (name, a), b, start in zip(
+        ours.named_parameters(), theirs.parameters(), oracle_model(folder).parameters(), strict=True
+    ):
+        moved = (b - start).abs().max().item()
+        assert moved > 1e-4, name
+        assert (a - b).abs().max().item() <= 1e-3 * moved, name
+
+
+def branched() -> list[Group]:
+    """Two rollouts that share a turn, a third that shares nothing; and a group without branches."""
+
+    def sampled(*ids: int) -> Segment:
+        return Segment(np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
+
+    def played(*segments: Segment, reward: float) -> Rollout:
+        prompt = Segment(np.array([5, 6, 7], np.int32))
+        return Rollout(
+            task=TASK, segments=[prompt, *segments], status=Status.COMPLETED,
+            rewards={"answer": reward},
+        )  # fmt: skip
+
+    common, told = sampled(10, 11, 12), Segment(np.array([20, 21], np.int32))
+    branches = [
+        played(common, told, sampled(30, 31), reward=1.0),
+        played(common, told, sampled(40), reward=0.0),
+        played(sampled(50, 51), reward=0.5),
+    ]
+    others = [played(sampled(60), reward=1.0), played(sampled(70, 71), reward=0.0)]
+    return [Group(task=TASK, rollouts=branches), Group(task=TASK, rollouts=others)]

@@ -1,0 +1,116 @@
+"""LoRA: what moves, what is published, what is resumed, what cannot be adapted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import LossConfig
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.types import Group
+from tests.learn.given import DAPO, oracle_model, run_config
+
+
+def test_an_adapter_is_all_that_moves_and_is_published_merged(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    learner = make_learner(lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
+    engine: Any = learner._engine
+    learner.publish()
+    base = oracle_model(tiny_model).state_dict()
+    for name, tensor in engine.weights.items():
+        assert torch.equal(tensor, base[name]), "B = 0: nothing is changed yet"
+    assert len(engine.weights) == 14, "all linear layers of both blocks"
+    for _ in range(2):
+        learner.step(plan_updates(groups, run_config(DAPO), step=0))
+    learner.publish()
+    merged = oracle_model(tiny_model)
+    merged.load_state_dict(base | engine.weights)
+    ids = groups[0].rollouts[0].token_ids
+    whole = torch.from_numpy(ids.astype(np.int64))
+    want = torch.log_softmax(merged(whole[None]).logits[0, :-1], -1).gather(1, whole[1:, None])
+    np.testing.assert_allclose(learner.score(ids), want[:, 0].detach(), atol=1e-5)
+    assert (
+        engine.weights["model.layers.0.self_attn.q_proj.weight"]
+        - base["model.layers.0.self_attn.q_proj.weight"]
+    ).abs().max() > 1e-3
+    trained = learner.describe()["trained_parameters"]
+    assert (
+        trained
+        == sum(p.numel() for p in learner.trained)
+        < 0.3 * sum(p.numel() for p in base.values())
+    )
+
+
+def test_an_adapters_kl_is_to_the_policy_without_it(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    loss = LossConfig(beta=0.5)
+    learner = make_learner(loss, lora={"rank": 4}, learning_rate=1e-2)
+    assert learner._reference is None, "no second copy"
+    updates = plan_updates(groups, run_config(loss), step=0)
+    assert learner.step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert learner.step(updates)["ref_kl"] > 1e-4
+
+
+def test_a_resumed_adapter_repeats_the_bits(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path
+) -> None:
+    lora = {"rank": 2}
+    learner = make_learner(lora=lora)
+    updates = plan_updates(groups, run_config(DAPO), step=0)
+    learner.step(updates)
+    learner.save_model(tmp_path)
+    learner.save_state(tmp_path / "state.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "state.pt",
+    ]  # fmt: skip
+    learner.step(updates)
+    resumed = make_learner(lora=lora, adapter=tmp_path)
+    resumed.load_state(tmp_path / "state.pt")
+    assert resumed.step_count == 1
+    resumed.step(updates)
+    theirs = learner.adapter.tensors() if learner.adapter else {}
+    ours = resumed.adapter.tensors() if resumed.adapter else {}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    with pytest.raises(ValueError, match=r"adapter of rank 2 .* says 3"):
+        make_learner(lora={"rank": 3}, adapter=tmp_path)
+    with pytest.raises(ValueError, match=r"holds no adapter: adapter_config.json"):
+        make_learner(lora=lora, adapter=tmp_path / "nothing")
+
+
+def test_layers_that_are_not_there_get_no_adapter(make_learner: Callable[..., Learner]) -> None:
+    with pytest.raises(ValueError, match=r"learner.lora.target_modules: .*nosuch"):
+        make_learner(lora={"rank": 2, "target_modules": ("nosuch",)})
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("q_proj", "v_porj"), "no linear layer has this name: 'v_porj'"),
+        (("proj",), "no linear layer has this name: 'proj'"),
+        (("embed_tokens",), "no linear layer has this name: 'embed_tokens'"),
+        (("q_proj", "lm_head"), "the head cannot have an adapter: 'lm_head'"),
+    ],
+)
+def test_every_name_is_of_layers_that_can_have_one(
+    make_learner: Callable[..., Learner], targets: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"learner.lora.target_modules: {message}"):
+        make_learner(lora={"rank": 2, "target_modules": targets})
+
+
+def test_a_name_may_be_of_one_blocks_layer(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(lora={"rank": 2, "target_modules": ("1.self_attn.q_proj", "k_proj")})
+    assert learner.adapter is not None
+    layers = {name.rpartition(".lora_")[0] for name in learner.adapter.tensors()}
+    assert {layer.partition("layers.")[2] for layer in layers} == {
+        "1.self_attn.q_proj", "0.self_attn.k_proj", "1.self_attn.k_proj",
+    }  # fmt: skip

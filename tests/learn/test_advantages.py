@@ -1,0 +1,420 @@
+"""Advantages against TRL's formulas, exact expectations, and groups that teach nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentgrpo.config import LossConfig
+from agentgrpo.learn.advantages import (
+    assign_advantages,
+    centred,
+    has_contrast,
+    has_gradient,
+    returns_to_go,
+    why_dead,
+)
+from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
+
+TASK = Task(id="t", messages=(), spec={})
+PROMPT = Segment(np.arange(3, dtype=np.int32))
+
+
+def turn(length: int = 2) -> Segment:
+    return Segment(np.zeros(length, np.int32), np.zeros(length, np.float32))
+
+
+def make_group(rewards: list[float], *, broken: tuple[int, ...] = (), sampled: int = 2) -> Group:
+    """One rollout per reward, of `sampled` sampled tokens; those in `broken` are infra errors."""
+    rollouts = [
+        Rollout(
+            task=TASK,
+            segments=[PROMPT, turn(sampled)],
+            status=Status.INFRA_ERROR if i in broken else Status.COMPLETED,
+            rewards={"answer": reward},
+            advantage=9.0,
+            segment_advantages=[7.0, 7.0],
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(task=TASK, rollouts=rollouts)
+
+
+def assigned(*groups: Group, weights: dict[str, float] | None = None, **config: Any) -> list[float]:
+    assign_advantages(groups, LossConfig(**config), weights)
+    return [rollout.advantage for group in groups for rollout in group.rollouts]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
+def test_group_scaling_is_the_z_score_with_sample_deviation_as_in_trl(rewards: list[float]) -> None:
+    r = torch.tensor(rewards, dtype=torch.float64)
+    want = (r - r.mean()) / (r.std() + 1e-4)
+    if max(rewards) - min(rewards) > 1e-6:
+        np.testing.assert_allclose(assigned(make_group(rewards)), want, rtol=1e-6, atol=1e-7)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_batch_scaling_divides_by_the_deviation_of_the_step_as_in_trl(
+    rewards: list[list[float]],
+) -> None:
+    r = torch.tensor(rewards, dtype=torch.float64)
+    want = (r - r.mean(1, keepdim=True)) / (r.std() + 1e-4)
+    want[r.amax(1) - r.amin(1) <= 1e-6] = 0
+    got = assigned(*map(make_group, rewards), scale_rewards="batch")
+    np.testing.assert_allclose(got, want.flatten(), rtol=1e-6, atol=1e-7)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
+def test_leave_one_out_compares_each_with_the_mean_of_the_others(rewards: list[float]) -> None:
+    if max(rewards) - min(rewards) <= 1e-6:
+        return
+    for i, got in enumerate(centred(rewards, baseline="leave_one_out")):
+        others = rewards[:i] + rewards[i + 1 :]
+        assert got == pytest.approx(rewards[i] - sum(others) / len(others), abs=1e-9)
+
+
+def test_without_scaling_it_is_the_plain_difference_to_the_mean() -> None:
+    assert assigned(make_group([3.0, 0.0, 0.0]), scale_rewards="none") == [2.0, -1.0, -1.0]
+
+
+def test_booleans_mean_what_they_mean_in_trl() -> None:
+    assert LossConfig(scale_rewards=True).scale_rewards == "group"  # type: ignore[arg-type]
+    assert LossConfig(scale_rewards=False).scale_rewards == "none"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("rewards", [[], [0.7], [1.1] * 5, [0.1 + 0.2, 0.3], [1.0, 1.0 + 9e-7]])
+def test_S2_13_without_contrast_all_advantages_are_exactly_zero(
+    rewards: list[float], baseline: str, scale: str
+) -> None:
+    group = make_group(rewards)
+    got = assigned(group, make_group([0.0, 3.0]), baseline=baseline, scale_rewards=scale)
+    assert got[: len(rewards)] == [0.0] * len(rewards)
+    assert got[-1] > 0
+    assert all(rollout.segment_advantages is None for rollout in group.rollouts)
+
+
+def test_a_difference_just_above_the_tolerance_counts() -> None:
+    assert centred([1.0, 1.0 + 2e-6])[1] > 0
+
+
+def test_broken_rollouts_leave_the_baseline_and_get_zero() -> None:
+    group = make_group([1.0, 100.0, 0.0, 0.0], broken=(1,))
+    got = assigned(group, scale_rewards="none")
+    assert got == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
+
+
+def test_broken_rollouts_leave_the_deviation_of_the_step() -> None:
+    one = assigned(make_group([1.0, 0.0]), make_group([9.0, 9.0]), scale_rewards="batch")
+    two = assigned(
+        make_group([1.0, 0.0]), make_group([9.0, 9.0, -50.0], broken=(2,)), scale_rewards="batch"
+    )
+    assert two[:2] == one[:2]
+
+
+def test_the_reward_is_the_sum_of_its_parts() -> None:
+    group = make_group([1.0, 1.0])
+    group.rollouts[0].rewards["format"] = 0.25
+    group.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
+    assert assigned(group, scale_rewards="none") == [0.25, -0.25]
+
+
+def trl_gdpo(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """TRL 1.16's normalize_then_sum; rewards [groups, rollouts, parts], before their weights."""
+    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
+    summed = ((rewards - mean) / (std + 1e-4) * weights).sum(-1).flatten()
+    return (summed - summed.mean()) / (summed.std() + 1e-4)
+
+
+def test_gdpo_normalises_each_part_before_it_sums() -> None:
+    rng = np.random.default_rng(0)
+    raw = torch.from_numpy(rng.integers(0, 3, size=(4, 5, 2)).astype(np.float64))
+    weights = {"a": 1.0, "b": 0.3}
+    groups = []
+    for rows in raw.tolist():
+        group = make_group([0.0] * 5)
+        for rollout, (a, b) in zip(group.rollouts, rows, strict=True):
+            # the parts come weighted, as rewards.py makes them
+            rollout.rewards = {"a": a, "b": 0.3 * b}
+        groups.append(group)
+    got = assigned(*groups, weights=weights, multi_objective_aggregation="normalize_then_sum")
+    want = trl_gdpo(raw, torch.tensor([1.0, 0.3], dtype=torch.float64))
+    # dividing 0.3 b by its deviation + eps is not quite dividing b by its own
+    np.testing.assert_allclose(got, want, atol=1e-3)
+
+
+def test_gdpo_keeps_what_a_sum_would_cancel() -> None:
+    group = make_group([0.0, 0.0, 0.0, 0.0])
+    for rollout, (a, b) in zip(group.rollouts, [(1, 0), (0, 1), (0, 0), (1, 1)], strict=True):
+        rollout.rewards = {"a": float(a), "b": 10.0 * b}
+    rare = assigned(group, multi_objective_aggregation="normalize_then_sum")
+    assert rare[0] == pytest.approx(rare[1], abs=1e-3), "each part counts the same"
+    assert abs(assigned(group)[0] - assigned(group)[1]) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_rewards": "batch"}, "scale_rewards must be 'group'"),
+        ({"span_credit": "return_to_go"}, "span_credit must be 'rollout'"),
+    ],
+)
+def test_gdpo_has_a_normaliser_of_its_own(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossConfig(multi_objective_aggregation="normalize_then_sum", **options)
+
+
+# A world of two turns: at each the policy does 0 or 1; after 1 at the first the rollout may end.
+# Rewards: by span after each turn, and one for the whole.
+
+ENDS = {(1,): 0.3, (0, 0): 1.0, (0, 1): -0.5}
+"""Rollouts by their actions, and what they are worth as a whole."""
+SPANS = {(1,): [0.8], (0, 0): [0.2, -1.0], (0, 1): [0.2, 0.9]}
+
+
+def play(actions: tuple[int, ...]) -> Rollout:
+    """A turn is one token; between the turns, one of observation."""
+    segments, spans = [PROMPT], []
+    for k, value in enumerate(SPANS[actions]):
+        start = 3 + 2 * k
+        segments += [turn(1), Segment(np.zeros(1, np.int32))]
+        spans.append(SpanReward(start, start + 1, "turn", value))
+    return Rollout(
+        task=TASK, segments=segments, status=Status.COMPLETED, rewards={"end": ENDS[actions]},
+        span_rewards=spans,
+    )  # fmt: skip
+
+
+def log_probs(theta: torch.Tensor, actions: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.log_softmax(theta[k], 0)[a] for k, a in enumerate(actions)]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_the_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
+    """Its expectation over all groups, taken exactly, is the gradient of the expected reward."""
+    theta = torch.tensor([[0.3, -0.2], [0.9, 0.1]], dtype=torch.float64, requires_grad=True)
+    outcomes = list(ENDS)
+    value = torch.zeros((), dtype=torch.float64)
+    for actions in outcomes:
+        probability = torch.stack(log_probs(theta, actions)).sum().exp()
+        value = value + probability * (ENDS[actions] + sum(SPANS[actions]))
+    (want,) = torch.autograd.grad(value, theta)
+    got = torch.zeros_like(theta)
+    config = LossConfig(scale_rewards="none", baseline=baseline, span_credit="return_to_go")  # type: ignore[arg-type]
+    for chosen in itertools.product(outcomes, repeat=group_size):
+        group = Group(task=TASK, rollouts=[play(actions) for actions in chosen])
+        assign_advantages([group], config)
+        surrogate = torch.zeros((), dtype=torch.float64)
+        weight = 1.0
+        for actions, rollout in zip(chosen, group.rollouts, strict=True):
+            logs = log_probs(theta, actions)
+            weight *= math.exp(sum(x.item() for x in logs))
+            each = rollout.segment_advantages or [rollout.advantage] * len(rollout.segments)
+            sampled = [a for s, a in zip(rollout.segments, each, strict=True) if s.sampled]
+            assert len(sampled) == len(actions)
+            surrogate = surrogate + sum(a * x for a, x in zip(sampled, logs, strict=True))
+        (gradient,) = torch.autograd.grad(surrogate / group_size, theta)
+        got += weight * gradient
+    factor = (group_size - 1) / group_size if baseline == "mean" else 1.0
+    torch.testing.assert_close(got, factor * want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_turn_is_not_credited_with_what_came_before_it() -> None:
+    group = Group(task=TASK, rollouts=[play((0, 0)), play((0, 1))])
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    first, second = (r.segment_advantages for r in group.rollouts)
+    assert first == pytest.approx([0, (0.2 - 0.6) / 2, 0, (0.0 - 0.4) / 2, 0])
+    assert second == pytest.approx([0, (0.6 - 0.2) / 2, 0, (0.4 - 0.0) / 2, 0])
+
+
+def test_a_rollout_that_ended_early_is_compared_by_what_it_ended_with() -> None:
+    group = Group(task=TASK, rollouts=[play((1,)), play((0, 0))])
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    late = group.rollouts[1].segment_advantages
+    # from its second turn on (0, 0) earns 1.0 - 1.0; (1,) ended with 0.3 + 0.8
+    assert late is not None
+    assert late[3] == pytest.approx((0.0 - 1.1) / 2)
+
+
+def test_rows_are_credited_in_order() -> None:
+    """Turns in rows of their own, as where a template rewrites history, are turns all the same."""
+    whole, rows = play((0, 1)), play((0, 1))
+    rows.closed_rows, rows.segments = [rows.segments[:2]], [PROMPT, turn(1)]
+    rows.span_rewards = [SpanReward(3, 4, "turn", 0.2), SpanReward(7, 8, "turn", 0.9)]
+    assert returns_to_go(rows) == returns_to_go(whole)
+    group = Group(task=TASK, rollouts=[rows, play((0, 0))])
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    assert group.rollouts[0].segment_advantages == pytest.approx([0, 0.2, 0, 0.2])
+    assert has_gradient(group)
+
+
+def test_spans_that_cancel_are_scaled_by_what_differs() -> None:
+    """Equal totals, unequal turns: the scale is not that of rounding errors."""
+    group = Group(task=TASK, rollouts=[play((0, 0)), play((0, 0))])
+    for rollout, values in zip(group.rollouts, [(1.0, 0.0), (0.0, 1.0)], strict=True):
+        rollout.span_rewards = [
+            SpanReward(3 + 2 * k, 4 + 2 * k, "turn", v) for k, v in enumerate(values)
+        ]
+    assigned(group, span_credit="return_to_go")
+    assert group.rollouts[0].advantage == 0.0
+    late = group.rollouts[1].segment_advantages
+    assert late is not None
+    assert 0.1 < late[3] < 10
+    assert has_gradient(group)
+
+
+def test_without_spans_return_to_go_changes_nothing() -> None:
+    group = make_group([1.0, 0.0, 0.0])
+    assert assigned(group, span_credit="return_to_go") == assigned(make_group([1.0, 0.0, 0.0]))
+    assert group.rollouts[0].segment_advantages is None
+
+
+@pytest.mark.parametrize("credit", ["soft", "hard"])
+def test_branches_share_what_they_share(credit: str) -> None:
+    common, mid = turn(), turn()
+    paths = [[common, mid, turn()], [common, mid, turn()], [common, turn()], [turn()]]
+    group = make_group([1.0, 0.0, 0.5, 0.1])
+    for rollout, path in zip(group.rollouts, paths, strict=True):
+        rollout.segments = [PROMPT, *path]
+    a = assigned(group, scale_rewards="none", branch_credit=credit)
+    each = [rollout.segment_advantages for rollout in group.rollouts]
+    if credit == "soft":
+        assert each == [None] * 4
+        return
+    of_three, of_two = sum(a[:3]) / 3, sum(a[:2]) / 2
+    assert each[0] == pytest.approx([0, of_three, of_two, a[0]])
+    assert each[1] == pytest.approx([0, of_three, of_two, a[1]])
+    assert each[2] == pytest.approx([0, of_three, a[2]])
+    assert each[3] == pytest.approx([0, a[3]])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "broken", "reason"),
+    [
+        ([1.0, 0.0, 0.0], (), None),
+        ([1.0, 1.0, 1.0], (), "all_solved"),
+        ([0.0, 0.0, 0.0], (), "all_equal"),
+        ([1.0, 0.0, 0.0], (0,), "all_equal"),  # contrast only with a broken one
+        ([1.0, 0.0, 0.0], (1, 2), "broken"),  # a single one is left
+        ([1.0, 0.0, 0.0], (2,), None),
+        ([], (), "broken"),
+    ],
+)
+def test_S2_14_a_gradient_needs_two_sound_rollouts_that_differ(
+    rewards: list[float], broken: tuple[int, ...], reason: str | None
+) -> None:
+    group = make_group(rewards, broken=broken)
+    assigned(group)
+    assert why_dead(group) == reason
+    assert has_gradient(group) is (reason is None)
+
+
+def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
+    group = make_group([0.0, 0.0])
+    for rollout in group.rollouts:
+        rollout.rewards = {"solved": 1.0}
+    assigned(group)
+    assert why_dead(group) == "all_solved"
+
+
+def test_S2_14_where_some_are_not_solved_equal_rewards_are_no_more_than_equal() -> None:
+    group = make_group([1.0, 1.0])
+    group.rollouts[0].rewards = {"environment": 1.0}
+    assigned(group)
+    assert why_dead(group) == "all_equal"
+
+
+def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
+    group = make_group([1.0, 0.0], sampled=0)
+    assigned(group)
+    assert why_dead(group) == "silent"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_names_the_task(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"task t: rewards must be finite, got \[1.0, (nan|inf)\]"):
+        assigned(make_group([1.0, bad]))
+
+
+def test_nothing_to_compare_is_no_error() -> None:
+    assert centred([]) == []
+    assert not has_contrast([])
+
+
+NORMALIZE_THEN_SUM: dict[str, Any] = {"multi_objective_aggregation": "normalize_then_sum"}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"span_credit": "return_to_go"}, {"branch_credit": "hard"}, NORMALIZE_THEN_SUM]
+)
+def test_assigning_again_after_a_refill_starts_anew(config: dict[str, Any]) -> None:
+    group, other = make_group([1.0, 0.0, 0.5]), make_group([0.0, 2.0, 1.0])
+    group.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
+    assigned(group, **config)
+    again = assigned(group, other, **config)
+    fresh, third = make_group([1.0, 0.0, 0.5]), make_group([0.0, 2.0, 1.0])
+    fresh.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
+    assert again == assigned(fresh, third, **config)
+
+
+def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> None:
+    dead, live = make_group([1.0, 1.0]), make_group([0.0, 0.0, 0.0])
+    live.rollouts[0].rewards = {"a": 2.0}
+    live.rollouts[1].rewards = {"a": 1.0}
+    live.rollouts[2].rewards = {"b": 0.0}  # neither lacks what the others have: it earned 0
+    got = assigned(dead, live, **NORMALIZE_THEN_SUM)
+    assert got[:2] == [0.0, 0.0]
+    summed = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0], dtype=torch.float64) / (1 + 1e-4)
+    want = (summed - summed.mean()) / (summed.std() + 1e-4)
+    assert got[2:] == pytest.approx(want[2:].tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("whole", ["answer", "solved"])
+def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str) -> None:
+    shares = make_group([0.0, 0.0, 0.0])
+    for rollout, worth in zip(shares.rollouts, (1.0, 0.5, 0.0), strict=True):
+        part = {whole: 1.0, "partial": 0.0} if worth == 1 else {whole: 0.0, "partial": worth}
+        rollout.rewards = part
+    whole_group = make_group([1.0, 0.5, 0.0])
+    assert assigned(shares, **NORMALIZE_THEN_SUM) == assigned(whole_group, **NORMALIZE_THEN_SUM)
+
+
+def test_gdpo_of_dead_groups_alone_is_zero() -> None:
+    assert (
+        assigned(make_group([1.0, 1.0]), make_group([0.5, 0.5]), **NORMALIZE_THEN_SUM) == [0.0] * 4
+    )
+
+
+def test_spans_count_for_the_whole_rollout_unless_asked_otherwise() -> None:
+    group = Group(task=TASK, rollouts=[play((0, 1)), play((0, 0))])
+    assigned(group)
+    assert [rollout.segment_advantages for rollout in group.rollouts] == [None, None]
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    first = group.rollouts[0]
+    assert first.segment_advantages is not None
+    assert first.advantage == first.segment_advantages[1], "that of the first turn is all it earned"
+
+
+def test_a_rollout_without_a_turn_is_compared_by_its_reward() -> None:
+    mute = Rollout(task=TASK, segments=[PROMPT], status=Status.COMPLETED, rewards={"answer": 3.0})
+    group = Group(task=TASK, rollouts=[mute, play((0, 0))])
+    other = play((0, 0)).reward
+    assigned(group, scale_rewards="none", span_credit="return_to_go")
+    assert mute.advantage == pytest.approx((3.0 - other) / 2)
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"baseline: .* got 'gae'"):
+        centred([1.0, 0.0], baseline="gae")

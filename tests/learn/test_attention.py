@@ -1,0 +1,390 @@
+"""Packed trees through unmodified transformers models: the unrolled gradients, in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.overrides import TorchFunctionMode
+
+from agentgrpo.learn.attention import Tree, _on_cuda, runs_of, tree_attention, why_rows
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.policy import Scorer, checkpoint_layers
+from agentgrpo.types import Group, PackedBatch, Rollout, Segment, Status, Task
+
+TASK = Task(id="t", messages=(), spec={})
+VOCAB = 61
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "initializer_range": 0.2, "attention_dropout": 0.0,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2 with windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": SLIDING},
+    ),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "llama": ("Llama", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma": ("Gemma", {}),
+    "gemma2 with soft caps": (
+        "Gemma2",
+        {
+            "sliding_window": 5, "layer_types": SLIDING, "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text", {"sliding_window": 5, "layer_types": SLIDING, "query_pre_attn_scalar": 8},
+    ),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "granite": ("Granite", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "olmo2": ("Olmo2", {}),
+    "phi, whose head has a bias": ("Phi", {}),
+}  # fmt: skip
+
+
+class Float64(TorchFunctionMode):
+    """Norms, rotations and softmaxes of transformers insist on float32; here they get float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+
+
+@pytest.fixture
+def _float64() -> Iterator[None]:
+    with Float64():
+        yield
+
+
+def make(name: str) -> Any:
+    family, options = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+    family = family.removesuffix("Text")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    for parameter in model.parameters():  # norms that are all one hide what they do
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def segment(rng: np.random.Generator, length: int, *, sampled: bool = False) -> Segment:
+    ids = rng.integers(3, VOCAB, size=length, dtype=np.int32)
+    return Segment(ids, rng.normal(-2, 1, length).astype(np.float32) if sampled else None)
+
+
+def branching_groups() -> list[Group]:
+    """Two groups with a common system prompt, several turns each, and a rollout forked twice."""
+    rng = np.random.default_rng(0)
+    system = segment(rng, 4)
+    groups = []
+    for size in (3, 2):
+        question = segment(rng, 5)
+        rollouts = []
+        for _ in range(size):
+            turns = [x for k in (3, 5) for x in (segment(rng, k, sampled=True), segment(rng, 2))]
+            rollouts.append([system, question, *turns, segment(rng, 4, sampled=True)])
+        first = rollouts[0]
+        rollouts.append([*first[:4], segment(rng, 6, sampled=True)])
+        rollouts.append([*first[:6], segment(rng, 3, sampled=True)])
+        groups.append(
+            Group(
+                task=TASK,
+                rollouts=[
+                    Rollout(
+                        task=TASK,
+                        segments=s,
+                        status=Status.COMPLETED,
+                        advantage=float(rng.normal()),
+                    )
+                    for s in rollouts
+                ],
+            )
+        )
+    return groups
+
+
+def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
+    """The on-policy objective at temperature 0.8, and a term of the entropy."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        logp, entropy = scorer(batch, 0.8)
+        weight = torch.from_numpy(batch.advantage_N).double()
+        total = total - (weight * logp).sum() + 0.1 * (weight * entropy).sum()
+    return total
+
+
+def unrolled_loss(model: Any, groups: list[Group]) -> torch.Tensor:
+    """The same, each rollout alone through the model's own attention and its own logits."""
+    total = torch.zeros((), dtype=torch.float64)
+    model.set_attn_implementation("eager")  # transformers' sdpa leaves soft caps out
+    for played in (r for group in groups for r in group.rollouts):
+        ids = torch.from_numpy(played.token_ids.astype(np.int64))
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / 0.8
+        every = torch.log_softmax(logits, -1)
+        logp = every.gather(1, ids[1:, None])[:, 0]
+        entropy = -(every.exp() * every).sum(-1)
+        sampled = np.concatenate([np.full(len(s.token_ids), s.sampled) for s in played.segments])
+        mask = torch.from_numpy(sampled[1:])
+        # advantages travel as float32
+        advantage = float(np.float32(played.advantage))
+        total = total - advantage * (logp - 0.1 * entropy)[mask].sum()
+    return total
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def assert_same_gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    scale = max(x.abs().max().item() for x in b.values())
+    for name, want in b.items():
+        assert (a[name] - want).abs().max().item() <= 1e-9 * max(1.0, scale), name
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_tokens", [1000, 60])
+def test_the_tree_has_the_gradients_of_the_unrolled_batch(name: str, max_tokens: int) -> None:
+    groups = branching_groups()
+    model = make(name)
+    want_loss = unrolled_loss(model, groups)
+    want = gradients(model, want_loss)
+    scorer = Scorer(model)
+    assert scorer.rows is None
+    batches = pack_tree(groups, max_tokens=max_tokens)
+    assert (len(batches) == 1) == (max_tokens == 1000)
+    loss = loss_of(scorer, batches)
+    assert loss.item() == pytest.approx(want_loss.item(), abs=1e-9)
+    assert_same_gradients(gradients(model, loss), want)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
+    model = make(name)
+    batches = pack_tree(branching_groups(), max_tokens=1000)
+    scorer = Scorer(model)
+    want = gradients(model, loss_of(scorer, batches))
+    calls = []
+    layer = model.get_decoder().layers[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    checkpoint_layers(model)
+    assert_same_gradients(gradients(model, loss_of(scorer, batches)), want)
+    assert len(calls) == 2, "once forward, once again for the backward pass"
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_nothing_shared_is_the_same_again(name: str) -> None:
+    model, groups = make(name), branching_groups()
+    want = gradients(model, unrolled_loss(model, groups))
+    batches = pack_tree(groups, max_tokens=1000, share_prefixes=False)
+    assert not any(run.path for run in runs_of(batches[0].tout_T))
+    assert_same_gradients(gradients(model, loss_of(Scorer(model), batches)), want)
+
+
+@pytest.mark.usefixtures("_float64")
+def test_linear_attention_falls_back_to_rows_and_says_so() -> None:
+    config = transformers.Qwen3NextConfig(
+        **SMALL | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "num_experts": 0, "mlp_only_layers": [0, 1, 2],
+        }
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen3NextForCausalLM(config).double().eval()
+    scorer = Scorer(model)
+    assert scorer.rows == "linear_attention layers cannot tell the branches of a tree apart"
+    groups = branching_groups()
+    with pytest.raises(ValueError, match="pack unshared rows"):
+        scorer(pack_tree(groups, max_tokens=1000)[0], 0.8)
+    batches = pack_tree(groups, max_tokens=1000, share_prefixes=False)
+    want_loss = unrolled_loss(model, groups)
+    want = gradients(model, want_loss)
+    loss = loss_of(scorer, batches)
+    assert loss.item() == pytest.approx(want_loss.item(), abs=1e-9)
+    assert_same_gradients(gradients(model, loss), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("Mamba", {}, "linear_attention layers"),
+        ("GptOss", {"layer_types": ["full_attention"] * 3, "num_local_experts": 2}, "sinks"),
+    ],
+)
+def test_models_that_cannot_share_are_known(
+    family: str, options: dict[str, Any], reason: str
+) -> None:
+    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    why = why_rows(model)
+    assert why is not None
+    assert reason in why
+
+
+def dense(batch: PackedBatch, window: int | None = None) -> torch.Tensor:
+    """The definition: q sees k iff k <= q < tout[k], within the window of positions."""
+    at = torch.arange(len(batch.tout_T))
+    tout, position = torch.from_numpy(batch.tout_T), torch.from_numpy(batch.positions_T)
+    seen = (at[None] <= at[:, None]) & (at[:, None] < tout[None])
+    if window is not None:
+        seen &= position[:, None] - position[None] < window
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 7, 1])
+def test_runs_and_their_masks_are_the_definition(window: int | None) -> None:
+    (batch,) = pack_tree(branching_groups(), max_tokens=1000)
+    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    seen = torch.zeros(len(batch.tout_T), len(batch.tout_T), dtype=torch.bool)
+    for run in tree.runs:
+        columns = [k for a, b in (*run.path, (run.start, run.end)) for k in range(a, b)]
+        mask = tree.run_mask(run, window)
+        if mask is None:
+            mask = torch.ones(len(columns), len(columns)).tril().bool()
+        seen[run.start : run.end, columns] = mask
+    assert torch.equal(seen, dense(batch, window))
+
+
+def large_batch(lengths: tuple[int, ...] = (300, 90, 170), *, share: bool = True) -> PackedBatch:
+    rng = np.random.default_rng(1)
+    prompt = segment(rng, lengths[0])
+    rollouts = [
+        Rollout(
+            task=TASK, segments=[prompt, segment(rng, n, sampled=True)], status=Status.COMPLETED,
+            advantage=1.0,
+        )
+        for n in lengths[1:]
+    ]  # fmt: skip
+    groups = [Group(task=TASK, rollouts=rollouts)]
+    return pack_tree(groups, max_tokens=2000, share_prefixes=share)[0]
+
+
+@pytest.mark.parametrize("window", [None, 100, 10_000])
+def test_the_block_mask_of_cuda_is_create_block_mask_bit_for_bit(window: int | None) -> None:
+    batch = large_batch()
+    total = len(batch.tout_T)
+    seen = dense(batch, window)
+    want = create_block_mask(lambda b, h, q, k: seen[q, k], None, None, total, total, device="cpu")
+    got = Tree(batch.tout_T, batch.positions_T, "cpu").block_mask(window)
+    for field in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(got, field), getattr(want, field)), field
+    for field in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+        assert torch.equal(getattr(got, field), getattr(want, field)), field
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, total, 16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out = flex_attention(q, k, v, block_mask=got)
+    assert isinstance(out, torch.Tensor)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+
+
+# What CUDA runs, as far as a CPU can: FlexAttention not compiled, the variable-length kernel
+# replaced by its documented meaning.
+
+
+def varlen_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+    max_q: int, max_k: int, *, scale: float | None, enable_gqa: bool, window_size: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """Torch's varlen_attn: [T, heads, D]; a window is (left, right), -1 is no bound."""
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    assert max_q == max_k == int(cu_q.diff().max())
+    assert window_size[1] == 0, "causal"
+    parts = []
+    for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        at = torch.arange(end - start)
+        far = at[:, None] - at[None]
+        seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
+        one_q, one_k, one_v = (x[start:end].transpose(0, 1)[None].float() for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            one_q, one_k, one_v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(out[0].transpose(0, 1).to(q.dtype))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("window", "softcap", "scaling"), [(None, None, None), (50, None, 0.3), (None, 2.0, None)]
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_cuda_runs_is_what_the_cpu_runs(
+    monkeypatch: pytest.MonkeyPatch, share: bool, dtype: torch.dtype, window: int | None,
+    softcap: float | None, scaling: float | None,
+) -> None:  # fmt: skip
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    calls: list[str] = []
+
+    def noted_flex(self: Any) -> Any:
+        calls.append("flex")
+        return flex_attention
+
+    def noted_varlen(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append("varlen")
+        return varlen_by_definition(*args, **kwargs)
+
+    monkeypatch.setattr(WrappedFlexAttention, "__init__", lambda self, training: None)
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", noted_flex)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted_varlen)
+    batch = large_batch(share=share)
+    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    assert tree.shared == share
+    torch.manual_seed(0)
+    total, module = len(batch.tout_T), torch.nn.Module().eval()
+    query = torch.randn(1, 4, total, 16).to(dtype)
+    key, value = torch.randn(2, 1, 2, total, 16).to(dtype)
+    args = (module, query, key, value)
+    cuda = _on_cuda(*args, scaling, window, softcap, tree)
+    cpu, _ = tree_attention(
+        *args, None, scaling=scaling, sliding_window=window, softcap=softcap, tree=tree
+    )
+    assert cuda.shape == cpu.shape == (1, total, 4, 16)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(cuda, cpu, rtol=tolerance, atol=tolerance)
+    wants_flash = not share and softcap is None and dtype is torch.bfloat16
+    assert calls == ["varlen" if wants_flash else "flex"]
+
+
+def test_bfloat16_differs_by_rounding_only() -> None:
+    groups = branching_groups()
+    model = make("qwen3")
+    want = gradients(model, unrolled_loss(model, groups))
+    coarse = make("qwen3").bfloat16()
+    per_row = gradients(coarse, unrolled_loss(coarse, groups))
+    batches = pack_tree(groups, max_tokens=1000)
+    tree = gradients(coarse, loss_of(Scorer(coarse), batches))
+    for name in want:
+        bound = (per_row[name].double() - want[name]).norm()
+        assert (tree[name].double() - want[name]).norm() <= 2 * bound + 1e-3, name

@@ -1,0 +1,106 @@
+"""flex_blocks against create_block_mask, bit for bit, and through FlexAttention itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from agentgrpo.learn.packing import flex_blocks
+from agentgrpo.types import Int32
+
+FIELDS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+def tree_tout(lengths: list[int], depths: list[int]) -> Int32:
+    """Runs of tokens in depth-first order, each a child of the nearest run before it that is
+    shallower.
+    """
+    ends = np.cumsum(lengths)
+    tout = np.empty(int(ends[-1]), np.int32)
+    for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        last = i
+        while last + 1 < len(depths) and depths[last + 1] > depths[i]:
+            last += 1
+        tout[end - length : end] = ends[last]
+    return tout
+
+
+def torch_block_mask(tout_T: Int32, block_size: int) -> BlockMask:
+    tout = torch.from_numpy(tout_T)
+    return create_block_mask(
+        lambda b, h, q, k: (k <= q) & (q < tout[k]),
+        None, None, len(tout_T), len(tout_T), device="cpu", BLOCK_SIZE=block_size,
+    )  # fmt: skip
+
+
+def check(tout_T: Int32, block_size: int) -> None:
+    ours, want = flex_blocks(tout_T, block_size), torch_block_mask(tout_T, block_size)
+    for name in FIELDS:
+        theirs = getattr(want, name)[0, 0].numpy()
+        assert theirs.dtype == np.int32
+        np.testing.assert_array_equal(getattr(ours, name), theirs, err_msg=name)
+
+
+RUNS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(RUNS, st.sampled_from([1, 2, 4, 7, 16]))
+def test_equals_create_block_mask(runs: list[tuple[int, int]], block_size: int) -> None:
+    check(tree_tout([n for n, _ in runs], [d for _, d in runs]), block_size)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 1000, 1024])
+def test_equals_create_block_mask_at_the_default_size(num_tokens: int) -> None:
+    rng = np.random.default_rng(num_tokens)
+    cuts = np.unique(np.append(rng.integers(1, num_tokens + 1, 12), num_tokens))
+    check(tree_tout(np.diff(cuts, prepend=0).tolist(), rng.integers(0, 4, len(cuts)).tolist()), 128)
+
+
+def test_no_tokens() -> None:
+    blocks = flex_blocks(np.empty(0, np.int32))
+    assert blocks.kv_num_blocks.shape == (0,)
+    assert blocks.q_indices.shape == (0, 0)
+
+
+def test_fields_are_what_block_mask_takes() -> None:
+    tout_T = tree_tout([5, 3, 4, 6], [0, 1, 2, 1])
+    blocks = flex_blocks(tout_T, 4)
+    tensors: dict[str, Any] = {
+        field.name: torch.from_numpy(getattr(blocks, field.name))[None, None]
+        for field in dataclasses.fields(blocks)
+    }
+    mask = BlockMask(
+        seq_lengths=(18, 18), **tensors, BLOCK_SIZE=(4, 4), mask_mod=lambda b, h, q, k: q >= k
+    )
+    assert torch.equal(mask.to_dense(), torch_block_mask(tout_T, 4).to_dense())
+
+
+@pytest.mark.parametrize(
+    ("tout", "block_size", "message"),
+    [
+        ([2, 1], 4, r"tout\[1\] is 1, expected 1 < tout <= 2"),
+        ([2, 3], 4, r"tout\[1\] is 3, expected 1 < tout <= 2"),
+        ([-5], 4, r"tout\[0\] is -5, expected 0 < tout <= 1"),
+        ([1], 0, r"block_size must be in \[1, 2\*\*31\), got 0"),
+        ([1], -4, r"block_size must be in \[1, 2\*\*31\), got -4"),
+    ],
+)
+def test_bad_input_is_refused(tout: list[int], block_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flex_blocks(np.array(tout, np.int32), block_size)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="tout: expected a contiguous 1-d int32 array"):
+        flex_blocks(np.array([1], np.int64))

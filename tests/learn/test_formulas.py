@@ -1,0 +1,143 @@
+"""Updates of a step against plain loops in float64: ratios, clipping, KL, epochs, entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentgrpo.config import LossConfig
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.types import Group
+from tests.learn.given import (
+    TEMPERATURE,
+    assert_same_model,
+    clipped,
+    mask_of,
+    oracle_model,
+    oracle_step,
+    run_config,
+)
+from tests.tiny import make_model_dir
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one update": ({}, {}),
+    "no correction": ({"vllm_importance_sampling_correction": False}, {"cap": None}),
+    "another cap": ({"vllm_importance_sampling_clip_max": 1.1}, {"cap": 1.1}),
+    "three passes": ({"num_iterations": 3}, {"iterations": 3}),
+    "clip higher": (
+        {"num_iterations": 3, "epsilon": 0.01, "epsilon_high": 0.05},
+        {"iterations": 3, "low": 0.01, "high": 0.05},
+    ),
+    "old from the sampler": (
+        {"num_iterations": 2, "old_logps": "sampler"},
+        {"iterations": 2, "old_is_sampler": True, "cap": None},
+    ),
+    "mini-batches": ({"num_mini_batches": 2, "num_iterations": 2}, {"iterations": 2, "split": 2}),
+    "mini-batches once": ({"num_mini_batches": 2}, {"split": 2}),
+    "kl": ({"beta": 0.3, "num_iterations": 2}, {"iterations": 2, "beta": 0.3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_formula(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group], case: str
+) -> None:
+    options, oracle = CASES[case]
+    options = {"loss_type": "dapo", **options}
+    loss = LossConfig(**options)
+    oracle = {"iterations": 1, **oracle}
+    low, high = oracle.pop("low", 0.2), oracle.pop("high", 0.2)
+    split = oracle.pop("split", 1)
+    learner = make_learner(loss)
+    updates = plan_updates(groups, run_config(loss), step=0)
+    assert len(updates) == split
+    metrics = learner.step(updates)
+    order: list[list[int]] = [[0, 1]]
+    if split == 2:  # which group comes first is the planner's business
+        prompts = [group.rollouts[0].token_ids[0] for group in groups]
+        first = updates[0].batches[0].input_ids_T[0]
+        order = [[0], [1]] if first == prompts[0] else [[1], [0]]
+    model, losses = oracle_step(
+        tiny_model, groups, order,
+        term=lambda logp, old, _, a: clipped((logp - old).exp(), a, low, high), **oracle,
+    )  # fmt: skip
+    assert metrics["updates"] == len(losses)
+    assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
+    assert_same_model(learner.model, model, tiny_model)
+
+
+def test_gspo_and_cispo_are_their_formulas(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    gspo = LossConfig(
+        importance_sampling_level="sequence", num_iterations=2, epsilon=0.005,
+        vllm_importance_sampling_correction=False,
+    )  # fmt: skip
+    cispo = LossConfig(
+        loss_type="cispo", epsilon_high=1.001, num_iterations=2,
+        vllm_importance_sampling_correction=False,
+    )  # fmt: skip
+
+    def of_gspo(logp: Tensor, old: Tensor, _: Tensor, a: float) -> Tensor:
+        return clipped((logp - old).mean().exp().expand(len(logp)), a, 0.005, 0.005)
+
+    def of_cispo(logp: Tensor, old: Tensor, _: Tensor, a: float) -> Tensor:
+        return -(logp - old).exp().detach().clamp(max=1.001) * a * logp
+
+    for loss, term in ((gspo, of_gspo), (cispo, of_cispo)):
+        learner = make_learner(loss)
+        metrics = learner.step(plan_updates(groups, run_config(loss), step=0))
+        model, losses = oracle_step(tiny_model, groups, [[0, 1]], iterations=2, term=term, cap=None)
+        assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
+        assert_same_model(learner.model, model, tiny_model)
+
+
+def test_only_tokens_of_high_entropy_are_trained_on(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    loss = LossConfig(top_entropy_quantile=0.25, vllm_importance_sampling_correction=False)
+    learner = make_learner(loss)
+    metrics = learner.step(plan_updates(groups, run_config(loss), step=0))
+    model = oracle_model(tiny_model)
+    entropies, advantages = [], []
+    for rollout in (r for g in groups for r in g.rollouts):
+        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+        every = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+        mask = torch.from_numpy(mask_of(rollout)[1:])
+        entropies.append(-(every.exp() * every).sum(-1)[mask])
+        advantages.append(torch.full((rollout.num_sampled,), rollout.advantage))
+    entropy, advantage = torch.cat(entropies), torch.cat(advantages)
+    kept = entropy >= entropy.quantile(0.75)
+    assert 0.2 < kept.double().mean() < 0.3
+    assert metrics["loss"] == pytest.approx(-(advantage * kept).sum().item() / len(kept), abs=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_without_a_gradient_has_no_entropies_to_compare(
+    make_learner: Callable[..., Learner], groups: list[Group], beta: float
+) -> None:
+    loss = LossConfig(top_entropy_quantile=0.25, beta=beta, num_iterations=2)
+    (update,) = plan_updates(groups, run_config(loss), step=0)
+    learner = make_learner(loss)
+    before = [p.detach().clone() for p in learner.trained]
+    metrics = learner.step([replace(update, batches=[])])
+    assert (metrics["updates"], metrics["loss"], learner.step_count) == (0.0, 0.0, 1)
+    assert all(torch.equal(p, q) for p, q in zip(learner.trained, before, strict=True))
+
+
+def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path
+) -> None:
+    loss = LossConfig(beta=0.1)
+    updates = plan_updates(groups, run_config(loss), step=0)
+    assert make_learner(loss).step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)
+    other = make_model_dir(tmp_path / "other", seed=3)
+    assert make_learner(loss, reference=other).step(updates)["ref_kl"] > 1e-3

@@ -1,0 +1,344 @@
+"""The learner on the engine's weights: same policy, right gradient, faults found by the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentgrpo.config import LearnerConfig, LossConfig
+from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
+from agentgrpo.engine.engine import Engine
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.updates import Update
+from agentgrpo.types import Completion, Group, Rollout, Segment, Status, Task
+from tests.learn.given import learner_on
+from tests.tiny import VOCAB
+
+TASK = Task(id="t", messages=(), spec={})
+PROBES = probe_prompts(VOCAB)
+THRESHOLD = 1e-3
+MakeLearner = Callable[..., Learner]
+
+
+@pytest.fixture
+def make_learner(engine: Engine, tiny_model: Path) -> MakeLearner:
+    def make(
+        *, weights: str = "shared", temperature: float = 1.0, dlogp_limit: float = 1e-3,
+        loss: LossConfig | None = None, total_steps: int = 4, **config: Any,
+    ) -> Learner:  # fmt: skip
+        settings = LearnerConfig(**{"learning_rate": 1e-2, "max_grad_norm": 1e9, **config})
+        return learner_on(
+            engine, tiny_model, settings, loss, total_steps=total_steps, temperature=temperature,
+            weights=weights, dlogp_limit=dlogp_limit,
+        )  # fmt: skip
+
+    return make
+
+
+def agree(engine: Engine, learner: Learner) -> float:
+    return check_agreement(engine, learner, PROBES, threshold=THRESHOLD)["max_dlogp"]
+
+
+def sample(engine: Engine, *, temperature: float = 1.0, seed: int = 0) -> list[Group]:
+    """Two groups of four two-turn rollouts from the real engine, rewarded at random."""
+    rng = np.random.default_rng(seed)
+    engine.seed(seed)
+    groups = []
+    for g in range(2):
+        prompt = rng.integers(VOCAB, size=40, dtype=np.int32)
+        rollouts = []
+        for i in range(4):
+            segments = [Segment(prompt)]
+            for turn in range(2):
+                ids = np.concatenate([s.token_ids for s in segments])
+                engine.add_request(f"{g}.{i}", ids, max_tokens=5 + turn, temperature=temperature)
+                done: list[Completion] = []
+                while not done:
+                    done = engine.step()
+                segments.append(Segment(done[0].token_ids, done[0].logprobs))
+                segments.append(Segment(rng.integers(VOCAB, size=3, dtype=np.int32)))
+            rollouts.append(Rollout(task=TASK, segments=segments, status=Status.COMPLETED))
+            rollouts[-1].rewards = {"r": float(rng.integers(3))}
+        groups.append(Group(task=TASK, rollouts=rollouts))
+    assign_advantages(groups, LossConfig())
+    return groups
+
+
+def packed(
+    groups: Sequence[Group], max_tokens: int = 4096, loss: LossConfig | None = None
+) -> list[Update]:
+    """One update with all of them, rollouts without an advantage included."""
+    loss_type = (loss or LossConfig()).loss_type
+    batches = pack_tree(
+        groups,
+        max_tokens=max_tokens,
+        weights=token_weights(groups, loss_type, 11),
+        drop_zero_advantage=False,
+    )
+    return [Update(batches=batches, num_samples=sum(len(g.rollouts) for g in groups))]
+
+
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_both_sides_are_one_policy(make_learner: MakeLearner, engine: Engine) -> None:
+    learner = make_learner()
+    learner.publish()
+    assert agree(engine, learner) <= 1e-5
+    for ids in PROBES:
+        (turn,) = engine.probe([ids], 8)
+        scored = learner.score(np.concatenate([ids, turn.token_ids]))
+        np.testing.assert_allclose(scored[len(ids) - 1 :], turn.logprobs, atol=1e-5)
+        for position in (0, 7):  # greedy is the learner's argmax, too
+            so_far = np.concatenate([ids, turn.token_ids[:position]])
+            alternatives = [
+                learner.score(np.append(so_far, np.int32(token)))[-1]
+                for token in range(0, VOCAB, 7)
+            ]
+            assert max(alternatives) <= turn.logprobs[position] + 1e-5
+
+
+@pytest.mark.parametrize("weights", ["shared", "copy"])
+def test_they_stay_one_policy_while_it_moves(
+    make_learner: MakeLearner, engine: Engine, weights: str
+) -> None:
+    learner = make_learner(weights=weights)
+    before = learner.score(PROBES[0])
+    for step in range(3):
+        learner.publish()
+        assert agree(engine, learner) <= 1e-5
+        metrics = learner.step(packed(sample(engine, seed=step)))
+        assert metrics["sampler_gap_max"] <= 1e-5
+    learner.publish()
+    assert agree(engine, learner) <= 1e-5
+    assert np.abs(learner.score(PROBES[0]) - before).max() > 0.1, "the policy did not move"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_the_learner_sees_the_temperature_that_was_sampled_with(
+    make_learner: MakeLearner, engine: Engine, temperature: float
+) -> None:
+    learner = make_learner(temperature=temperature)
+    metrics = learner.step(packed(sample(engine, temperature=temperature)))
+    assert metrics["sampler_gap_max"] <= 2e-5
+
+
+def watch_gradients(learner: Learner) -> dict[str, Tensor]:
+    """What the optimizer is handed, by name: it is filled at the next step, which drops them."""
+    seen: dict[str, Tensor] = {}
+    step = learner._optimizer.step
+
+    def watched(*, max_grad_norm: float) -> float:
+        for name, p in learner.model.named_parameters():
+            if p.grad is not None:
+                seen[name] = p.grad.clone()
+        return step(max_grad_norm=max_grad_norm)
+
+    learner._optimizer.step = watched  # type: ignore[method-assign]
+    return seen
+
+
+def test_the_gradient_is_that_of_the_formula(
+    make_learner: MakeLearner, engine: Engine, tiny_model: Path
+) -> None:
+    """Against rollouts run one by one through plain transformers, differentiated by hand-written
+    GRPO: on policy the ratio is 1, so the gradient is that of -sum w A logp, and the loss -sum w A.
+    """
+    from transformers import AutoModelForCausalLM
+
+    groups = sample(engine)
+    learner = make_learner(learning_rate=1e-12)
+    gradients = watch_gradients(learner)
+    metrics = learner.step(packed(groups, max_tokens=150))
+    oracle: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    weights = token_weights(groups, "dapo", 11)
+    loss = torch.zeros(())
+    for weight, played in zip(weights, [r for g in groups for r in g.rollouts], strict=True):
+        ids = torch.from_numpy(played.token_ids.astype(np.int64))
+        logp = torch.log_softmax(oracle(ids[None]).logits[0, :-1], -1)
+        logp = logp.gather(1, ids[1:, None])[:, 0]
+        mask = np.concatenate([np.full(len(s.token_ids), s.sampled) for s in played.segments])
+        ratio = (logp - logp.detach()).exp()
+        loss = loss - (weight * played.advantage * ratio)[torch.from_numpy(mask[1:])].sum()
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    squared = 0.0
+    for (name, ours), theirs in zip(gradients.items(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
+        squared += theirs.grad.square().sum().item()
+    assert metrics["grad_norm"] == pytest.approx(squared**0.5, rel=1e-4)
+
+
+def test_splitting_a_step_changes_nothing(make_learner: MakeLearner, engine: Engine) -> None:
+    groups = sample(engine)
+    results = []
+    for max_tokens in (4096, 80):
+        learner = make_learner(learning_rate=1e-12)
+        batches = packed(groups, max_tokens)
+        gradients = watch_gradients(learner)
+        metrics = learner.step(batches)
+        grads = torch.cat([grad.flatten() for grad in gradients.values()])
+        results.append((len(batches[0].batches), metrics["loss"], grads))
+    (one, loss, grads), (many, loss_again, grads_again) = results
+    assert one == 1 < many
+    assert loss == pytest.approx(loss_again, abs=1e-6)
+    torch.testing.assert_close(grads, grads_again, rtol=1e-4, atol=1e-6)
+
+
+def test_only_the_last_layers_are_trained(make_learner: MakeLearner, engine: Engine) -> None:
+    learner = make_learner(trained_layers=1)
+    before = state(learner)
+    learner.step(packed(sample(engine)))
+    changed = {name for name, p in state(learner).items() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if ".layers.1." in name}
+    assert learner.describe()["trained_parameters"] == sum(before[n].numel() for n in changed)
+
+
+def test_more_layers_than_there_are(make_learner: MakeLearner) -> None:
+    with pytest.raises(ValueError, match=r"learner.trained_layers must be at most 2, got 3"):
+        make_learner(trained_layers=3)
+
+
+def test_a_step_without_batches_counts_and_changes_nothing(make_learner: MakeLearner) -> None:
+    learner = make_learner(weight_decay=0.5)
+    before = state(learner)
+    metrics = learner.step([])
+    assert same(state(learner), before)
+    assert learner.step_count == 1
+    assert (metrics["loss"], metrics["packed_tokens"]) == (0.0, 0.0)
+
+
+def test_the_learning_rate_falls_linearly_to_its_last_value(make_learner: MakeLearner) -> None:
+    learner = make_learner(
+        decay="linear", learning_rate=1.0, final_learning_rate=0.2, total_steps=4
+    )
+    rates = [learner.step([])["learning_rate"] for _ in range(4)]
+    assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert make_learner(learning_rate=0.5).learning_rate == 0.5
+
+
+def test_rollouts_of_another_policy_are_not_trained_on(
+    make_learner: MakeLearner, engine: Engine
+) -> None:
+    learner = make_learner()
+    groups = sample(engine)
+    learner.step(packed(groups))
+    before = state(learner)
+    with pytest.raises(Disagreement, match="on the sampled tokens"):
+        learner.step(packed(groups))
+    assert same(state(learner), before)
+    assert learner.step_count == 1
+
+
+def test_a_resumed_learner_repeats_the_bits(
+    make_learner: MakeLearner, engine: Engine, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batches = [packed(sample(engine, seed=seed)) for seed in (0, 1)]
+    learner = make_learner(dlogp_limit=1e9)
+    learner.step(batches[0])
+    learner.save_model(tmp_path)
+    learner.save_state(tmp_path / "state.pt", tasks={"next": 3})
+    saved = state(learner)
+    learner.step(batches[1])
+    want = state(learner)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert same(dict(loaded.named_parameters()), saved)
+    resumed = make_learner(dlogp_limit=1e9)
+    with torch.no_grad():
+        for name, parameter in resumed.model.named_parameters():
+            parameter.copy_(saved[name])
+    assert resumed.load_state(tmp_path / "state.pt")["tasks"] == {"next": 3}
+    assert resumed.step_count == 1
+    resumed.step(batches[1])
+    assert same(state(resumed), want)
+
+
+def test_a_state_of_other_parameters_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
+    make_learner(trained_layers=1).save_state(tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=r"state\.pt is of a run with other trained parameters"):
+        make_learner().load_state(tmp_path / "state.pt")
+
+
+# Faults that the proof of agreement has to find, each made on purpose.
+
+
+def test_a_skipped_copy_is_found(make_learner: MakeLearner, engine: Engine) -> None:
+    learner = make_learner(weights="copy", learning_rate=1e-3)
+    learner.publish()
+    agree(engine, learner)
+    learner.step(packed(sample(engine)))
+    engine.reset_prefix_cache()
+    with pytest.raises(Disagreement, match="after the weight update"):
+        agree(engine, learner)
+    learner.publish()
+    assert agree(engine, learner) <= 1e-5
+
+
+def test_a_stale_prefix_cache_is_found(make_learner: MakeLearner, engine: Engine) -> None:
+    learner = make_learner(learning_rate=1e-3)
+    learner.publish()
+    agree(engine, learner)
+    learner.step(packed(sample(engine)))
+    with pytest.raises(Disagreement):
+        agree(engine, learner)
+    learner.publish()
+    assert agree(engine, learner) <= 1e-5
+
+
+def test_a_change_of_any_one_tensor_is_found(make_learner: MakeLearner, engine: Engine) -> None:
+    learner = make_learner(weights="copy")
+    generator = torch.Generator().manual_seed(0)
+    missed = []
+    for name, parameter in learner.model.named_parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.05 * noise)
+        try:
+            agree(engine, learner)
+            missed.append(name)
+        except Disagreement:
+            pass
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert missed == []
+    assert agree(engine, learner) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")],
+)
+def test_slices_of_a_fused_tensor_taken_for_each_other_are_found(
+    make_learner: MakeLearner, engine: Engine, one: str, other: str
+) -> None:
+    learner = make_learner()
+    layer = learner.model.get_decoder().layers[0]
+    a, b = layer.get_submodule(one), layer.get_submodule(other)
+    a.weight, b.weight = b.weight, a.weight
+    with pytest.raises(Disagreement):
+        agree(engine, learner)
+
+
+def test_a_transposed_slice_is_found(make_learner: MakeLearner, engine: Engine) -> None:
+    learner = make_learner()
+    k_proj = learner.model.get_decoder().layers[1].self_attn.k_proj  # 64 x 64
+    k_proj.weight = torch.nn.Parameter(k_proj.weight.detach().T)
+    with pytest.raises(Disagreement):
+        agree(engine, learner)

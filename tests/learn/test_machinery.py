@@ -1,0 +1,226 @@
+"""Around the gradient: checkpointed layers, the optimizer and its state, schedules, resuming."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentgrpo.config import LearnerConfig
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.optimizer import MasterAdamW, make_optimizer
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.types import Group
+from tests.learn.given import DAPO, TEMPERATURE, Holder, run_config
+
+
+def test_checkpointed_layers_train_alike(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    updates = plan_updates(groups, run_config(DAPO), step=0)
+    plain, checkpointed = make_learner(), make_learner(gradient_checkpointing=True)
+    assert plain.step(updates)["loss"] == checkpointed.step(updates)["loss"]
+    for a, b in zip(plain.trained, checkpointed.trained, strict=True):
+        assert torch.equal(a, b)
+
+
+class Holder16(Holder):
+    dtype = "bfloat16"
+
+
+def test_batches_of_16_bit_add_up_in_float32(
+    tiny_model: Path, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = LearnerConfig(max_tokens=24)
+    config = run_config(DAPO).model_copy(update={"learner": options})
+    engine: Any = Holder16()
+    learner = Learner(
+        tiny_model, engine, options, DAPO, total_steps=4, temperature=TEMPERATURE, weights="copy",
+        dlogp_limit=9.0,
+    )  # fmt: skip
+    (update,) = plan_updates(groups, config, step=0)
+    assert len(update.batches) >= 5
+    seen: list[torch.Tensor] = []
+    masters = learner._optimizer._masters
+
+    def noted(*, max_grad_norm: float) -> float:
+        seen.extend(m.grad.clone() for m in masters if m.grad is not None)
+        return 0.0
+
+    monkeypatch.setattr(learner._optimizer, "step", noted)
+    learner.step([update])
+    learner._optimizer.zero_grad()
+    want = [torch.zeros_like(m) for m in masters]
+    for batch in update.batches:
+        learner.step([replace(update, batches=[batch])])
+        for total, grad in zip(want, seen[-len(masters) :], strict=True):
+            total += grad
+    for grad, total in zip(seen, want, strict=False):
+        assert torch.equal(grad, total)
+
+
+def test_an_offloaded_optimizer_trains_alike(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    updates = plan_updates(groups, run_config(DAPO), step=0)
+    plain, offloaded = make_learner(), make_learner(offload_optimizer=True)
+    for _ in range(2):
+        assert plain.step(updates)["loss"] == offloaded.step(updates)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"decay": "constant"}, [1.0] * 5),
+        ({"decay": "linear", "final_learning_rate": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"decay": "cosine"}, [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+        ({"decay": "cosine", "final_learning_rate": 0.5, "warmup_steps": 2},
+         [0.5, 1.0, 1.0, 0.75, 0.5]),
+        ({"decay": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+    ],
+)  # fmt: skip
+def test_schedules(options: dict[str, Any], rates: list[float]) -> None:
+    config = LearnerConfig(learning_rate=1.0, **options)
+    assert [config.learning_rate_at(step, 4) for step in range(5)] == pytest.approx(rates)
+
+
+def test_a_step_is_of_its_own_settings(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule's learning rate, the clipping asked for, only live updates, their tokens."""
+    learner = make_learner(
+        decay="linear", learning_rate=0.5, final_learning_rate=0.1, max_grad_norm=0.25
+    )
+    seen: list[Any] = []
+    step = learner._optimizer.step
+
+    def watched(*, max_grad_norm: float) -> float:
+        seen.append((max_grad_norm, learner._optimizer.lr))
+        return step(max_grad_norm=max_grad_norm)
+
+    monkeypatch.setattr(learner._optimizer, "step", watched)
+    (update,) = plan_updates(groups, run_config(DAPO), step=0)
+    learner.step([])
+    metrics = learner.step([replace(update, batches=[]), update])
+    assert seen == [(0.25, pytest.approx(0.4))]
+    assert metrics["learning_rate"] == pytest.approx(0.4)
+    assert metrics["updates"] == 1
+    assert metrics["packed_tokens"] == sum(len(b.input_ids_T) for b in update.batches)
+    assert learner.step_count == 2
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_optimizers_state_waits_in_host_memory_between_steps(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch,
+    offload: bool,
+) -> None:  # fmt: skip
+    learner = make_learner(offload_optimizer=offload)
+    vars(learner)["device"] = "cpu:0"  # another name than the host's
+    optimizer, seen = learner._optimizer, list[Any]()
+    step = optimizer.step
+    monkeypatch.setattr(optimizer, "to", lambda device: seen.append(device))
+
+    def noted_step(**options: Any) -> float:
+        seen.append("step")
+        return step(**options)
+
+    monkeypatch.setattr(optimizer, "step", noted_step)
+    learner.step(plan_updates(groups, run_config(DAPO), step=0))
+    assert seen == ["cpu:0", "step", "cpu"] if offload else ["cpu:0", "step"]
+    assert all(p.grad is None for p in learner.trained), "nor do gradients wait on the device"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_waits_there_before_the_first_step_too(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, offload: bool,
+) -> None:  # fmt: skip
+    """Of a new run and of a resumed one: the engine fills the device before either learns."""
+    moved: list[Any] = []
+    monkeypatch.setattr(MasterAdamW, "to", lambda self, device: moved.append(device))
+    learner = make_learner(offload_optimizer=offload)
+    vars(learner)["device"] = "cpu:0"  # another name than the host's
+    learner.save_state(tmp_path / "state.pt")
+    assert moved == (["cpu"] if offload else [])
+    learner.load_state(tmp_path / "state.pt")
+    assert moved[1:] == (["cpu"] if offload else [])
+    moved.clear()
+    learner.rehearse(20)
+    assert moved == (["cpu:0", "cpu"] if offload else ["cpu:0"]), "a rehearsal is as a step"
+
+
+def test_8_bit_moments_are_the_librarys(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitsandbytes needs a GPU; a module of its shape stands for it."""
+
+    class AdamW8bit(torch.optim.AdamW):
+        pass
+
+    library: Any = SimpleNamespace(AdamW8bit=AdamW8bit)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(optim=library))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", library)
+    made = make_optimizer(
+        LearnerConfig(optimizer="adamw_8bit", learning_rate=0.5, weight_decay=0.1),
+        [torch.zeros(3, requires_grad=True)],
+    )
+    assert type(made._adamw) is AdamW8bit
+    (group,) = made._adamw.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ValueError, match="adamw_8bit' needs the package bitsandbytes"):
+        make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
+
+
+def test_8_bit_moments_need_a_gpu(make_learner: Callable[..., Learner]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="adamw_8bit' needs a CUDA device"):
+        make_learner(optimizer="adamw_8bit")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 half a zip"])
+def test_an_unreadable_state_says_which_file(
+    make_learner: Callable[..., Learner], tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "agentgrpo_state.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"agentgrpo_state\.pt"):
+        make_learner().load_state(path)
+    torch.save({"something": 1}, path)
+    with pytest.raises(ValueError, match=r"agentgrpo_state\.pt .*: no optimizer, step"):
+        make_learner().load_state(path)
+
+
+def test_8_bit_moments_are_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"adamw_8bit' works on whole tensors, and each of 2"):
+        make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
+
+
+def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(
+    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, held = make_learner(), list[int]()
+    empty = torch.empty
+
+    def noted(*size: Any, **options: Any) -> Any:
+        if options.get("dtype") is torch.uint8:
+            held.append(size[0])
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    learner.step([])  # without a batch: it has taken nothing
+    learner.rehearse(20)
+    learner.step(plan_updates(groups, run_config(DAPO), step=0))
+    learner.rehearse(20)
+    assert held == [8 * sum(p.numel() for p in learner.trained), 0]

@@ -1,0 +1,133 @@
+"""How far the sampler was from the learner: logged, recorded, and refused where it is too far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import LossConfig
+from agentgrpo.engine.agreement import Disagreement, outliers_of, widest_gap
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.types import Group, Segment
+from tests.learn.given import TEMPERATURE, logp_of, oracle_model, run_config, sampled_logp
+
+
+def test_the_mismatch_is_logged_raw_and_by_turn(
+    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
+) -> None:
+    loss = LossConfig(vllm_importance_sampling_clip_max=1.2)
+    metrics = make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
+    model = oracle_model(tiny_model)
+    with torch.no_grad():
+        gaps = [logp_of(model, r) - sampled_logp(r) for g in groups for r in g.rollouts]
+    ratio = torch.cat(gaps).exp()
+    assert metrics["mismatch_ratio_max"] == pytest.approx(ratio.max().item(), rel=1e-5)
+    assert metrics["mismatch_ratio_min"] == pytest.approx(ratio.min().item(), rel=1e-5)
+    assert metrics["mismatch_ratio_mean"] == pytest.approx(ratio.mean().item(), rel=1e-5)
+    assert metrics["mismatch_modified"] == pytest.approx((ratio > 1.2).double().mean().item())
+    late = torch.cat([gap[4:] for gap in gaps])
+    assert metrics["mismatch_turn_1_kl"] == pytest.approx(
+        (late.expm1() - late).mean().item(), rel=1e-4
+    )
+
+
+def test_the_mismatch_is_that_before_the_first_update(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    """However often the batches are gone over."""
+    once, thrice = (
+        make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
+        for loss in (
+            LossConfig(old_logps="sampler"),
+            LossConfig(old_logps="sampler", num_iterations=3),
+        )
+    )
+    names = [name for name in once if name.startswith("mismatch_")]
+    assert names
+    assert {name: once[name] for name in names} == {name: thrice[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_iterations": 2}, {"num_mini_batches": 2, "num_iterations": 2}],
+    ids=["once", "twice", "mini-batches"],
+)
+def test_rollouts_are_told_what_the_learner_made_of_them_before_the_step(
+    make_learner: Callable[..., Learner],
+    tiny_model: Path,
+    groups: list[Group],
+    options: dict[str, Any],
+) -> None:
+    rollout, dead = groups[0].rollouts[0], groups[1].rollouts[2]
+    rollout.closed_rows = [rollout.segments[:2]]  # two rows, of one turn each
+    rollout.segments = [Segment(rollout.token_ids[3:13]), *rollout.segments[3:]]
+    dead.advantage = 0.0
+    loss = LossConfig(**options)
+    make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
+    assert dead.learner_logprobs is None
+    assert dead.entropies is None
+    model = oracle_model(tiny_model)
+    for played in (r for g in groups for r in g.rollouts if r is not dead):
+        assert played.learner_logprobs is not None
+        assert played.entropies is not None
+        seen = iter(zip(played.learner_logprobs, played.entropies, strict=True))
+        for row in played.rows:
+            ids = torch.from_numpy(np.concatenate([s.token_ids for s in row]).astype(np.int64))
+            with torch.no_grad():
+                every = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+            start = 0
+            for segment in row:
+                end = start + len(segment.token_ids)
+                logp, entropy = next(seen)
+                if not segment.sampled:
+                    assert logp is None
+                    assert entropy is None
+                else:
+                    own = every[start - 1 : end - 1]
+                    want = own.gather(1, ids[start:end, None])[:, 0]
+                    np.testing.assert_allclose(logp, want, atol=1e-5)  # type: ignore[arg-type]
+                    np.testing.assert_allclose(entropy, -(own.exp() * own).sum(-1), atol=1e-5)  # type: ignore[arg-type]
+                start = end
+        assert next(seen, None) is None
+
+
+def test_what_the_sampler_saw_is_checked_before_the_first_update(
+    make_learner: Callable[..., Learner], groups: list[Group]
+) -> None:
+    twice = {"num_iterations": 2}
+    cases: list[dict[str, Any]] = [{}, twice, {"old_logps": "sampler"}, {"num_mini_batches": 2}]
+    for options in cases:
+        loss = LossConfig(**options)
+        learner = make_learner(loss)
+        learner._dlogp_limit = 0.5
+        before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+        with pytest.raises(Disagreement, match="on the sampled tokens"):
+            learner.step(plan_updates(groups, run_config(loss), step=0))
+        assert all(torch.equal(p, before[n]) for n, p in learner.model.named_parameters())
+
+
+@pytest.mark.parametrize("outliers", [0.0, 1e-3])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_log_probability_that_is_no_number_disagrees_wherever_it_lies(
+    at: int, outliers: float
+) -> None:
+    assert widest_gap([], outliers) == 0.0
+    gaps = [np.array(part, np.float32) for part in ([0.1, 0.1], [], [0.2, -0.7])]
+    assert widest_gap(gaps, outliers) == pytest.approx(0.7)
+    for bad in ("nan", "inf"):
+        gaps[at] = np.array([float(bad), *[0.1] * 5000], np.float32)
+        assert not widest_gap(gaps, outliers) <= 1e9
+
+
+def test_in_bfloat16_one_token_in_a_thousand_may_be_far_off_in_float32_none() -> None:
+    gaps = [np.full(1500, 0.01, np.float32), np.full(1500, -0.02, np.float32)]
+    for number in range(5):
+        assert (widest_gap(gaps, outliers_of("bfloat16")) > 1) == (number > 3)
+        assert (widest_gap(gaps, outliers_of("float32")) > 1) == (number > 0)
+        gaps[number % 2][number] = 1.5 + number

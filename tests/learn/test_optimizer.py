@@ -1,0 +1,195 @@
+"""MasterAdamW against torch's AdamW in float32, fed with the same gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentgrpo.learn.optimizer import MasterAdamW
+
+SHAPES = ((5, 7), (11,))
+STEPS = 8
+FUSED = partial(torch.optim.AdamW, fused=True)
+"""What runs on CUDA; torch has it on CPU too."""
+
+
+def parameters(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(shape, generator=generator).to(torch.bfloat16).to(dtype).requires_grad_()
+        for shape in SHAPES
+    ]
+
+
+def gradients(step: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step + 1)
+    return [
+        (scale * torch.randn(shape, generator=generator)).to(torch.bfloat16) for shape in SHAPES
+    ]
+
+
+def feed(tensors: list[Tensor], grads: list[Tensor]) -> None:
+    for tensor, grad in zip(tensors, grads, strict=True):
+        tensor.grad = grad.to(tensor.dtype)
+
+
+def oracle(lr: float, *, max_grad_norm: float, weight_decay: float) -> tuple[list[Tensor], float]:
+    """Float32 AdamW after STEPS steps, and the last norm before clipping."""
+    params = parameters(torch.float32)
+    adamw = torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay)
+    norm = 0.0
+    for step in range(STEPS):
+        grads = gradients(step)
+        norm = torch.cat([g.float().flatten() for g in grads]).norm().item()
+        factor = min(1.0, max_grad_norm / norm)
+        feed(params, [g.float() * factor for g in grads])
+        adamw.step()
+    return params, norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_grad_norm", [0.1, 1e9])
+@pytest.mark.parametrize("lr", [1e-5, 1e-2])
+@pytest.mark.parametrize("adamw", [None, FUSED], ids=["plain", "fused"])
+def test_many_small_updates_arrive_as_in_float32(
+    dtype: torch.dtype, max_grad_norm: float, lr: float, adamw: Any
+) -> None:
+    params = parameters(dtype)
+    optimizer = MasterAdamW(params, lr=lr, weight_decay=0.1, adamw=adamw)
+    norm = 0.0
+    for step in range(STEPS):
+        feed(params, gradients(step))
+        norm = optimizer.step(max_grad_norm=max_grad_norm)
+        optimizer.zero_grad()
+    want, want_norm = oracle(lr, max_grad_norm=max_grad_norm, weight_decay=0.1)
+    assert norm == pytest.approx(want_norm, rel=1e-5)
+    for got, expected in zip(params, want, strict=True):
+        # the masters follow float32; the parameter is their nearest representable number
+        torch.testing.assert_close(
+            got, expected.to(dtype), rtol=8e-3 if dtype != torch.float32 else 1e-5, atol=1e-7
+        )
+    if dtype == torch.bfloat16:
+        for master, expected in zip(optimizer.state_dict()["masters"], want, strict=True):
+            torch.testing.assert_close(master, expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_of_many_passes_add_up_in_float32() -> None:
+    """In bfloat16 1 + 1/512 is 1, and a thousand of them too."""
+    param = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = MasterAdamW([param], lr=1.0, weight_decay=0.0)
+    for number in range(1025):
+        param.grad = torch.full((3,), 1 / 512 if number else 1.0, dtype=torch.bfloat16)
+        optimizer.collect()
+        assert param.grad is None
+    assert optimizer.step(max_grad_norm=1e9) == pytest.approx(3.0 * 3**0.5)
+    optimizer.zero_grad()
+    param.grad = torch.ones_like(param)
+    assert optimizer.step(max_grad_norm=1e9) == pytest.approx(3**0.5), "the others are forgotten"
+
+
+def test_parameters_are_written_in_place() -> None:
+    base = torch.zeros(4, 4, dtype=torch.bfloat16)
+    view = base[1:3].requires_grad_()
+    optimizer = MasterAdamW([view], lr=0.5, weight_decay=0.0)
+    view.grad = torch.ones_like(view)
+    optimizer.step(max_grad_norm=1e9)
+    assert base[1:3].tolist() == [[-0.5] * 4] * 2
+    assert base[[0, 3]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_no_number_changes_nothing(bad: float, dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = MasterAdamW(params, lr=1e-2, weight_decay=0.1)
+    feed(params, gradients(0))
+    optimizer.step(max_grad_norm=1.0)
+    before = [p.detach().clone() for p in params], repr(optimizer.state_dict())
+    feed(params, gradients(1))
+    assert params[1].grad is not None
+    params[1].grad[3] = bad
+    with pytest.raises(FloatingPointError, match="the weights are unchanged"):
+        optimizer.step(max_grad_norm=1.0)
+    assert all(torch.equal(p, q) for p, q in zip(params, before[0], strict=True))
+    assert repr(optimizer.state_dict()) == before[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adamw", [None, FUSED], ids=["plain", "fused"])
+def test_resuming_from_the_saved_state_repeats_the_bits(dtype: torch.dtype, adamw: Any) -> None:
+    def run(params: list[Tensor], optimizer: MasterAdamW, steps: range) -> None:
+        for step in steps:
+            feed(params, gradients(step))
+            optimizer.step(max_grad_norm=1.0)
+
+    whole = parameters(dtype)
+    run(whole, MasterAdamW(whole, lr=1e-3, weight_decay=0.1, adamw=adamw), range(STEPS))
+    first = parameters(dtype)
+    saved = MasterAdamW(first, lr=1e-3, weight_decay=0.1, adamw=adamw)
+    run(first, saved, range(3))
+    second = [p.detach().clone().requires_grad_() for p in first]
+    resumed = MasterAdamW(second, lr=7.0, weight_decay=0.1, adamw=adamw)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.lr == 1e-3
+    run(second, resumed, range(3, STEPS))
+    assert all(torch.equal(p, q) for p, q in zip(whole, second, strict=True))
+
+
+def test_the_learning_rate_can_be_set_between_steps() -> None:
+    params = [torch.zeros(3, requires_grad=True)]
+    optimizer = MasterAdamW(params, lr=1.0, weight_decay=0.0)
+    optimizer.set_lr(0.25)
+    params[0].grad = torch.ones(3)
+    optimizer.step(max_grad_norm=1e9)
+    assert optimizer.lr == 0.25
+    torch.testing.assert_close(params[0].detach(), torch.full((3,), -0.25))
+
+
+@pytest.mark.parametrize(("adamw", "count_at"), [(None, "cpu"), (FUSED, "meta")])
+def test_what_waits_elsewhere_is_the_moments_and_not_the_parameters(
+    adamw: Any, count_at: str
+) -> None:
+    """On "meta", which keeps shapes only; torch lets no master move there."""
+    params = parameters(torch.float32)
+    optimizer = MasterAdamW(params, lr=1e-2, weight_decay=0.0, adamw=adamw)
+    feed(params, gradients(0))
+    optimizer.step(max_grad_norm=1.0)
+    optimizer.zero_grad()
+    optimizer.to("meta")
+    assert {p.device.type for p in params} == {"cpu"}
+    for moments in optimizer._adamw.state.values():
+        assert moments["exp_avg"].is_meta
+        assert moments["exp_avg_sq"].is_meta
+        # AdamW wants its count in host memory, a fused one beside the parameter
+        assert moments["step"].device.type == count_at
+
+
+class BlockWise(torch.optim.AdamW):
+    """Keeps what bitsandbytes keeps: moments of 8 bits, scales of blocks, a table of 256 values."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {
+                "step": 1, "state1": torch.zeros(p.shape, dtype=torch.uint8),
+                "absmax1": torch.ones(1), "qmap1": torch.linspace(0, 1, 256),
+            }  # fmt: skip
+
+
+def test_state_that_is_not_of_single_numbers_is_restored_as_it_was() -> None:
+    params = parameters(torch.float32)
+    optimizer = MasterAdamW(params, lr=1e-3, weight_decay=0.0, adamw=BlockWise)
+    feed(params, gradients(0))
+    optimizer.step(max_grad_norm=1.0)
+    resumed = MasterAdamW(parameters(torch.float32), lr=1e-3, weight_decay=0.0, adamw=BlockWise)
+    resumed.load_state_dict(optimizer.state_dict())
+    (first, _) = resumed._adamw.state.values()
+    assert first["absmax1"].tolist() == [1.0]
+    assert first["qmap1"].shape == (256,)
+    state = optimizer.state_dict()
+    state["adamw"]["state"][1]["state1"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"state1 of parameter 1: \(3,\), expected \(11,\)"):
+        resumed.load_state_dict(state)

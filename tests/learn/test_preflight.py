@@ -1,0 +1,132 @@
+"""What does not fit is told before the first step, with what does; other faults are not hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.engine.engine import Engine
+from agentgrpo.learn.preflight import DoesNotFit, preflight
+from agentgrpo.machine.memory import out_of_memory, rss_bytes
+from agentgrpo.types import Metrics
+from tests.learn.given import learner_on
+
+
+@dataclass
+class Machine:
+    """Both sides, with room for so many tokens."""
+
+    room: int
+    error: Callable[[], Exception] = lambda: torch.OutOfMemoryError("CUDA out of memory")
+    wake_error: Exception | None = None
+    device: str = "cpu"
+    calls: list[str] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+
+    def rehearse(self, num_tokens: int) -> None:
+        self.calls.append("rehearse")
+        self.tried.append(num_tokens)
+        if num_tokens > self.room:
+            raise self.error()
+
+    def publish(self) -> Metrics:
+        self.calls.append("publish")
+        return {}
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> Metrics:
+        self.calls.append("wake")
+        if self.wake_error is not None:
+            raise self.wake_error
+        return {}
+
+
+def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
+    machine = Machine(room=4096)
+    metrics = preflight(machine, machine, max_tokens=4096)
+    assert machine.calls == ["sleep", "rehearse", "wake", "publish", "sleep"]
+    assert machine.tried == [4096]
+    assert metrics["seconds"] >= 0
+    assert metrics["rss_gib"] > 0
+
+
+@pytest.mark.parametrize("room", [128, 129, 1000, 2047, 4000, 4095])
+def test_the_number_that_fits_is_told(room: int) -> None:
+    machine = Machine(room=room)
+    fits = room // 128 * 128
+    with pytest.raises(
+        DoesNotFit, match=rf"learner.max_tokens 4096 does not fit in memory: {fits} tokens do"
+    ):
+        preflight(machine, machine, max_tokens=4096)
+    assert len(machine.tried) <= 1 + 6
+
+
+def test_where_nothing_fits_that_is_told() -> None:
+    machine = Machine(room=100, error=MemoryError)
+    with pytest.raises(DoesNotFit, match="not even 128 tokens do; train fewer layers"):
+        preflight(machine, machine, max_tokens=1000)
+
+
+def test_an_engine_that_cannot_wake_is_told_of() -> None:
+    machine = Machine(room=999, wake_error=torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(DoesNotFit, match=r"engine\.kv_cache_gib does not fit in memory beside"):
+        preflight(machine, machine, max_tokens=999)
+
+
+def test_other_errors_are_not_mistaken_for_it() -> None:
+    machine = Machine(room=10, error=lambda: RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        preflight(machine, machine, max_tokens=999)
+    machine = Machine(room=999, wake_error=RuntimeError("no such tag"))
+    with pytest.raises(RuntimeError, match="no such tag"):
+        preflight(machine, machine, max_tokens=999)
+
+
+def test_the_hosts_allocator_says_it_in_its_own_words() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+    assert not out_of_memory(RuntimeError("shapes differ"))
+    assert not out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_resident_memory_is_counted_in_bytes() -> None:
+    before = rss_bytes()
+    held = np.ones(2**26, np.uint8)
+    assert 2**25 < rss_bytes() - before < 2**27
+    assert held.sum() == 2**26
+
+
+def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
+    engine: Engine, tiny_model: Path
+) -> None:
+    learner = learner_on(engine, tiny_model)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    seen: list[tuple[int, int]] = []
+    learner._scorer.register_forward_pre_hook(
+        lambda _, args: seen.append((len(args[0].input_ids_T), len(args[0].row_N)))
+    )
+    metrics = preflight(engine, learner, max_tokens=300)
+    assert seen == [(300, 299)]
+    assert engine.asleep
+    assert learner.step_count == 0
+    assert all(p.grad is None for p in learner.model.parameters())
+    for then, now in zip(before, learner.model.parameters(), strict=True):
+        assert torch.equal(then, now)
+    assert metrics["rss_gib"] > 0
+
+
+def test_on_several_ranks_nothing_more_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait in the pass that failed here: another one would be of another size."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    machine = Machine(room=1000)
+    with pytest.raises(DoesNotFit, match=r"max_tokens 4096 does not fit in memory: fewer may"):
+        preflight(machine, machine, max_tokens=4096)
+    assert machine.tried == [4096]

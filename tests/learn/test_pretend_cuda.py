@@ -1,0 +1,181 @@
+"""The learner as on a card: nothing of it mixes host and device, and its numbers are the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from agentgrpo.config import LearnerConfig, LoraConfig, LossConfig
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.types import Group
+from tests.learn import conftest as learning
+from tests.learn.given import TEMPERATURE, Holder, run_config
+from tests.learn.pretend_cuda import CARD, pretend_cuda
+
+if torch.cuda.is_available():
+    pytest.skip("there is a card", allow_module_level=True)
+
+
+groups = learning.groups
+"""The fixture of tests/learning."""
+
+
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    monkeypatch.setattr(WrappedFlexAttention, "__init__", lambda self, training: None)
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_by_definition)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_definition)
+    with pretend_cuda(monkeypatch):
+        yield
+
+
+def flex_by_definition(
+    query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_mask: BlockMask,
+    enable_gqa: bool, scale: float | None, **more: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    for name, x in vars(block_mask).items():
+        assert not isinstance(x, Tensor) or x.device == CARD, name
+    at = torch.arange(query.shape[2], device=query.device)
+    zero = torch.zeros((), dtype=torch.int64, device=query.device)
+    seen = block_mask.mask_mod(zero, zero, at[:, None], at[None, :])
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return weights @ value, SimpleNamespace(lse=scores[..., 0].float())
+
+
+def varlen_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, max_q: int, max_k: int,
+    *, scale: float | None, enable_gqa: bool, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    assert bounds_q.device == bounds_k.device == CARD
+    out = []
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    for start, end in zip(bounds_q[:-1].tolist(), bounds_q[1:].tolist(), strict=True):
+        part = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+        scores = part[0] @ part[1].transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out.append((weights @ part[2]).transpose(0, 1))
+    return torch.cat(out)
+
+
+class CardHolder(Holder):
+    device = "cuda"
+    dtype = "float32"
+
+    def pack_frozen(self, trained: Iterable[Tensor]) -> int:
+        return 0
+
+
+def steps(
+    folder: Path, played: Sequence[Group], engine: Any, loss: LossConfig, *, share: bool = True,
+    state: Path | None = None, **config: Any,
+) -> tuple[Learner, list[dict[str, float]]]:  # fmt: skip
+    options = {"learning_rate": 1e-2, "max_grad_norm": 1.0, **config}
+    learner = Learner(
+        folder, engine, LearnerConfig(**options), loss, total_steps=4, temperature=TEMPERATURE,
+        weights="copy", dlogp_limit=9.0, reference=folder,
+    )  # fmt: skip
+    learner.rehearse(30)
+    seen = []
+    for step in range(2):
+        updates = plan_updates(played, run_config(loss), step=step, share_prefixes=share)
+        seen.append(learner.step(updates))
+        learner.publish()
+    if state is not None:
+        learner.save_state(state)
+        learner.load_state(state)
+    learner.score(np.arange(20, dtype=np.int32))
+    return learner, seen
+
+
+LOSSES = {
+    "default": LossConfig(),
+    "two epochs": LossConfig(num_iterations=2),
+    "reference and entropy": LossConfig(beta=0.1, entropy_coef=0.01, top_entropy_quantile=0.5),
+    "vespo": LossConfig(loss_type="vespo", vllm_importance_sampling_mode="token_truncate"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_learner_on_a_card_is_the_learner_on_a_cpu(
+    tiny_model: Path, groups: list[Group], name: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    cpu = CardHolder()
+    cpu.device = "cpu"
+    _, wanted = steps(tiny_model, groups, cpu, LOSSES[name])
+    request.getfixturevalue("_cuda")
+    got, seen = steps(tiny_model, groups, CardHolder(), LOSSES[name], state=tmp_path / "s.pt")
+    assert got.describe()["kernels"] == "triton"
+    assert all(p.device == CARD for p in got.model.parameters())
+    for a, b in zip(seen, wanted, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [{"offload_optimizer": True}, {"trained_layers": 1}],
+    ids=str,
+)
+@pytest.mark.usefixtures("_cuda")
+def test_bfloat16_stays_on_the_card(
+    tiny_model: Path, groups: list[Group], config: dict[str, Any], share: bool, tmp_path: Path
+) -> None:  # fmt: skip
+    engine = CardHolder()
+    engine.dtype = "bfloat16"
+    loss = LossConfig()
+    learner, _ = steps(
+        tiny_model, groups, engine, loss, share=share, state=tmp_path / "s.pt", **config
+    )
+    moved = "cpu" if config.get("offload_optimizer") else "cuda"
+    masters = [master for _, master in learner._optimizer._lower()]
+    assert masters
+    assert {master.device.type for master in masters} == {moved}
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_an_adapter_on_the_card(tiny_model: Path, groups: list[Group], tmp_path: Path) -> None:
+    loss = LossConfig(beta=0.1)
+    learner, _ = steps(
+        tiny_model, groups, CardHolder(), loss, lora=LoraConfig(rank=4, serve="merged")
+    )
+    assert learner.adapter is not None
+    learner.adapter.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: x.numpy(),
+        lambda x: np.asarray(x),
+        lambda x: torch.ones(3)[x.long()],
+        lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0),
+        lambda x: x.index_add_(0, torch.arange(3), x),
+        lambda x: (x.requires_grad_() * 2).sum().cpu().numpy(),
+    ],
+)
+@pytest.mark.usefixtures("_cuda")
+def test_the_card_refuses_what_cuda_refuses(slip: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(3).to("cuda")
+    assert x.is_cuda
+    assert (x + 1).device == (x * torch.tensor(2.0)).device == x[torch.arange(2)].device == CARD
+    assert x.cpu().numpy().sum() == 3
+    with pytest.raises((RuntimeError, TypeError)):
+        slip(x)

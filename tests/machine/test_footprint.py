@@ -1,0 +1,171 @@
+"""Memory is added up from the true shapes; the oracle is transformers' model on no device."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+from agentgrpo.config import LearnerConfig, LoraConfig, TrainConfig
+from agentgrpo.learn.policy import freeze_all_but
+from agentgrpo.machine.footprint import GIB, count, footprint, shapes_in, shapes_of, trained_count
+from tests import qwen3, tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def make_config(**sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"model": "m", "out_dir": "o", **sections})
+
+
+@pytest.mark.parametrize("size", qwen3.SIZES)
+def test_shapes_are_those_of_the_real_model(size: str) -> None:
+    config = qwen3.config(size)
+    model = on_meta(config)
+    want = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes_of(config) == want
+    assert count(want) == qwen3.PARAMETERS[size]
+
+
+def test_another_family_and_one_that_is_not_of_this_kind() -> None:
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=50,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    assert shapes_of(config) == {n: tuple(p.shape) for n, p in on_meta(config).named_parameters()}
+    assert shapes_of(Qwen3MoeConfig()) == {}
+    assert shapes_of(GPT2Config()) == {}
+
+
+def test_a_model_directory_tells_its_shapes(tmp_path: Path) -> None:
+    model = tiny.make_model()
+    folder = tiny.make_model_dir(tmp_path / "model")
+    assert shapes_in(folder) == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert shapes_in(tmp_path) == {}
+
+
+@pytest.mark.parametrize("layers", [None, 1, 5, 28])
+def test_trained_parameters_are_those_the_learner_leaves_unfrozen(layers: int | None) -> None:
+    config = qwen3.config("0.6b")
+    want = sum(p.numel() for p in freeze_all_but(on_meta(config), layers))
+    assert trained_count(shapes_of(config), LearnerConfig(trained_layers=layers)) == want
+
+
+@pytest.mark.parametrize(
+    "targets", [(), ("q_proj", "v_proj"), ("self_attn.o_proj", "1.mlp.up_proj")]
+)
+def test_an_adapters_parameters_are_pefts(targets: tuple[str, ...]) -> None:
+    peft = pytest.importorskip("peft")
+    config = qwen3.config("0.6b")
+    wanted = peft.LoraConfig(
+        r=8, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(on_meta(config), wanted)
+    want = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    learner = LearnerConfig(lora=LoraConfig(rank=8, target_modules=targets))
+    assert trained_count(shapes_of(config), learner) == want
+
+
+def test_bytes_of_a_parameter_by_hand() -> None:
+    """bfloat16: 2 of weight, 12 of optimizer, 6 of gradients; float32: 4, 8, 4."""
+    shapes = shapes_of(qwen3.config("0.6b"))
+    n = count(shapes)
+    gpu = footprint(make_config(), shapes, cuda=True)
+    assert (gpu.weights, gpu.optimizer, gpu.gradients) == (2 * n, 12 * n, 6 * n)
+    assert (gpu.copies, gpu.kv_cache) == (0, GIB // 2)
+    assert gpu.activations == 2 * 2048 * 1024 * 17 * 28
+    cpu = footprint(make_config(), shapes, cuda=False)
+    assert (cpu.weights, cpu.optimizer, cpu.gradients) == (4 * n, 8 * n, 4 * n)
+    assert cpu.peak == 16 * n + cpu.activations + GIB // 2
+    assert gpu.peak == 20 * n + gpu.activations  # the cache is given back for them
+    more = footprint(make_config(engine={"kv_cache_gib": 40}), shapes, cuda=True)
+    assert more.peak == 14 * n + 40 * GIB
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "factor"),
+    [
+        ({"engine": {"weights": "copy"}}, "copies", 2),
+        ({"loss": {"beta": 0.1}}, "copies", 2),
+        ({"loss": {"beta": 0.1}, "engine": {"weights": "copy"}}, "copies", 4),
+        ({"learner": {"optimizer": "adamw_8bit"}}, "optimizer", 6),
+    ],
+)
+def test_what_settings_add(sections: dict[str, Any], name: str, factor: int) -> None:
+    shapes = shapes_of(qwen3.config("0.6b"))
+    held = footprint(make_config(**sections), shapes, cuda=True)
+    assert getattr(held, name) == factor * count(shapes)
+
+
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_an_adapter_is_held_beside_one_copy_of_the_weights_or_two(serve: str) -> None:
+    """A merged one needs the learner's own; rank 12 is served from room for 16."""
+    shapes = shapes_of(qwen3.config("0.6b"))
+    n = count(shapes)
+    held = footprint(
+        make_config(learner={"lora": {"rank": 12, "serve": serve}}, loss={"beta": 0.1}),
+        shapes, cuda=True,
+    )  # fmt: skip
+    a = held.trained
+    assert 0 < a < n / 20
+    assert held.weights == 2 * n
+    assert held.copies == (2 * n if serve == "merged" else 0), "the KL's reference is no copy"
+    vocab, hidden = shapes["model.embed_tokens.weight"]
+    room = 2 * 16 * (a // 12 + 2 * (vocab + hidden))
+    assert held.adapter == 4 * a + (room if serve == "adapter" else 0)
+    assert (held.optimizer, held.gradients, held.checkpoint) == (8 * a, 4 * a, 12 * a)
+    assert held.peak == held.weights + held.copies + held.adapter + 12 * a + held.activations
+    assert "adapter 0." in held.listed()
+
+
+def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
+    """docs/scale.md: P b of the engine, P b / W of weights and gradients, 12 P / W of moments."""
+    shapes = shapes_of(qwen3.config("8b"))
+    n = count(shapes)
+    sections: dict[str, Any] = {"loss": {"beta": 0.1}, "engine": {"tensor_parallel_size": 4}}
+    held = footprint(make_config(**sections), shapes, cuda=True, ranks=8)
+    assert held.weights == 2 * n // 4
+    assert held.copies == 2 * n // 8 + 2 * n, "the KL's reference is whole on each"
+    assert (held.optimizer, held.gradients) == (12 * n // 8, 6 * n // 8)
+    assert held.checkpoint == 14 * n
+    adapted = {"learner": {"lora": {"rank": 8}}}
+    one, eight = (footprint(make_config(**adapted), shapes, cuda=True, ranks=w) for w in (1, 8))
+    assert one.copies == 0
+    assert eight.copies == 2 * n // 8
+    assert one.adapter - eight.adapter == 4 * one.trained - 4 * one.trained // 8
+
+
+def test_checkpointing_and_frozen_layers_keep_less() -> None:
+    shapes = shapes_of(qwen3.config("0.6b"))
+
+    def kept(**learner: Any) -> int:
+        return footprint(make_config(learner=learner), shapes, cuda=True).activations
+
+    token = 2 * 2048 * 1024
+    assert kept(gradient_checkpointing=True) == token * (28 + 17)
+    assert kept(trained_layers=7) == token * 17 * 7
+    assert kept(trained_layers=7, gradient_checkpointing=True) == token * (7 + 17)
+
+
+def test_the_tables_of_the_gpu_page() -> None:
+    """docs/gpu.md: each model's weights, and what training all or a quarter of it holds."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for size in qwen3.SIZES:
+        shapes = shapes_of(qwen3.config(size))
+        layers = qwen3.SIZES[size]["num_hidden_layers"]
+        numbers = [2 * count(shapes) / GIB]
+        for trained_layers in (None, layers // 4):
+            learner = {"trained_layers": trained_layers}
+            held = footprint(make_config(learner=learner), shapes, cuda=True)
+            numbers.append((held.weights + held.optimizer + held.gradients) / GIB)
+        row = re.search(rf"^\| Qwen3 {size.upper()} \| [\d.]+ B \|.*$", page, re.M)
+        assert row, size
+        cells = [float(cell) for cell in re.findall(r"([\d.]+) GiB", row[0])]
+        assert cells == [round(n, 1) for n in numbers], row[0]

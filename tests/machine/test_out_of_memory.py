@@ -1,0 +1,269 @@
+"""Out of memory says while doing what, which setting to lower, and the number that fits."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import resource
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import LearnerConfig, TrainConfig
+from agentgrpo.engine.engine import Engine
+from agentgrpo.learn.preflight import to_learn, to_sample
+from agentgrpo.machine import hardware
+from agentgrpo.machine.footprint import GIB
+from agentgrpo.machine.memory import OutOfMemory, explained
+from agentgrpo.run.atomic import write_lines
+from agentgrpo.train import CONTINUE, run
+from tests import tiny
+from tests.learn.given import learner_on
+from tests.learn.test_preflight import Machine
+from tests.test_train import FakeRun
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def hosts() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def arrays() -> None:
+    np.empty(2**60, np.uint8)
+
+
+def cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+
+def sleeping_allocator() -> None:
+    """VLLM's wake_up: csrc/cumem_allocator.cpp raises what the driver said."""
+    raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")
+
+
+def driver() -> None:
+    raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+
+def cublas() -> None:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def cplusplus() -> None:
+    raise MemoryError("std::bad_alloc")
+
+
+FAULTS: list[Callable[[], None]] = [
+    hosts, arrays, cuda, sleeping_allocator, driver, cublas, cplusplus,
+]  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return TrainConfig(model="m", out_dir=tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_allocator_is_understood(fault: Callable[[], None]) -> None:
+    with (
+        pytest.raises(OutOfMemory, match=r"^out of memory while learning: lower x \(.+\)$"),
+        explained("learning", lambda: "lower x"),
+    ):
+        fault()
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    fault = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as caught, explained("learning", lambda: "lower x"):
+        raise fault
+    assert caught.value is fault
+
+
+def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> None:
+    """Else a search for the number that fits would run beside the memory of what did not."""
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    def work() -> None:
+        held = np.zeros(10)
+        alive.append(weakref.ref(held))
+        raise MemoryError
+
+    with (
+        pytest.raises(OutOfMemory, match="gone"),
+        explained("learning", lambda: "gone" if alive[0]() is None else "still there"),
+    ):
+        work()
+
+
+@pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
+def test_while_learning_the_number_that_fits_is_found(
+    config: TrainConfig, room: int, says: str
+) -> None:
+    said = to_learn(config, Machine(room=room))
+    assert said.startswith(f"learner.max_tokens is 2048, and {says}")
+    assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
+
+
+def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named(config: TrainConfig) -> None:
+    said = to_sample(config)
+    assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
+
+
+class Short(FakeRun):
+    """A run whose memory ends in one phase."""
+
+    def __init__(self, phase: str, fault: Callable[[], None]) -> None:
+        super().__init__()
+        self.phase_of, self.fault = phase, fault
+
+    def wake(self) -> Any:
+        self.fail_in("waking")
+        return super().wake()
+
+    def play(self, *args: Any, **kwargs: Any) -> Any:
+        self.fail_in("playing")
+        return super().play(*args, **kwargs)
+
+    def step(self, updates: Any) -> Any:
+        self.fail_in("learning")
+        return super().step(updates)
+
+    def rehearse(self, num_tokens: int) -> None:
+        if num_tokens > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def fail_in(self, phase: str) -> None:
+        if phase == self.phase_of:
+            self.fault()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ("waking", "while waking the engine: a lower engine.kv_cache_gib"),
+        ("playing", "while generating: a lower engine.kv_cache_gib"),
+        ("learning", "while learning: learner.max_tokens is 2048, and 896 tokens do"),
+    ],
+)
+def test_a_run_ends_with_one_line_and_can_be_continued(
+    config: TrainConfig,
+    phase: str,
+    says: str,
+    fault: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short = Short(phase, fault)
+    assert run(config, lambda _: short.parts()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: out of memory ")
+    assert says in said
+    assert said.endswith(f"{CONTINUE}\n")
+    assert said.count("\n") == 1
+    assert short.calls[-1] == "close"
+
+
+STARVED = """
+import resource, sys
+from agentgrpo.machine.runtime import prepare_environment
+prepare_environment()
+import agentgrpo.engine.engine  # what vLLM maps when it is imported is not to count
+from agentgrpo import train
+from agentgrpo.machine import hardware
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+taken = hardware._kib("/proc/self/status")["VmSize"] * 1024
+resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]), hard))
+sys.exit(train.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    """The real one, in a process whose address space ends at the size of its KV cache."""
+    write_lines(tmp_path / "rows.jsonl", tiny.sums(9))
+    (tmp_path / "c.toml").write_text(
+        f'model = "{tiny_model}"\nout_dir = "run"\n'
+        '[data]\ntrain = "rows.jsonl"\nheldout = "split"\nnum_heldout = 1\n'
+        "[engine]\nmax_model_len = 256\nkv_cache_gib = 1.5\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", STARVED, str(int(1.6 * GIB)), "c.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if "cannot isolate" in ran.stderr:
+        pytest.skip(ran.stderr)
+    assert "engine: starting vLLM" in ran.stdout, "what was free was enough until then"
+    assert ran.returncode == 2
+    assert re.fullmatch(
+        r"error: out of memory while starting vLLM: a lower engine\.kv_cache_gib \(it is 1\.5\) or "
+        r"engine\.max_num_seqs \(128\), or a smaller model; [\d.]+ of the host's [\d.]+ GiB are "
+        r"free now, .*\(.*allocate memory.*\)\n",
+        ran.stderr,
+    ), ran.stderr
+
+
+@contextlib.contextmanager
+def room_for(more: int) -> Iterator[None]:
+    """This process may map so many bytes more."""
+    gc.unfreeze()
+    gc.collect()  # what other tests left, else it is given back in between and is room as well
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = hardware._kib("/proc/self/status")["VmSize"] * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_learner_that_finds_no_memory_says_what_fits(
+    engine: Engine, tiny_model: Path, config: TrainConfig
+) -> None:
+    """The real one: it is tried what number of tokens does, and that number does."""
+    learner = learner_on(engine, tiny_model)
+    config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**14)})
+    with (
+        room_for(GIB // 8),
+        pytest.raises(OutOfMemory) as caught,
+        explained("learning", lambda: to_learn(config, learner)),
+    ):
+        learner.rehearse(config.learner.max_tokens)
+    said = re.match(
+        r"out of memory while learning: learner\.max_tokens is 16384, and (\d+) tokens do; fewer "
+        r"learner\.trained_layers.*\(.*allocate memory.*\)$",
+        str(caught.value),
+    )
+    assert said, caught.value
+    fits = int(said[1])
+    assert 128 <= fits < 2**14
+    with room_for(GIB // 8):
+        learner.rehearse(fits)
+
+
+def test_the_page_has_every_kind() -> None:
+    for message in (
+        "no room for vLLM",
+        "out of memory while learning",
+        "out of memory while generating",
+        "out of memory while waking the engine",
+        "out of memory while starting vLLM",
+        "out of memory while making the learner",
+        "does not fit in memory",
+        "Killed",
+    ):
+        assert re.search(rf"`[^`]*{message}[^`]*`", PAGE), message

@@ -1,0 +1,359 @@
+"""Measures on rollouts written by hand, intervals against simulation, reports read back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.engine.endpoints import ScriptedEndpoint
+from agentgrpo.evaluate import main as evaluate_main
+from agentgrpo.evaluate import read_report, write_report
+from agentgrpo.measures import measures
+from agentgrpo.measures.measures import (
+    TaskRow,
+    conciseness,
+    differences,
+    estimates,
+    exact_match,
+    f1,
+    judged,
+    markdown,
+    markdown_of_comparison,
+    math_equal,
+    measure_tasks,
+    pass_at_k,
+    pass_hat_k,
+    quality_by,
+    question_of,
+    references,
+    report,
+    rows_of,
+    wilson,
+)
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+
+MakeRollout = Callable[..., Rollout]
+
+
+def task(name: str = "t", **spec: Any) -> Task:
+    return Task(id=name, messages=({"role": "user", "content": "Who?"},), spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "expected"),
+    [
+        ("James Madison Jr", ["james madison"], 0.8),
+        ("The Beatles", ["beatles"], 1.0),
+        ("yes", ["no"], 0.0),
+        ("", ["no"], 0.0),
+        ("Paris, France", ["Paris France"], 0.5),  # punctuation is kept
+        ("New York City", ["Boston", "New York"], 0.8),
+        ("a b b", ["b b c"], 0.8),  # "a" is an article
+        ("an apple", ["apples"], 0.0),
+    ],
+)
+def test_S3_10_f1(answer: str, accepted: list[str], expected: float) -> None:
+    assert f1(answer, accepted) == pytest.approx(expected)
+
+
+def test_S3_10_exact_match() -> None:
+    assert exact_match(" The  Beatles ", ["Queen", "beatles"]) == 1.0
+    assert exact_match("beatles band", ["beatles"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "expected"),
+    [
+        ("1,234", "1234.0", 1.0),
+        (r"\frac{1}{2}", "0.5", 1.0),
+        (r"The final answer is \[ \boxed{\frac{3}{6}} \]", r"\frac{1}{2}", 1.0),
+        ("$x^2+2x+1$", "$(x+1)^2$", 1.0),
+        ("$x^2+2x+2$", "$(x+1)^2$", 0.0),
+        ("41", "42", 0.0),
+        ("forty-two", "42", 0.0),
+    ],
+)
+def test_S3_10_math(answer: str, accepted: str, expected: float) -> None:
+    assert math_equal(answer, [accepted]) == expected
+
+
+def test_S3_10_judge(rollout: MakeRollout) -> None:
+    asked = []
+
+    def reply(messages: Sequence[Any]) -> str:
+        asked.append(messages[0]["content"])
+        return replies.pop(0)
+
+    quality = judged(ScriptedEndpoint(reply))
+    played = rollout(task=task(answer=["USA", "America"]), answer="United States")
+    for said, expected in [
+        ("Correct.", 1.0),
+        ("Incorrect", 0.0),
+        ("That is not  correct", 0.0),
+        ("Correct? No, wrong.", 0.0),
+    ]:
+        replies = ["I cannot say", said]  # asked again only where there was no verdict
+        assert quality(played) == expected
+        assert not replies
+    replies = [""] * 3
+    with pytest.raises(InfrastructureError, match=r"task .*neither Correct nor Incorrect, 3 times"):
+        quality(played)
+    assert all(text in asked[0] for text in ("Who?", "USA", "America", "United States"))
+    played.answer = "the USA"
+    assert quality(played) == 1.0  # equal: the judge is not asked (its replies are used up)
+    played.answer = None
+    assert quality(played) == 0.0
+
+
+@pytest.mark.parametrize(("yes", "expected"), [(0, 1.0), (4, 1.0), (5, 1.0), (6, 0.0), (10, 0.0)])
+def test_S3_16_conciseness_is_a_vote_and_ties_are_concise(
+    rollout: MakeRollout, yes: int, expected: float
+) -> None:
+    votes = iter(["Yes, the second one."] * yes + ["No."] * (10 - yes))
+    judge = ScriptedEndpoint(lambda messages: next(votes))
+    assert conciseness(judge, lambda r: "what it did")(rollout()) == expected
+
+
+def test_S3_16_what_is_no_vote_is_not_counted(rollout: MakeRollout) -> None:
+    votes = iter(["Hm.", "yes", "", "yes", "no"])
+    judge = ScriptedEndpoint(lambda messages: next(votes, ""))
+    assert conciseness(judge, lambda r: "", votes=5)(rollout()) == 0.0  # 2 of 3
+    with pytest.raises(InfrastructureError, match="none of 2 votes"):
+        conciseness(judge, lambda r: "", votes=2)(rollout())
+
+
+def test_S3_16_calls_succeed_by_status_and_length_is_the_policys(rollout: MakeRollout) -> None:
+    """Tool results of any length and wording change nothing."""
+    played = [
+        rollout(
+            [[-1.0] * 5, [-1.0] * 7],
+            answer="x",
+            rewards={"answer": 1.0},
+            stats={"tool_calls": 4.0, "tool_errors": 1.0},
+        ),
+        rollout([[-1.0] * 4], answer="x", rewards={"answer": 1.0}),
+    ]
+    documents = Segment(np.arange(500, dtype=np.int32))
+    for changed in (False, True):
+        if changed:
+            played[0].segments.insert(2, documents)
+        groups = [Group(task=task(str(i)), rollouts=[r]) for i, r in enumerate(played)]
+        seen = estimates(measure_tasks(groups, quality_by("answer")))
+        assert seen["successful_execution"].value == 3 / 4
+        assert seen["reasoning_tokens"].value == 8
+        assert seen["tool_calls"].value == 2
+        assert seen["efficiency"].value == (1 / 4 + 1) / 2
+        assert seen["tool_productivity"].value == pytest.approx(100 * 2 / 2.1)
+
+
+def test_measures_of_a_graded_task(rollout: MakeRollout) -> None:
+    stats = [{"tool_calls": float(c), "tool_errors": 0.0} for c in (0, 2, 4)]
+    rollouts = [
+        rollout(answer="x", rewards={"answer": a}, stats=s)
+        for a, s in zip((2.0, 1.5, 0.5), stats, strict=True)
+    ]
+    rollouts.append(rollout(status=Status.INFRA_ERROR))
+    rollouts[2].answer = None
+    broken = Group(task=task("b"), rollouts=[rollout(status=Status.INFRA_ERROR)])
+    groups = [Group(task=task(kind="qa"), rollouts=rollouts), broken]
+    (row,) = measure_tasks(groups, quality_by("answer", weight=2.0), ks=(1, 2))
+    assert (row.attempts, row.solved, row.kind) == (3, 2, "qa")
+    assert row.columns == pytest.approx(
+        {
+            "quality": 2 / 3,
+            "solved": 2 / 3,
+            "efficiency": fmean([1.0, 0.75 / 2, 0.25 / 4]),
+            "tool_calls": 2.0,
+            "successful_calls": 2.0,
+            "answered": 2 / 3,
+            "reasoning_tokens": 2.0,
+            "pass@1": 2 / 3,
+            "pass^1": 2 / 3,
+            "pass@2": 1.0,
+            "pass^2": 1 / 3,
+        }
+    )
+    with pytest.raises(ValueError, match="got k 4, attempts 3, solved 2"):
+        measure_tasks(groups, quality_by("answer", weight=2.0), ks=(4,))
+
+
+@given(st.integers(1, 7), st.data())
+def test_S2_11_pass_at_k_and_pass_hat_k_count_the_draws(attempts: int, data: st.DataObject) -> None:
+    solved, k = data.draw(st.integers(0, attempts)), data.draw(st.integers(1, attempts))
+    outcomes = [True] * solved + [False] * (attempts - solved)
+    draws = list(itertools.combinations(outcomes, k))
+    assert pass_at_k(attempts, solved, k) == pytest.approx(fmean(map(any, draws)))
+    assert pass_hat_k(attempts, solved, k) == pytest.approx(fmean(map(all, draws)))
+
+
+def test_what_a_quality_needs_is_said(rollout: MakeRollout) -> None:
+    with pytest.raises(ValueError, match="expected answer, f1, exact, math or judge, got 'bleu'"):
+        quality_by("bleu")
+    with pytest.raises(ValueError, match=r"needs measures\.judge"):
+        quality_by("judge")
+    with pytest.raises(ValueError, match="task 't': spec"):
+        quality_by("f1")(rollout(task=task()))
+    assert quality_by("f1")(rollout(task=task(answer="a bee"), answer=None)) == 0.0
+    assert quality_by("f1")(rollout(task=task(answer="the bee"), answer="bee")) == 1.0
+    assert quality_by("answer")(rollout(rewards={"answer": 0.0, "solved": 1.0})) == 1.0
+
+
+def test_rewards_beyond_their_weight_are_no_better_than_right(rollout: MakeRollout) -> None:
+    quality = quality_by("answer", weight=2.0)
+    assert [quality(rollout(rewards={"answer": a})) for a in (-1.0, 1.0, 5.0)] == [0.0, 0.5, 1.0]
+
+
+def test_the_question_is_the_users_last_message() -> None:
+    said = [
+        ("system", "S"),
+        ("user", "First?"),
+        ("assistant", "A"),
+        ("user", "Last?"),
+        ("tool", "T"),
+    ]
+    messages = tuple({"role": role, "content": content} for role, content in said)
+    assert question_of(Task(id="t", messages=messages, spec={})) == "Last?"
+    assert question_of(Task(id="t", messages=(), spec={})) == ""
+
+
+@pytest.mark.parametrize("answer", [None, [], ["a", None]])
+def test_a_task_without_an_accepted_answer_is_named(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"task 't': spec\['answer'\] must hold an answer"):
+        references(task(answer=answer))
+
+
+def test_a_judge_is_asked_greedily_first_and_not_for_equal_numbers(rollout: MakeRollout) -> None:
+    asked: list[float] = []
+
+    class Judge:
+        def complete(self, messages: Any, *, temperature: float, **options: Any) -> list[str]:
+            asked.append(temperature)
+            return ["Hm." if len(asked) < 3 else "Correct"]
+
+    quality = judged(Judge())  # type: ignore[arg-type]
+    assert quality(rollout(task=task(answer="1000"), answer="1,000")) == 1.0
+    assert asked == []
+    assert quality(rollout(task=task(answer="UK"), answer="Britain")) == 1.0
+    assert asked[0] == 0.0 < asked[1] == asked[2]
+
+
+def test_measures_are_the_documented_ones_and_their_intervals_of_95_percent() -> None:
+    rng = random.Random(5)
+    values = [rng.random() for _ in range(400)]
+    seen = estimates(rows(values))
+    assert seen.keys() == measures.MEASURES.keys()
+    quality = seen["quality"]
+    assert quality.low is not None
+    assert quality.high is not None
+    half = 1.96 * stdev(values) / math.sqrt(400)
+    assert quality.high - quality.low == pytest.approx(2 * half, rel=0.08)  # of 90 %: 0.84 as wide
+
+
+def test_a_share_is_never_below_none() -> None:
+    assert min(wilson(0, trials)[0] for trials in range(1, 300)) == 0.0
+    assert max(wilson(trials, trials)[1] for trials in range(1, 300)) <= 1.0
+
+
+def rows(values: Sequence[float], calls: float = 1.0) -> list[TaskRow]:
+    return [
+        TaskRow(
+            id=str(i),
+            kind="k" if i % 2 else "l",
+            attempts=1,
+            solved=int(value),
+            columns={
+                **dict.fromkeys(measures.COLUMNS, value),
+                "tool_calls": calls,
+                "successful_calls": calls,
+            },
+        )
+        for i, value in enumerate(values)
+    ]
+
+
+def test_wilsons_interval() -> None:
+    low, high = wilson(8, 10)  # R: prop.test(8, 10, correct = FALSE)
+    assert (low, high) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    assert wilson(10, 10)[1] == pytest.approx(1.0)
+    assert wilson(10, 10)[0] == pytest.approx(0.7224672, abs=1e-6)
+    assert math.isnan(wilson(0, 0)[0])
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    rng = random.Random(1)
+    hits = 0
+    for _ in range(200):
+        sample = rows([rng.betavariate(2, 3) for _ in range(30)])
+        seen = estimates(sample, resamples=400)["quality"]
+        assert seen.low is not None
+        assert seen.high is not None
+        hits += seen.low <= 0.4 <= seen.high
+    assert 178 <= hits <= 199  # 190 expected, deviation 3.1; percentile intervals are a bit narrow
+
+
+def test_all_solved_is_not_certainty() -> None:
+    seen = estimates(rows([1.0] * 20))
+    assert seen["solved"].value == 1.0
+    assert seen["solved"].low == pytest.approx(0.8389, abs=1e-3)
+
+
+def test_without_a_tool_call_execution_is_unknown() -> None:
+    seen = estimates(rows([1.0, 0.0], calls=0.0))["successful_execution"]
+    assert (seen.value, seen.low, seen.high) == (None, None, None)
+    assert "| successful_execution | - |" in markdown(report(rows([1.0], calls=0.0)))
+
+
+def test_a_difference_is_paired_by_task() -> None:
+    """A constant gain on tasks of any difficulty is certain; unpaired it would drown."""
+    before = rows([i / 40 for i in range(20)])
+    after = rows([i / 40 + 0.1 for i in range(20)])
+    gained = differences(before, list(reversed(after)))["quality"]
+    assert (gained.value, gained.low, gained.high) == pytest.approx((0.1, 0.1, 0.1))
+    with pytest.raises(ValueError, match=r"got 20 and 19; '19' is in one of them only"):
+        differences(before, after[:-1])
+
+
+def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
+    earlier = report(rows([0.0, 1.0, 0.0, 1.0]), model="m0", seed=3)
+    write_report(tmp_path / "a", earlier, None)
+    read = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert read == earlier
+    assert rows_of(read) == rows([0.0, 1.0, 0.0, 1.0])
+    assert read["kinds"]["k"]["tasks"] == 2
+    assert read["kinds"]["k"]["measures"]["solved"]["value"] == 1.0
+    later = report(rows([1.0, 1.0, 0.0, 1.0]), model="m1")
+    write_report(tmp_path / "b", later, read_report(tmp_path / "a" / "report.json"))
+    text = (tmp_path / "b" / "report.md").read_text()
+    assert text.startswith("Model: m1\n")
+    assert "| measure | all tasks (4) |" in text
+    assert "| solved | 0.750 [0.301, 0.954] |" in text
+    assert "| kind of task | tasks | quality | solved |" in text
+    assert "| l | 2 | 0.500 | 0.500 |" in text
+    assert "| solved | 0.500 [0.150, 0.850] | 0.750 [0.301, 0.954] | 0.250 [" in text
+    assert markdown_of_comparison({"before": earlier, "after": later}) in text
+    other = report(rows([1.0, 0.0]), model="m2")
+    with pytest.raises(ValueError, match="got 4 and 2"):
+        write_report(tmp_path / "c", other, earlier)
+    kept = json.loads((tmp_path / "c" / "report.json").read_text())
+    assert kept == other, "what was played for is not lost with the comparison"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no json", '{"model": "m", "per_task": []}'])
+def test_what_is_no_report_is_refused_before_anything_is_played(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json: not a report of --report"):
+        read_report(tmp_path / "x.json")
+    asked = ["--report", "r", "--compare", str(tmp_path / "x.json")]
+    assert evaluate_main(["quickstart", *asked]) == 2

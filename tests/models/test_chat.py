@@ -1,0 +1,197 @@
+"""What a turn adds in tokens, against the template's own rendering of the whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.types import Int32
+from tests.tiny import CHATML, make_tokenizer
+
+THINKING = (  # a template that, like Qwen3's, drops the thoughts of turns that are over
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = (  # a template that, like Qwen2.5's, wraps tool output in a user's turn
+    "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n"
+    "{{ m['content'] }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TASK = [{"role": "system", "content": "S"}, {"role": "user", "content": "6*7?"}]
+Turns = Sequence[tuple[str, Mapping[str, str]]]
+
+
+def played(chat: ChatTemplate, turns: Turns, closed: Sequence[bool]) -> Int32:
+    """A conversation as a rollout builds it: prompt once, then sampled ids and observations."""
+    ids = [chat.prompt_ids(TASK)]
+    for (text, message), turn_closed in zip(turns, closed, strict=True):
+        sampled = chat.tokenizer.encode(text, add_special_tokens=False)
+        if turn_closed:
+            sampled.append(chat.end_of_turn_id)
+        ids.append(np.array(sampled, np.int32))
+        ids.append(chat.observation_ids([message], turn_closed=turn_closed))
+    return np.concatenate(ids)
+
+
+def rendered(tokenizer: Any, turns: Turns) -> list[int]:
+    """The same conversation as the template renders it in one go."""
+    messages = list(TASK)
+    for text, message in turns:
+        messages += [{"role": "assistant", "content": text}, dict(message)]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+contents = (
+    st.text(max_size=12)
+    .map(lambda s: s.replace("\u241f", ""))
+    .filter(lambda s: s.isprintable() and "<|" not in s)
+)
+turns = st.lists(
+    st.tuples(
+        contents,
+        st.builds(
+            lambda role, content: {"role": role, "content": content},
+            st.sampled_from(["user", "tool"]),
+            contents,
+        ),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, TOOLS], ids=["chatml", "tools"])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_appending_gives_what_the_template_renders(template: str, data: st.DataObject) -> None:
+    tokenizer = make_tokenizer(template)
+    drawn = data.draw(turns)
+    conversation = [(text, message) for text, message, _ in drawn]
+    ids = played(ChatTemplate(tokenizer), conversation, [closed for *_, closed in drawn])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == rendered(tokenizer, conversation)
+
+
+def test_a_turn_that_closed_itself_is_not_closed_again(tokenizer: Any) -> None:
+    chat = ChatTemplate(tokenizer)
+    message = {"role": "user", "content": "42"}
+    still_open = chat.observation_ids([message], turn_closed=False)
+    assert still_open[0] == chat.end_of_turn_id
+    assert chat.observation_ids([message], turn_closed=True).tolist() == still_open[1:].tolist()
+
+
+def test_what_was_sampled_stays_though_the_template_would_rewrite_it() -> None:
+    tokenizer = make_tokenizer(THINKING)
+    turn = ("<think>hm</think>x", {"role": "user", "content": "42"})
+    ids = played(ChatTemplate(tokenizer), [turn], [True])
+    assert tokenizer.encode("<think>hm</think>x", add_special_tokens=False) == [
+        *ids[len(ChatTemplate(tokenizer).prompt_ids(TASK)) :][:18]
+    ]
+    assert len(ids) == len(rendered(tokenizer, [turn])) + len("<think>hm</think>")
+
+
+@pytest.mark.parametrize(
+    "content", ["\u241fassistant-turn\u241f", "a\u241f", "{{ x }}", "<|im_end|>"]
+)
+def test_no_output_of_code_can_break_the_rendering(tokenizer: Any, content: str) -> None:
+    ids = ChatTemplate(tokenizer).observation_ids(
+        [{"role": "user", "content": content}], turn_closed=True
+    )
+    expected = f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == expected
+
+
+def test_the_end_of_a_turn_stops_it_and_so_does_the_end_of_the_text() -> None:
+    chat = ChatTemplate(make_tokenizer(eos="<|endoftext|>"))
+    assert chat.end_of_turn_id == 2
+    assert chat.stop_token_ids == (2, 0)
+    assert ChatTemplate(make_tokenizer()).stop_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "'tiny' has no chat template; put a chat_template.jinja beside"),
+        ("", "has no chat template"),
+        (
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+            r"must end an assistant turn with a special token, but after .* comes '\\nuser: x\\n'",
+        ),
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<|im_end|>"
+            "{% endif %}{% endfor %}",
+            r"does not show an assistant turn exactly once in \['user', 'assistant', 'user'\]",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}<|im_end|>{% endfor %}",
+            "does not show an assistant turn exactly once",
+        ),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "special token"),
+    ],
+)
+def test_a_template_that_cannot_be_appended_to_is_refused(
+    template: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(make_tokenizer(template))
+
+
+def test_decoding_a_turn_drops_the_tokens_that_end_it_and_no_others() -> None:
+    tokenizer = make_tokenizer(eos="<|endoftext|>")
+    chat = ChatTemplate(tokenizer)
+
+    def decode(text: str) -> str:
+        return chat.decode(np.array(tokenizer.encode(text), np.int32))
+
+    assert decode("<code>x</code>") == "<code>x</code>"
+    assert decode(" a , b . c<|im_end|>") == " a , b . c"
+    assert decode("a<|im_end|>b<|im_end|><|endoftext|>") == "a<|im_end|>b"
+    assert decode("<|im_end|>") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "clipped"),
+    [
+        ("abcdef", 6, "abcdef"),
+        ("abcdefg", 6, "abcdef"),
+        ("abcdefg", 1, "a"),
+        ("", 1, ""),
+        ("é", 1, ""),
+        ("é" * 3, 5, "éé"),
+        ("abcdefghij" * 9, 60, "abcdefghijabcdefgh ... [55 tokens cut] ... defghijabcdefghij"),
+        ("<|im_end|>" * 8, 80, "<|im_end|>" * 8),
+        ("<|im_end|>" * 2, 12, "<|im_end|><|"),
+    ],
+)
+def test_a_long_observation_keeps_its_ends(
+    tokenizer: Any, text: str, max_tokens: int, clipped: str
+) -> None:
+    assert ChatTemplate(tokenizer).clip(text, max_tokens) == clipped
+
+
+@pytest.mark.slow
+def test_smollm2_appends_what_its_template_renders(smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    chat = ChatTemplate(tokenizer)
+    conversation: Turns = [
+        ("<code>print(6*7)</code>", {"role": "tool", "content": "42"}),
+        ("Let me  check.\n\n<code>1/0</code>", {"role": "user", "content": "ZeroDivisionError: é"}),
+        ("Answer: 42", {"role": "tool", "content": "  (no output)\n"}),
+    ]
+    for closed in ([True, True, True], [False, True, False]):
+        assert played(chat, conversation, closed).tolist() == rendered(tokenizer, conversation)
+    assert tokenizer.decode([chat.end_of_turn_id]) == "<|im_end|>"

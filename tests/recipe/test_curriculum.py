@@ -1,0 +1,340 @@
+"""Stages with a stand-in for the policy: what is played, selected, skipped and resumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.tasks import WordProblemTasks
+from agentgrpo.recipe.curriculum import (
+    PartFailed,
+    difficulty_pools,
+    folder_of,
+    parts_left,
+    run_curriculum,
+    select,
+    training_config,
+)
+from agentgrpo.recipe.difficulty import DifficultyTasks
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.progress import Progress
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+
+
+def make_recipe(folder: Path, **settings: Any) -> RecipeConfig:
+    return RecipeConfig.model_validate(
+        {
+            "model": "start",
+            "out_dir": folder,
+            "seed": 3,
+            "data": {"levels": [1], "promote_at": 0.5, "heldout_levels": [2]},
+            "curriculum": {
+                "stages": 2, "candidates": 10, "group_size": 4, "select": 4, "chunk": 3,
+                "steps": [5, 7],
+                **settings,
+            },
+        }
+    )  # fmt: skip
+
+
+class Player:
+    """Task n of the stream is solved by its first n % 5 of 4 rollouts, with as many calls."""
+
+    def __init__(self) -> None:
+        self.model = "the policy"
+        self.progress = Progress(1)
+        self.progress.say = lambda line: None  # type: ignore[method-assign]
+        self.calls: list[tuple[list[str], int]] = []
+        self.sampler = self
+        self.stop_at: int | None = None
+
+    def play(
+        self, tasks: Sequence[Task], group_size: int, *, seed: int
+    ) -> tuple[list[Group], None]:
+        if len(self.calls) == self.stop_at:
+            raise KeyboardInterrupt
+        self.calls.append(([task.id for task in tasks], seed))
+        return [self._group(task, group_size) for task in tasks], None
+
+    def _group(self, task: Task, group_size: int) -> Group:
+        number = int(task.id.rsplit("/", 1)[1]) % 5
+        segment = Segment(np.array([1, 2], np.int32))
+        return Group(
+            task=task,
+            rollouts=[
+                Rollout(
+                    task=task,
+                    segments=[segment],
+                    status=Status.COMPLETED,
+                    answer=str(i < number),
+                    stats={"tool_calls": float(i if i < number else 0)},
+                )
+                for i in range(group_size)
+            ],
+        )
+
+    def reward(self, rollout: Rollout) -> dict[str, float]:
+        return {"answer": float(rollout.answer == "True"), "format": 0.0}
+
+
+def play_stage(recipe: RecipeConfig, stage: int, player: Player) -> dict[str, Any]:
+    stream = WordProblemTasks(levels=(1,), seed=recipe.seed)
+    return select(recipe, stage, player, stream)  # type: ignore[arg-type]
+
+
+def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> None:
+    recipe, player = make_recipe(tmp_path), Player()
+    summary = play_stage(recipe, 0, player)
+    assert [len(ids) for ids, _ in player.calls] == [3, 3, 3, 1]
+    assert len({seed for _, seed in player.calls}) == 4
+    assert (summary["candidates"], summary["mixed"], summary["model"]) == (10, 6, "the policy")
+    assert summary["quality"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 20)
+    chosen = [int(name.rsplit("/", 1)[1]) % 5 for name in summary["selected"]]
+    assert len(chosen) == 4
+    assert 0 not in chosen
+    assert 4 not in chosen  # all right, all wrong
+    rows = read_lines(folder_of(recipe, 0) / "tasks.jsonl")
+    assert [row["level"] for row in rows] == [1] * 4
+    assert all(row["answer"] is not None for row in rows)
+    written = json.loads((folder_of(recipe, 0) / "select.json").read_text())
+    assert written == summary
+
+
+def test_S3_15_the_stream_hears_what_became_of_its_tasks(tmp_path: Path) -> None:
+    """So that levels that join with success join in a curriculum too."""
+    recipe, stream = make_recipe(tmp_path), WordProblemTasks(levels=(1,), seed=3)
+    heard: list[str] = []
+    stream.feedback = lambda groups: heard.extend(g.task.id for g in groups)  # type: ignore[method-assign]
+    player = Player()
+    select(recipe, 0, player, stream)  # type: ignore[arg-type]
+    assert heard == [name for ids, _ in player.calls for name in ids]
+
+
+def test_S3_15_each_stage_plays_other_candidates(tmp_path: Path) -> None:
+    recipe, first, second = make_recipe(tmp_path), Player(), Player()
+    play_stage(recipe, 0, first)
+    play_stage(recipe, 1, second)
+    seen = [{name for ids, _ in player.calls for name in ids} for player in (first, second)]
+    assert not seen[0] & seen[1]
+    assert {seed for _, seed in first.calls}.isdisjoint(seed for _, seed in second.calls)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30])
+def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
+    tmp_path: Path, cut: int
+) -> None:
+    whole = make_recipe(tmp_path / "whole")
+    expected = play_stage(whole, 0, Player())
+    recipe, player = make_recipe(tmp_path / "killed"), Player()
+    player.stop_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        play_stage(recipe, 0, player)
+    pool = folder_of(recipe, 0) / "pool.jsonl"
+    if cut:  # the kill came while a line was written
+        pool.write_bytes(pool.read_bytes()[:-cut])
+    again = Player()
+    assert play_stage(recipe, 0, again) == expected
+    assert [len(ids) for ids, _ in again.calls] == ([3, 1] if not cut else [3, 3, 1])
+    for name in ("pool.jsonl", "tasks.jsonl", "select.json"):
+        files = [(folder_of(r, 0) / name).read_text() for r in (whole, recipe)]
+        assert files[0] == files[1]
+
+
+def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    play_stage(recipe, 0, Player())
+    stream = WordProblemTasks(levels=(2,), seed=0)
+    with pytest.raises(ValueError, match=r"holds task .* where this recipe plays"):
+        select(recipe, 0, Player(), stream)  # type: ignore[arg-type]
+
+
+def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    player = Player()
+    monkeypatch.setattr(player, "reward", lambda rollout: {"answer": 0.0})
+    with pytest.raises(ValueError, match="of 10 candidates none has both right and wrong"):
+        play_stage(make_recipe(tmp_path), 0, player)
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    path = folder / "checkpoints" / f"step_{step:06d}"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
+    tmp_path: Path,
+) -> None:
+    recipe = make_recipe(tmp_path)
+    first = training_config(recipe, 0)
+    assert (first.model, first.steps, first.seed) == ("start", 5, 3)
+    assert first.out_dir == tmp_path / "stage_0" / "rl"
+    assert first.data.train == str(tmp_path / "stage_0" / "tasks.jsonl")
+    assert first.data.heldout_levels == (2,)
+    with pytest.raises(ValueError, match=r"stage 1 starts from the last checkpoint in .*: none"):
+        training_config(recipe, 1)
+    last = checkpoint(tmp_path / "stage_0" / "rl", 5)
+    second = training_config(recipe, 1)
+    assert (second.model, second.steps, second.seed) == (str(last), 7, 4)
+    tuned = make_recipe(tmp_path, start="sft")
+    with pytest.raises(ValueError, match="sft: none there"):
+        training_config(tuned, 0)
+    assert training_config(tuned, 1).model == str(last)
+    cold = checkpoint(tmp_path / "sft", 9)
+    assert training_config(tuned, 0).model == str(cold)
+
+
+def fake_parts(
+    recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch, fails_at: str = ""
+) -> list[str]:
+    """Parts that only leave what the real ones leave; returns the list of those that ran."""
+    ran: list[str] = []
+
+    def run(command: Sequence[str], check: bool) -> Any:
+        assert not check
+        assert command[:3] == [sys.executable, "-m", "agentgrpo.recipe.curriculum"]
+        assert command[3:5] == ["config.toml", "seed=3"]
+        part = command[-1]
+        if part == fails_at:
+            return SimpleNamespace(returncode=3)
+        ran.append(part)
+        stage, _, what = part.partition(".")
+        folder = folder_of(recipe, int(stage))
+        if what == "select":
+            folder.mkdir(parents=True)
+            about = {"model": f"m{stage}", "candidates": 10, "mixed": 6, "quality": 0.5}
+            (folder / "select.json").write_text(json.dumps({**about, "selected": ["a", "b"]}))
+        else:
+            checkpoint(folder / "rl", recipe.curriculum.steps_of(int(stage)))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return ran
+
+
+def test_S3_15_stages_run_in_order_and_leave_their_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path)
+    ran = fake_parts(recipe, monkeypatch)
+    last = run_curriculum(recipe, ["config.toml", "seed=3"])
+    assert ran == ["0.select", "0.train", "1.select", "1.train"]
+    assert last == tmp_path / "stage_1" / "rl" / "checkpoints" / "step_000007"
+    assert json.loads((tmp_path / "stage_1" / "stage.json").read_text()) == {
+        "stage": 1,
+        "from": "m1",
+        "to": str(last),
+        "steps": 7,
+        "candidates": 10,
+        "mixed": 6,
+        "quality": 0.5,
+        "selected": 2,
+    }
+    assert list(parts_left(recipe)) == []
+    assert run_curriculum(recipe, ["config.toml", "seed=3"]) == last
+    assert len(ran) == 4
+
+
+@pytest.mark.parametrize("fails_at", ["0.select", "0.train", "1.select", "1.train"])
+def test_S3_15_a_failed_part_stops_the_run_and_is_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    recipe = make_recipe(tmp_path)
+    with monkeypatch.context() as patch:
+        before = fake_parts(recipe, patch, fails_at)
+        with pytest.raises(PartFailed, match=f"stage {fails_at[0]}: {fails_at[2:]} ended with"):
+            run_curriculum(recipe, ["config.toml", "seed=3"])
+    after = fake_parts(recipe, monkeypatch)
+    run_curriculum(recipe, ["config.toml", "seed=3"])
+    assert before + after == ["0.select", "0.train", "1.select", "1.train"]
+    assert after[0] == fails_at
+
+
+def test_other_settings_are_refused_but_more_stages_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_parts(make_recipe(tmp_path), monkeypatch)
+    run_curriculum(make_recipe(tmp_path), ["config.toml", "seed=3"])
+    with pytest.raises(ValueError, match=r"curriculum\.select = 4, now it is 5"):
+        run_curriculum(make_recipe(tmp_path, select=5), ["config.toml", "seed=3"])
+    longer = make_recipe(tmp_path, stages=3)
+    assert list(parts_left(longer)) == [(2, "select"), (2, "train")]
+    with monkeypatch.context() as patch:
+        assert fake_parts(longer, patch) == []
+        run_curriculum(longer, ["config.toml", "seed=3"])
+    assert list(parts_left(longer)) == []
+
+
+def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, stages=1)
+    folder = folder_of(recipe, 0)
+    checkpoint(folder / "rl", 4)  # of 5
+    (folder / "select.json").write_text("{}")
+    assert list(parts_left(recipe)) == [(0, "train")]
+    checkpoint(folder / "rl", 5)
+    assert list(parts_left(recipe)) == []
+
+
+def test_a_split_of_each_stages_own_tasks_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    table = recipe.model_dump(exclude_unset=True)
+    table["data"] = {"train": "x.jsonl", "heldout": "split"}
+    with pytest.raises(ValueError, match=r"data\.heldout: 'split' would be of each stage's own"):
+        training_config(RecipeConfig.model_validate(table), 0)
+
+
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) -> None:
+    """Task n % 5 in 1, 2, 3 are mixed; the kind of which there are more must not take all."""
+    recipe, player = make_recipe(tmp_path, by_kind=by_kind, select=2), Player()
+
+    given = (Task(id=f"t/{n}", messages=(), spec={"kind": "ab"[n % 5 == 1]}) for n in range(10))
+    stream: Any = SimpleNamespace(
+        next=lambda count: [next(given) for _ in range(count)],
+        feedback=lambda groups: None,
+        state_dict=dict,
+    )
+    chosen = select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
+    kinds = {int(name[2:]) % 5 == 1 for name in chosen}
+    assert kinds == ({True, False} if by_kind else {False})
+
+
+def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
+    from agentgrpo.data.tasks import RowTasks
+
+    rows = RowTasks([Task(id="t", messages=(), spec={"answer": 1})], source="t")
+    assert difficulty_pools(make_recipe(tmp_path), rows) is rows
+    asked = make_recipe(tmp_path, sampling="difficulty", easy_share=0.5)
+    drawn = difficulty_pools(asked, rows)
+    assert isinstance(drawn, DifficultyTasks)
+    assert drawn.next(2) == rows.next(1) * 2
+    assert drawn._shares == (0.5, 0.2)
+    with pytest.raises(ValueError, match="needs a list of tasks"):
+        difficulty_pools(asked, WordProblemTasks())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"easy_share": 0.6, "hard_share": 0.6}, "must be at most 1, got 0.6 . 0.6"),
+        ({"group_size": 1}, "group_size"),
+        ({"steps": []}, "steps"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_recipe(tmp_path, **wrong)
+
+
+def test_the_last_number_of_steps_stands_for_all_further_stages(tmp_path: Path) -> None:
+    assert [make_recipe(tmp_path).curriculum.steps_of(stage) for stage in range(4)] == [5, 7, 7, 7]

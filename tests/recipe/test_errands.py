@@ -1,0 +1,185 @@
+"""The recipe's tasks: one call solves each, and only a call; the scripted critic knows which."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from agentgrpo.actions import CallTools, Finish, RunCode, ToolCall
+from agentgrpo.agents.tags import TagAgent
+from agentgrpo.config.read import load_config_of, shipped_configs
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.word_problems import Split
+from agentgrpo.recipe import almanac, errands
+from agentgrpo.recipe.errands import COMPUTE, LOOK, ErrandsEnv, critic, reflector
+from agentgrpo.recipe.operators import ANALYSE, FLAW, REDUNDANT, REFINE, REWRITE
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.types import Task
+
+SPLITS: tuple[Split, Split] = ("train", "heldout")
+
+
+@pytest.fixture
+def env(pool: SandboxPool) -> ErrandsEnv:
+    return ErrandsEnv(pool, 5.0)
+
+
+def question(task: Task) -> str:
+    return str(task.messages[-1]["content"])
+
+
+def recipe() -> RecipeConfig:
+    return load_config_of(RecipeConfig, "recipe")
+
+
+def test_heldout_questions_share_neither_entries_nor_wordings() -> None:
+    train, heldout = (almanac.lookups(split) for split in SPLITS)
+    names = [{task.spec["name"] for task in tasks} for tasks in (train, heldout)]
+    assert not names[0] & names[1]
+    assert len(names[0]) == 3 * len(names[1])
+    forms = [
+        {question(task).replace(task.spec["name"], "X") for task in tasks}
+        for tasks in (train, heldout)
+    ]
+    assert not forms[0] & forms[1]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_tasks_are_a_sum_and_a_question_in_turn_and_all_different(split: Split) -> None:
+    tasks = errands.tasks(split)
+    assert [task.spec["kind"] for task in tasks[:4]] == ["sum", "lookup"] * 2
+    assert len({task.id for task in tasks}) == len({question(task) for task in tasks}) == len(tasks)
+    assert errands.tasks(split)[7].messages == tasks[7].messages
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_search_for_the_name_finds_the_answer_and_no_question_tells_it(
+    env: ErrandsEnv, split: Split
+) -> None:
+    for task in almanac.lookups(split):
+        answer = task.spec["answer"]
+        call = CallTools((ToolCall("search", {"query": task.spec["name"]}),))
+        (told,) = env.reset(task).step(call).outputs
+        assert re.search(rf"\b{re.escape(answer)}\b", told)
+        assert answer not in question(task)
+
+
+def test_an_answer_is_told_once_in_its_entry() -> None:
+    """Else a wrong reading could look right."""
+    for entry in almanac.entries():
+        values = list(entry.values.values())
+        assert len(set(values)) == len(values)
+        assert all(entry.text.count(value) == 1 for value in values)
+
+
+@pytest.mark.nsjail
+def test_the_shown_examples_are_as_the_world_answers(env: ErrandsEnv) -> None:
+    """Examples have the very form of what the policy will see; their facts are their own."""
+    agent = TagAgent(**recipe().agent.options)
+    shots = recipe().agent.options["shots"]
+    assert len(shots) == 3
+    for asked, said in shots:
+        first, told, last = re.split("( <result>.*</result>)", said["content"], flags=re.S)
+        action = agent.parse(first)
+        assert agent.parse(last) == Finish(last[len(" <answer>") : -len("</answer>")])
+        if isinstance(action, RunCode):
+            task = Task(id="t", messages=(asked,), spec={})
+            episode = env.reset(task)
+            assert agent.observe(action, episode.step(action)) == told
+            episode.close()
+        else:
+            assert isinstance(action, CallTools)
+            assert action.calls[0].arguments["query"] not in {e.name for e in almanac.entries()}
+            assert re.fullmatch(r" <result>\n\[1\] (\w+)\n\1 .*\n</result>", told)
+
+
+# -- the scripted critic ---------------------------------------------------------------------------
+
+LOOKUP = next(task for task in errands.tasks("train") if task.spec["kind"] == "lookup")
+SUM = next(task for task in errands.tasks("train") if task.spec["kind"] == "sum")
+ANSWER = LOOKUP.spec["answer"]
+CALL = f"{LOOK}<search>{LOOKUP.spec['name']}</search>"
+END = f"<answer>{ANSWER}</answer>"
+TOLD = f"\nResult: [1] It is {ANSWER}, they say."
+
+
+def ask(template: str, *steps: str, task: Task = LOOKUP, **more: str) -> str:
+    shown = "\n".join(f"Step {number}:\n{step}" for number, step in enumerate(steps, 1))
+    prompt = template.format(question=question(task), steps=shown, accepted="(hidden)", **more)
+    said = critic if template in (FLAW, REDUNDANT, REFINE) else reflector
+    return said([{"role": "user", "content": prompt}])
+
+
+@pytest.mark.parametrize(
+    ("steps", "flawed"),
+    [
+        (["<answer>guess</answer>"], 1),
+        (["<search>x</search>\nResult: nothing", "<answer>guess</answer>"], 1),
+        ([CALL + TOLD, "<answer>another</answer>"], 2),
+        (["<search>x</search>\nResult: y", CALL + TOLD, "<answer>z</answer>"], 3),
+        ([CALL + TOLD], 1),  # nothing follows
+    ],
+)
+def test_the_flaw_is_the_step_behind_the_one_that_told_the_answer(
+    steps: list[str], flawed: int
+) -> None:
+    assert ask(FLAW, *steps).startswith(f"Step: {flawed}\nAnalysis: ")
+
+
+def test_the_reflector_calls_what_is_needed_then_answers() -> None:
+    wrong = "<answer>guess</answer>"
+    analysis = ask(ANALYSE, wrong)
+    assert CALL in analysis
+    assert ask(REWRITE, wrong, analysis=analysis) == CALL
+    assert ask(REWRITE, CALL + TOLD, wrong, analysis=ask(ANALYSE, CALL + TOLD, wrong)) == END
+    needed = f"{COMPUTE}<python>{SUM.spec['expression']}</python>"
+    assert ask(REWRITE, wrong, task=SUM, analysis="x") == needed
+
+
+@pytest.mark.parametrize(
+    ("steps", "reply"),
+    [
+        ([CALL + TOLD, END], "Step: no"),
+        ([END], "Step: no"),
+        ([CALL + TOLD, "<python>1</python>\nResult: 1", END], f"Corrected step:\n{END}"),
+        (["<python>1</python>\nResult: 1", CALL + TOLD, END], f"Corrected step:\n{CALL}"),
+    ],
+)
+def test_a_call_is_redundant_that_told_nothing_or_came_late(steps: list[str], reply: str) -> None:
+    said = ask(REDUNDANT, *steps)
+    assert said.endswith(reply)
+    if "Corrected" in said:
+        late = steps[0].startswith(CALL)
+        assert said.startswith("Step: 2" if late else "Step: 1")
+
+
+def test_thoughts_are_made_brief_where_there_are_some() -> None:
+    first = "<think>I wonder who.</think><search>x</search>" + TOLD
+    second = "<python>1</python>\nResult: 1"
+    third = "Well.<python>1</python>\nResult: 1"
+    last = "<think>So it is.</think>" + END
+    assert ask(REFINE, first, second, third, last).splitlines() == [
+        f"Thought 1: {LOOK}", f"Thought 3: {COMPUTE}", "Thought 4: <think>Done.</think>",
+    ]  # fmt: skip
+
+
+def test_another_question_is_an_error() -> None:
+    message: dict[str, Any] = {"content": "Question: Who are you?\nStep 1:\nx"}
+    with pytest.raises(ValueError, match="no training question"):
+        critic([message])
+    heldout = {"content": f"Question: {question(errands.tasks('heldout')[1])}\nStep 1:\nx"}
+    with pytest.raises(ValueError, match="no training question"):
+        reflector([heldout])
+
+
+def test_the_shipped_recipe_branches_and_runs_all_parts() -> None:
+    made = recipe()
+    assert "recipe" in shipped_configs()
+    assert 0 < made.rollout.branching.initial < made.rollout.group_size
+    assert made.curriculum.start == "sft"
+    assert made.curriculum.stages == 2
+    assert made.measures.quality == "exact"  # checked, not judged
+    assert {made.endpoints[name].kind for name in (made.flywheel.critic, "reflector")} == {"script"}

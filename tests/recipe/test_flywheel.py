@@ -1,0 +1,382 @@
+"""The flywheel with a stub engine, a stub world and scripted critics; every operator by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import AgentConfig
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.recipe.flywheel import kept, spin
+from agentgrpo.rewards.efficiency import well_formed
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.progress import Progress
+from agentgrpo.run.records import read_rollout
+from agentgrpo.types import Rollout, Task
+from tests.rollout.stubs import StubEngine, StubEnv, Turn
+
+WRONG, RIGHT = "<code>bad</code>", "<code>good</code>"
+HINT, LAST_HINT = "Wait, a tool. ", "No, a tool. "
+
+
+def policy(number: int, prompt: str) -> Turn:
+    """Wrong by itself; right once it is shown what good code says, or is given a hint."""
+    question = prompt.rpartition("user\nQ:")[2]
+    turn = prompt.rpartition("<|im_start|>assistant\n")[2]
+    if turn:  # within a turn that a hint began
+        return Turn(RIGHT)
+    if "out of good" in question:
+        return Turn("It is clear. Answer: 42<|im_end|>", steps=2)
+    if "out of bad" in question:
+        return Turn("I think so. Answer: 41<|im_end|>", steps=3)
+    return Turn(f"Let me see. {RIGHT if 'easy' in question else WRONG}")
+
+
+def critic(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Finds the first step flawed; corrects a redundant one; rewrites thoughts in capitals."""
+    asked = messages[0]["content"]
+    assert "Result: out of" in asked
+    if "first step whose tool call is redundant" in asked:
+        if "Better." in asked:
+            return "Step: no"
+        return f"Step: 1\nAnalysis: long\nCorrected step:\nBetter. {RIGHT} and more"
+    if "Rewrite only the thoughts" in asked:
+        return "\n".join(
+            f"Thought {n}: BRIEF {n}." for n in re.findall(r"^Step (\d+):", asked, re.M)
+        )
+    assert "Accepted answers: 42" in asked
+    return "Step: 1\nAnalysis: wrong code"
+
+
+def reflector(messages: Sequence[Mapping[str, Any]]) -> str:
+    asked = messages[0]["content"]
+    return f"Anew. {RIGHT}" if "Analysis: use good" in asked else "use good"
+
+
+def correct(rollout: Rollout) -> dict[str, float]:
+    return {"answer": float(rollout.answer == "42"), "format": 0.0}
+
+
+class World:
+    """All that spin() needs, its parts open to the tests."""
+
+    def __init__(self, tokenizer: Any, folder: Path, **config: Any) -> None:
+        self.chat = ChatTemplate(tokenizer)
+        self.engine = StubEngine(tokenizer, policy)
+        self.env = StubEnv()
+        self.said: list[str] = []
+        self.stage = SimpleNamespace(
+            agent=CodeAgent(AgentConfig()),
+            env=self.env,
+            chat=self.chat,
+            reward=correct,
+            progress=Progress(1),
+        )
+        self.stage.progress.say = self.said.append
+        scripts = {
+            name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
+            for name in ("critic", "reflector")
+        }
+        given = {"critic": "critic", "reflector": "reflector", "rounds": 1, "concurrency": 4}
+        self.recipe = RecipeConfig.model_validate(
+            {
+                "model": "m",
+                "out_dir": folder,
+                "rollout": {"max_turns": 3, "max_turn_tokens": 400},
+                "endpoints": scripts,
+                "flywheel": {
+                    **given,
+                    "step_hints": [HINT],
+                    "trajectory_hints": [LAST_HINT],
+                    **config,
+                },
+            }
+        )
+
+    def spin(self, *tasks: Task) -> dict[str, Any]:
+        summary = spin(self.recipe, self.stage, self.engine, tasks)  # type: ignore[arg-type]
+        self.env.assert_all_closed_once()
+        return dict(summary)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return read_lines(self.recipe.out_dir / "flywheel" / name)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts are found by the name of this module."""
+    scripts: Any = SimpleNamespace(critic=critic, reflector=reflector)
+    monkeypatch.setitem(sys.modules, "scripts_of_the_test", scripts)
+
+
+@pytest.fixture
+def world(tokenizer: Any, tmp_path: Path) -> Callable[..., World]:
+    return lambda **config: World(tokenizer, tmp_path, **config)
+
+
+def question(name: str = "q") -> Task:
+    messages = ({"role": "user", "content": f"Q: {name}"},)
+    return Task(id=name, messages=messages, spec={"answer": 42})
+
+
+def texts(record: Mapping[str, Any], world: World) -> list[tuple[str, str | None]]:
+    decode = world.chat.tokenizer.decode
+    written = zip(record["segments"], record["flywheel"]["authors"], strict=True)
+    return [(decode(segment["token_ids"]), author) for segment, author in written][1:]
+
+
+@pytest.mark.parametrize(
+    ("operator", "turns"),
+    [
+        (
+            "reflection",
+            [(f"Anew. {RIGHT}", "reflector"), ("It is clear. Answer: 42<|im_end|>", "generator")],
+        ),
+        (
+            "step_hint",
+            [
+                (f"Let me see. {WRONG}", "generator"),
+                (HINT, "hint"),
+                (RIGHT, "generator"),
+                ("It is clear. Answer: 42<|im_end|>", "generator"),
+            ],
+        ),
+        (
+            "trajectory_hint",
+            [
+                (f"Let me see. {WRONG}", "generator"),
+                (f"I think so. {LAST_HINT}", "hint"),
+                (RIGHT, "generator"),
+                ("It is clear. Answer: 42<|im_end|>", "generator"),
+            ],
+        ),
+    ],
+)
+def test_S3_13_a_wrong_trajectory_is_repaired(
+    world: Callable[..., World], operator: str, turns: list[tuple[str, str]]
+) -> None:
+    made = world(operators=(operator,))
+    made.spin(question())
+    first, repaired = made.lines("rollouts.jsonl")
+    then, now = first["flywheel"], repaired["flywheel"]
+    assert (then["operator"], then["right"], first["answer"]) == ("fresh", False, "41")
+    assert (now["operator"], now["parent"], now["quality"]) == (operator, 0, 1.0)
+    assert now["right"]
+    assert now["valid"]
+    spoken = [part for part in texts(repaired, made) if part[1]]
+    assert spoken == turns
+    told = "".join(text for text, author in texts(repaired, made) if author is None)
+    assert "out of good" in told  # fresh, not written by anyone
+    assert made.env.executed.count("good") == 1
+    # the kept prefix has the very tokens that were sampled, log-probabilities included
+    kept_segments = 1 if operator == "reflection" else 3
+    assert first["segments"][:kept_segments] == repaired["segments"][:kept_segments]
+
+
+def test_S3_13_a_right_trajectory_is_improved(world: Callable[..., World]) -> None:
+    made = world()
+    made.spin(question("easy"))
+    first, again, corrected, refined = made.lines("rollouts.jsonl")
+    assert [r["flywheel"]["operator"] for r in (first, again, corrected, refined)] == [
+        "fresh", "fresh", "redundant", "refinement",
+    ]  # fmt: skip
+    assert all(
+        r["flywheel"]["right"] and r["flywheel"]["valid"]
+        for r in (first, again, corrected, refined)
+    )
+    assert texts(corrected, made)[0] == (f"Better. {RIGHT}", "critic")  # cut behind the stop string
+    results = [text for text, author in texts(first, made) if author is None]
+    spoken = [part for part in texts(refined, made) if part[1]]
+    assert spoken == [
+        (f"BRIEF 1. {RIGHT}", "critic"),
+        ("BRIEF 2. Answer: 42<|im_end|>", "critic"),
+    ]
+    assert [text for text, author in texts(refined, made) if author is None] == results
+    assert made.env.executed == ["good"] * 3  # nothing was done for the refined one
+    assert refined["answer"] == "42"
+    assert refined["stats"] == first["stats"]
+
+
+def test_S3_13_log_and_summary_say_what_was_made(world: Callable[..., World]) -> None:
+    made = world(rounds=2, operators=("reflection", "redundant"), keep=1)
+    summary = made.spin(question())
+    (record,) = made.lines("buffer.jsonl")
+    assert [(e["round"], e["operator"], e["parent"], e["made"]) for e in record["log"]] == [
+        (0, "reflection", 0, 1),
+        (1, "redundant", 1, 2),
+    ]
+    assert summary["operators"] == {
+        "fresh": {"made": 1, "right": 0, "kept": 0},
+        "reflection": {"made": 1, "right": 1, "kept": 1},
+        "redundant": {"made": 1, "right": 1, "kept": 0},
+    }
+    assert (summary["trajectories"], summary["kept"]) == (3, 1)
+    assert json.loads((made.recipe.out_dir / "flywheel" / "summary.json").read_text()) == summary
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ("I would say step two.", "expected 'Step: NUMBER' from 1 to 2, got 'I would say"),
+        ("Step: 3", "expected 'Step: NUMBER' from 1 to 2"),
+        ("Step: 0", "expected 'Step: NUMBER' from 1 to 2"),
+        ("Step: no", "found no redundant step"),
+        ("Step: 1\nAnalysis: x", "has no 'Corrected step:'"),
+        ("Step: 1\nCorrected step:\n", "an empty step"),
+        ("Step: 1\nCorrected step:\n<code>x", "a malformed step"),
+    ],
+)
+def test_S3_13_a_reply_in_another_form_makes_nothing(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, reply: str, why: str
+) -> None:
+    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
+    made = world(operators=("redundant",))
+    made.spin(question("easy"))
+    (record,) = made.lines("buffer.jsonl")
+    assert len(record["trajectories"]) == 1
+    assert why in record["log"][0]["why"]
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "Thought 1: x", "Thought 1: x\nThought 2: y\nThought 3: z",
+              "Thought 1: Answer: 1\nThought 2: y"],
+)  # fmt: skip
+def test_S3_13_thoughts_are_refined_one_for_one_and_do_not_act(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, reply: str
+) -> None:
+    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
+    made = world(operators=("refinement",))
+    assert made.spin(question("easy"))["nothing_made"] == {"refinement": 1}
+
+
+def test_S3_13_many_questions_at_once_do_not_mix(world: Callable[..., World]) -> None:
+    """Each request has the agent's own stop strings, whoever else asks; each question its own."""
+    made = world(rounds=2, concurrency=8)
+    tasks = [question(f"{'easy' if i % 3 else 'hard'} {i}") for i in range(12)]
+    summary = made.spin(*tasks)
+    assert summary["questions"] == 12
+    assert {request.options["stop"] for request in made.engine.requests} == {("</code>",)}
+    for record in made.lines("buffer.jsonl"):
+        for one in record["trajectories"]:
+            prompt = made.chat.tokenizer.decode(one["segments"][0]["token_ids"])
+            assert f"Q: {record['id']}<|im_end|>" in prompt
+    assert {r["task"]["id"] for r in made.lines("sft.jsonl")} == {task.id for task in tasks}
+
+
+def test_S3_13_killed_work_goes_on_behind_what_is_finished(world: Callable[..., World]) -> None:
+    made = world()
+    made.spin(question("easy 1"))
+    path = made.recipe.out_dir / "flywheel" / "buffer.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"id": "easy 2", "traj')  # cut short
+    asked = len(made.engine.requests)
+    summary = made.spin(question("easy 1"), question("easy 2"))
+    assert summary["questions"] == 2
+    assert path.read_bytes().startswith(whole)
+    assert len(path.read_bytes().splitlines()) == 2
+    assert all(
+        "easy 2" in made.chat.tokenizer.decode(r.prompt) for r in made.engine.requests[asked:]
+    )
+    again = made.spin(question("easy 1"), question("easy 2"))
+    assert again == summary
+
+
+def test_another_flywheels_folder_is_refused(world: Callable[..., World]) -> None:
+    world().spin(question("easy"))
+    with pytest.raises(ValueError, match="with rounds = 1, now it is 3"):
+        world(rounds=3).spin(question("easy"))
+    world(keep=1, concurrency=2).spin(question("easy"))
+    with pytest.raises(ValueError, match="tasks must have different ids"):
+        world().spin(question("a"), question("a"))
+
+
+def test_what_the_machine_breaks_is_left_out_and_begins_again(world: Callable[..., World]) -> None:
+    made = world(operators=("reflection",))
+
+    def broken(code: str) -> None:
+        if code == "good":
+            raise InfrastructureError("no session")
+
+    made.env.on_call = broken
+    summary = made.spin(question("easy"), question("hard"))
+    assert summary["failed_by_the_machine"] == 1
+    (record,) = made.lines("buffer.jsonl")
+    assert record["id"] == "hard"
+    assert record["log"][0]["why"] == "the machine failed: no session"
+    made.env.on_call = lambda code: None
+    assert made.spin(question("easy"), question("hard"))["questions"] == 2
+
+
+def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(messages: Any) -> str:
+        raise InfrastructureError("endpoint c: HTTP 500: busy")
+
+    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", silent)
+    made = world(operators=("redundant", "fresh"))
+    summary = made.spin(question("easy"))
+    (record,) = made.lines("buffer.jsonl")
+    assert [entry["made"] for entry in record["log"]] == [None, 1]
+    assert record["log"][0]["why"] == "the machine failed: endpoint c: HTTP 500: busy"
+    assert summary["nothing_made"] == {"redundant": 1}
+    assert summary["failed_by_the_machine"] == 0
+
+
+def test_without_a_verdict_a_question_begins_again_next_time(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither right nor wrong: it leaves no trajectory, and its work is not called done."""
+    replies = ["", "", "", "Incorrect"]
+    judge: Any = SimpleNamespace(judge=lambda messages: replies.pop(0), critic=critic)
+    monkeypatch.setitem(sys.modules, "scripts_of_the_test", judge)
+    made = world(operators=("reflection",), rounds=0, reflector="policy")
+    table = made.recipe.model_dump()
+    table["endpoints"] = {
+        name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
+        for name in ("judge", "critic")
+    }
+    table["measures"] |= {"quality": "judge", "judge": "judge"}
+    made.recipe = RecipeConfig.model_validate(table)
+    assert made.spin(question("hard"))["failed_by_the_machine"] == 1
+    assert made.lines("rollouts.jsonl") == []
+    assert any("neither Correct nor Incorrect" in said for said in made.said)
+    assert made.spin(question("hard"))["failed_by_the_machine"] == 0
+    (record,) = made.lines("rollouts.jsonl")
+    assert record["flywheel"]["right"] is False
+
+
+def record_of(tokens: int, calls: int, *, right: bool = True, valid: bool = True) -> dict[str, Any]:
+    segments = [{"token_ids": [0] * 50}, {"token_ids": list(range(tokens))}]
+    made = {"authors": [None, "generator"], "right": right, "valid": valid}
+    return {"segments": segments, "stats": {"tool_calls": float(calls)}, "flywheel": made}
+
+
+def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
+    few_calls, short, long_ = record_of(9, 1), record_of(4, 2), record_of(6, 2)
+    wrong, malformed = record_of(1, 0, right=False), record_of(2, 0, valid=False)
+    everything = [long_, wrong, short, few_calls, malformed, record_of(9, 1)]
+    assert kept(everything, 9) == [few_calls, short, long_]
+    assert kept(everything, 1) == [few_calls]
+    assert kept([wrong, malformed], 1) == []
+
+
+def test_records_are_rollouts(world: Callable[..., World]) -> None:
+    made = world(operators=("step_hint",))
+    made.spin(question())
+    for record in made.lines("sft.jsonl"):
+        played = read_rollout(record)
+        assert well_formed(played)
+        assert played.task == question()
+        sampled = [author == "generator" for author in record["flywheel"]["authors"]]
+        assert [segment.sampled for segment in played.segments] == sampled

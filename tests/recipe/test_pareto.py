@@ -1,0 +1,187 @@
+"""Selection by fronts against the textbook's quadratic loops, and what may be selected at all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from statistics import pvariance
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.recipe.pareto import contrast, crowding, fronts, select, select_groups
+from agentgrpo.types import Group, Rollout, Status, Task
+
+Point = tuple[float, float]
+COORDINATE = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 3.5]) | st.floats(0, 4)
+POINTS = st.lists(st.tuples(COORDINATE, COORDINATE), max_size=40)
+
+
+def dominates(p: Point, q: Point) -> bool:
+    return p[0] >= q[0] and p[1] >= q[1] and p != q
+
+
+def naive_fronts(points: list[Point]) -> list[int]:
+    front, left, number = [0] * len(points), set(range(len(points))), 0
+    while left:
+        best = {i for i in left if not any(dominates(points[j], points[i]) for j in left)}
+        for i in best:
+            front[i] = number
+        left -= best
+        number += 1
+    return front
+
+
+def naive_crowding(points: list[Point]) -> list[float]:
+    total = [0.0] * len(points)
+    for axis in (0, 1):
+        order = sorted(range(len(points)), key=lambda i: points[i][axis])
+        low, high = points[order[0]][axis], points[order[-1]][axis]
+        if low == high:
+            continue
+        total[order[0]] = total[order[-1]] = float("inf")
+        for before, here, after in zip(order, order[1:], order[2:], strict=False):
+            total[here] += (points[after][axis] - points[before][axis]) / (high - low)
+    return total
+
+
+def array(points: list[Point]) -> np.ndarray[Any, Any]:
+    return np.array(points, np.float64).reshape(-1, 2)
+
+
+@given(POINTS)
+def test_S3_11_fronts_are_the_textbooks(points: list[Point]) -> None:
+    assert fronts(array(points)).tolist() == naive_fronts(points)
+
+
+@given(POINTS.filter(bool))
+def test_S3_11_crowding_is_the_textbooks(points: list[Point]) -> None:
+    assert crowding(array(points)).tolist() == pytest.approx(naive_crowding(points))
+
+
+@given(POINTS, st.integers(0, 45))
+def test_S3_11_nothing_left_out_dominates_what_was_taken(points: list[Point], count: int) -> None:
+    chosen = select(array(points), count).tolist()
+    assert len(chosen) == len(set(chosen)) == min(count, len(points))
+    assert chosen == sorted(chosen)
+    front = naive_fronts(points)
+    left = set(range(len(points))) - set(chosen)
+    assert max((front[i] for i in chosen), default=0) <= min((front[i] for i in left), default=99)
+    cut = {front[i] for i in chosen} & {front[i] for i in left}
+    for number in cut:  # at most one
+        members = [i for i in range(len(points)) if front[i] == number]
+        apart = dict(zip(members, naive_crowding([points[i] for i in members]), strict=True))
+        taken = [apart[i] for i in members if i in chosen]
+        assert min(taken) >= max(apart[i] for i in members if i in left) - 1e-12
+
+
+def worked_example() -> list[tuple[list[int], list[float]]]:
+    """Twelve questions of eight rollouts: tool calls, and F1 or right/wrong in turn.
+
+    The input of the vector was reconstructed: this generator with seed 0 is the one that gives it.
+    """
+    rng = random.Random(0)
+    return [
+        (
+            [rng.randint(0, 6) for _ in range(8)],
+            [rng.random() if i % 2 == 0 else float(rng.randint(0, 1)) for _ in range(8)],
+        )
+        for i in range(12)
+    ]
+
+
+def test_S3_11_the_worked_example() -> None:
+    points = array([(pvariance(calls), pvariance(right)) for calls, right in worked_example()])
+    front = fronts(points)
+    chosen = select(points, 6).tolist()
+    assert chosen == [1, 6, 8, 9, 10, 11]
+    assert [int(front[i]) for i in chosen] == [0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("bad", [np.zeros((3, 3)), np.zeros(3), np.array([[0.0, np.nan]])])
+def test_bad_points_are_refused(bad: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"points: expected finite \[N, 2\], got shape"):
+        fronts(bad)
+
+
+def question(
+    rollout: Callable[..., Rollout], name: str, rows: list[tuple[int, float]], kind: str = "math"
+) -> Group:
+    task = Task(id=name, messages=(), spec={"kind": kind})
+    return Group(
+        task=task,
+        rollouts=[
+            rollout(task=task, stats={"tool_calls": float(c)}, rewards={"answer": a})
+            for c, a in rows
+        ],
+    )
+
+
+def correctness(rollout: Rollout) -> float:
+    return rollout.rewards["answer"]
+
+
+def test_a_question_is_the_variances_of_its_rollouts(rollout: Callable[..., Rollout]) -> None:
+    group = question(rollout, "q", [(1, 1.0), (3, 0.5), (2, 0.0)])
+    group.rollouts.append(rollout(status=Status.INFRA_ERROR, stats={"tool_calls": 99.0}))
+    seen = contrast(group, correctness)
+    assert (seen.tools, seen.correctness) == pytest.approx((2 / 3, 1 / 6))
+    assert seen.mixed
+    graded = question(rollout, "q", [(1, 0.74), (1, 0.0)])
+    assert not contrast(graded, correctness).mixed
+    assert contrast(graded, correctness, solved_at=0.5).mixed
+    assert contrast(question(rollout, "q", [(1, 0.75), (1, 0.0)]), correctness).mixed  # right at
+    assert not contrast(question(rollout, "q", [(1, 0.75), (1, 1.0)]), correctness).mixed
+    nothing = Group(task=group.task, rollouts=[rollout(status=Status.INFRA_ERROR)])
+    assert not contrast(nothing, correctness).mixed
+
+
+def test_S3_12_only_mixed_questions_fill_the_count(rollout: Callable[..., Rollout]) -> None:
+    """Unmixed ones vary most in tool calls: filtered afterwards, they would leave gaps."""
+    groups = [question(rollout, f"u{i}", [(0, 1.0), (50 + i, 1.0)]) for i in range(10)]
+    groups += [question(rollout, f"m{i}", [(0, 1.0), (i, 0.0)]) for i in range(5)]
+    assert select_groups(groups, 4, correctness) == [11, 12, 13, 14]
+    assert select_groups(groups, 99, correctness) == [10, 11, 12, 13, 14]
+    assert select_groups(groups[:10], 3, correctness) == []
+    with pytest.raises(ValueError, match="count: expected at least 1, got 0"):
+        select_groups(groups, 0, correctness)
+
+
+def test_graded_questions_do_not_lose_to_right_or_wrong_ones(
+    rollout: Callable[..., Rollout],
+) -> None:
+    math = [question(rollout, f"m{i}", [(0, 1.0), (i, 0.0)]) for i in range(6)]
+    graded = [question(rollout, f"g{i}", [(0, 0.8), (i, 0.6)], "qa") for i in range(3)]
+    groups = [*math, *graded]
+    assert select_groups(groups, 3, correctness) == [3, 4, 5]
+    apart = select_groups(groups, 3, correctness, kind=lambda group: group.task.spec["kind"])
+    assert apart == [4, 5, 8]
+    assert select_groups(groups, 8, correctness, kind=lambda g: g.task.spec["kind"]) == [
+        *range(1, 6),
+        *range(6, 9),
+    ]
+
+
+def test_kinds_share_the_count_by_their_mixed_questions(rollout: Callable[..., Rollout]) -> None:
+    """By largest remainder; indices come ascending although kinds are selected apart."""
+    kinds = ["a", "b", "c", "c", "b", "a", "c", "a", "b", "c"]  # 3, 3 and 4
+    groups = [
+        question(rollout, str(i), [(0, 1.0), (i + 1, 0.0)], kind) for i, kind in enumerate(kinds)
+    ]
+    chosen = select_groups(groups, 5, correctness, kind=lambda g: g.task.spec["kind"])
+    assert chosen == sorted(chosen)
+    assert [kinds[i] for i in chosen].count("a") == 2  # 1.5, the first of two equal remainders
+    assert [kinds[i] for i in chosen].count("b") == 1
+    assert [kinds[i] for i in chosen].count("c") == 2
+    assert select_groups(groups, 99, correctness, kind=lambda g: g.task.spec["kind"]) == [
+        *range(10)
+    ]
+
+
+def test_what_counts_as_right_is_the_callers(rollout: Callable[..., Rollout]) -> None:
+    groups = [question(rollout, "q", [(0, 0.4), (2, 0.0)])]
+    assert select_groups(groups, 1, correctness, solved_at=0.3) == [0]
+    assert select_groups(groups, 1, correctness) == []

@@ -1,0 +1,178 @@
+"""The order of a recipe's parts, going on after a kill, and its report; parts are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.measures.measures import TaskRow, report
+from agentgrpo.recipe import recipe as recipes
+from agentgrpo.recipe.curriculum import PartFailed
+
+ORDER = ["prompting", "flywheel", "sft", "tuned", "curriculum", "trained"]
+QUALITY = {"prompting": (0, 1), "tuned": (1, 1), "trained": (2, 1)}
+"""Of two tasks how many are solved, and calls of each."""
+
+
+def make_recipe(folder: Path, **curriculum: Any) -> RecipeConfig:
+    return RecipeConfig.model_validate(
+        {
+            "model": "base",
+            "out_dir": folder / "out",
+            "endpoints": {"c": {"kind": "script", "function": "m:f"}},
+            "flywheel": {"critic": "c", "concurrency": 4},
+            "curriculum": {"start": "sft", "stages": 1, "steps": [2], **curriculum},
+            "measures": {"quality": "exact"},
+        }
+    )
+
+
+def columns(right: bool, calls: int) -> dict[str, float]:
+    quality = float(right)
+    return {
+        "quality": quality, "solved": quality, "efficiency": quality / calls,
+        "tool_calls": float(calls), "successful_calls": float(calls), "answered": 1.0,
+        "reasoning_tokens": 9.0,
+    }  # fmt: skip
+
+
+def measured(part: str) -> dict[str, Any]:
+    solved, calls = QUALITY[part]
+    rows = [
+        TaskRow(
+            id=str(i),
+            kind="ab"[i],
+            attempts=1,
+            solved=i < solved,
+            columns=columns(i < solved, calls),
+        )
+        for i in range(2)
+    ]
+    return report(rows, model=part)
+
+
+def leave(recipe: RecipeConfig, part: str) -> None:
+    """What a part leaves behind."""
+    out = recipe.out_dir
+    if part in QUALITY:
+        files: dict[str, Any] = {f"measures/{part}/report.json": measured(part)}
+    elif part == "flywheel":
+        counts = {"fresh": {"made": 4, "right": 3, "kept": 2}}
+        files = {
+            "flywheel/summary.json": {
+                "trajectories": 4,
+                "questions": 2,
+                "kept": 2,
+                "rule": "RULE",
+                "operators": counts,
+            }
+        }
+    elif part == "sft":
+        files = {"sft/checkpoints/step_000003/model.json": {}}
+    else:
+        stage = {"stage": 0, "candidates": 8, "mixed": 5, "selected": 4, "steps": 2}
+        files = {"stage_0/rl/checkpoints/step_000002/model.json": {}, "stage_0/stage.json": stage}
+    for name, value in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(json.dumps(value))
+    if part == "curriculum":
+        played = [("heldout", None), ("train", None), ("train", 0), ("train", 0)]
+        lines = [json.dumps({"split": split, "parent": parent}) for split, parent in played]
+        (out / "stage_0/rl/rollouts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def fake_parts(
+    recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch, fails_at: str = ""
+) -> dict[str, list[str]]:
+    """Parts that leave what real ones do; returns their command lines as they are run."""
+    ran: dict[str, list[str]] = {}
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        part = ORDER[next(i for i, name in enumerate(ORDER) if name not in done(recipe))]
+        ran[part] = command[2:]
+        if part == fails_at:
+            return SimpleNamespace(returncode=2)
+        leave(recipe, part)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return ran
+
+
+def done(recipe: RecipeConfig) -> dict[str, float]:
+    path = recipe.out_dir / "recipe.json"
+    found: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def test_parts_run_in_order_each_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path)
+    ran = fake_parts(recipe, monkeypatch)
+    recipes.run(recipe, ["r.toml", "seed=3"])
+    assert list(ran) == ORDER
+    assert all(command[1:3] == ["r.toml", "seed=3"] for command in ran.values())
+    assert ran["flywheel"] == ["agentgrpo.recipe.flywheel", "r.toml", "seed=3"]
+    out = recipe.out_dir
+    models = {
+        "prompting": "base",
+        "tuned": str(out / "sft/checkpoints/step_000003"),
+        "trained": str(out / "stage_0/rl/checkpoints/step_000002"),
+    }
+    for part, model in models.items():
+        folder = str(out / "measures" / part)
+        assert ran[part][3:] == [f"model={model}", "--report", folder]
+
+
+@pytest.mark.parametrize("fails_at", ORDER)
+def test_a_failed_part_is_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    recipe = make_recipe(tmp_path)
+    with monkeypatch.context() as patch:
+        before = fake_parts(recipe, patch, fails_at)
+        with pytest.raises(PartFailed, match=f"{fails_at} ended with status 2"):
+            recipes.run(recipe, ["r.toml"])
+        assert list(before)[-1] == fails_at
+    after = fake_parts(recipe, monkeypatch)
+    recipes.run(recipe, ["r.toml"])
+    assert [*before, *after] == [*ORDER[: len(before)], *ORDER[len(before) - 1 :]]
+    recipes.run(recipe, ["r.toml"])  # nothing is left
+    assert len(after) == len(ORDER) - len(before) + 1
+
+
+def test_the_report_says_what_was_gained_and_by_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path)
+    fake_parts(recipe, monkeypatch)
+    made = recipes.run(recipe, ["r.toml"])
+    assert json.loads((recipe.out_dir / "report.json").read_text()) == made
+    text = (recipe.out_dir / "report.md").read_text()
+    assert "| measure | prompting | tuned | trained | difference |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| quality"))
+    assert [cell.split()[0] for cell in row.split("|")[2:6]] == ["0.000", "0.500", "1.000", "1.000"]
+    assert "Quality: `exact`, no model judges." in text
+    assert "critic: a script in a model's place (m:f)" in text
+    assert "reflector: the run's own model" in text
+    assert "| fresh | 4 | 3 | 2 |" in text
+    assert "| 0 | 8 | 5 | 4 | 2 | 3 | 2 |" in text  # 3 rollouts of training, 2 of them branched
+    assert "| a | 0.000, 0.000, 1.000 | 1.000, 1.000, 1.000 | 1.000, 1.000, 1.000 |" in text
+
+
+def test_other_settings_and_other_starts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_parts(make_recipe(tmp_path), monkeypatch)
+    recipes.run(make_recipe(tmp_path), ["r.toml"])
+    with pytest.raises(ValueError, match=r"curriculum\.select = 64, now it is 5"):
+        recipes.run(make_recipe(tmp_path, select=5), ["r.toml"])
+    with pytest.raises(ValueError, match=r"curriculum\.start: .* 'sft', got 'model'"):
+        recipes.run(make_recipe(tmp_path, start="model"), ["r.toml"])

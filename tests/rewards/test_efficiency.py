@@ -1,0 +1,167 @@
+"""Efficiency as a reward: the paper's numbers, and what must not count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.rewards.efficiency import add_efficiency, decay, well_formed
+from agentgrpo.rewards.rewards import score
+from agentgrpo.types import Group, Rollout, Status, Task, Treatment
+
+TASK = Task(id="t", messages=(), spec={})
+MakeRollout = Callable[..., Rollout]
+
+
+def right(rollout: Rollout) -> dict[str, float]:
+    return {"answer": float(rollout.answer == "right"), "format": 0.1}
+
+
+def five(rollout: MakeRollout) -> Group:
+    """Tool calls, sampled tokens, answer and malformed turns of the worked example."""
+    rows = [
+        (1, 100, "right", 0),
+        (2, 150, "right", 0),
+        (3, 200, "wrong", 0),
+        (6, 400, "right", 0),
+        (1, 120, "right", 1),
+    ]
+    rollouts = [
+        rollout([[-1.0] * n], answer=answer, stats={"tool_calls": float(c), "malformed": float(m)})
+        for c, n, answer, m in rows
+    ]
+    return Group(task=TASK, rollouts=rollouts)
+
+
+def test_S3_9_the_worked_example(rollout: MakeRollout) -> None:
+    group = five(rollout)
+    score(group, right)
+    add_efficiency(group, sigma_tool=0.2, sigma_length=0.5)
+    expected = [1.406036, 1.167147, 0.0, 0.374991, 0.354544]
+    assert [r.reward for r in group.rollouts] == pytest.approx(expected, abs=1e-6)
+    assert [r.rewards["format"] for r in group.rollouts] == [0, 0, 0, 0, -1]
+
+
+@pytest.mark.parametrize("treatment", [Treatment.DROP, Treatment.RETRY])
+def test_who_does_not_count_is_no_sibling_to_compare_with(
+    rollout: MakeRollout, treatment: Treatment
+) -> None:
+    """As one that ran out of its wall-clock time, after more calls than all others together."""
+    alone, beside = five(rollout), five(rollout)
+    late = rollout([[-1.0] * 900], status=Status.TIMED_OUT, stats={"tool_calls": 50.0})
+    late.treatment = treatment
+    beside.rollouts.insert(2, late)
+    for group in (alone, beside):
+        score(group, right)
+        add_efficiency(group)
+    beside.rollouts.remove(late)
+    assert [r.rewards for r in beside.rollouts] == [r.rewards for r in alone.rollouts]
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "expected"),
+    [
+        ((0.2, 0.0), [1.15865, 1.05993, 0.0, 0.67252, 1.15865]),
+        ((0.0, 0.5), [1.21351, 1.10116, 0.0, 0.55759, 1.16907]),
+    ],
+)
+def test_S3_9_each_factor_alone(
+    rollout: MakeRollout, sigmas: tuple[float, float], expected: list[float]
+) -> None:
+    group = five(rollout)
+    score(group, right)
+    add_efficiency(group, sigma_tool=sigmas[0], sigma_length=sigmas[1])
+    earned = [r.rewards["answer"] + r.rewards["efficiency"] for r in group.rollouts]
+    assert earned == pytest.approx(expected, abs=6e-6)
+    assert [r.rewards["answer"] for r in group.rollouts] == [1, 1, 0, 1, 1]
+
+
+def test_S3_9_without_sigmas_it_is_accuracy_and_format(rollout: MakeRollout) -> None:
+    group = five(rollout)
+    score(group, right)
+    add_efficiency(group, sigma_tool=0.0, sigma_length=0.0)
+    assert [r.reward for r in group.rollouts] == [1, 1, 0, 1, 0]
+
+
+def test_S3_9_sigmas_decay_from_one_to_zero() -> None:
+    assert [decay(step, 5) for step in range(5)] == [1, 0.75, 0.5, 0.25, 0]
+    assert decay(0, 1) == 1
+    assert decay(9, 5) == 0
+
+
+def test_what_the_machine_broke_and_what_tools_said_counts_nowhere(rollout: MakeRollout) -> None:
+    group = five(rollout)
+    broken = rollout([[-1.0] * 9999], status=Status.INFRA_ERROR, stats={"tool_calls": 50.0})
+    with_broken = Group(task=TASK, rollouts=[*group.rollouts, broken])
+    score(with_broken, right)
+    add_efficiency(with_broken)
+    assert [r.reward for r in group.rollouts] == pytest.approx(
+        [1.406036, 1.167147, 0.0, 0.374991, 0.354544], abs=1e-6
+    )
+    assert broken.rewards == {}
+
+
+def test_other_parts_stay_and_what_is_wrong_is_named(rollout: MakeRollout) -> None:
+    group = five(rollout)
+    score(group, lambda r: {"answer": 1.0, "style": 0.25})
+    with pytest.raises(ValueError, match="sigma_length: expected 0 or more, got -1"):
+        add_efficiency(group, sigma_length=-1)
+    add_efficiency(group)
+    assert all(r.rewards["style"] == 0.25 for r in group.rollouts)
+    unjudged = five(rollout)
+    score(unjudged, lambda r: {"style": 1.0})
+    with pytest.raises(ValueError, match=r"task t: .* part 'answer', got \['style'\]"):
+        add_efficiency(unjudged)
+    add_efficiency(Group(task=TASK, rollouts=[rollout(status=Status.INFRA_ERROR)]))
+
+
+def test_a_rollout_is_well_formed_if_it_answered_without_a_malformed_turn(
+    rollout: MakeRollout,
+) -> None:
+    assert well_formed(rollout(answer="1"))
+    assert not well_formed(rollout(answer=None))
+    assert not well_formed(rollout(answer="1", stats={"malformed": 1.0}))
+    assert not well_formed(rollout(answer="1", status=Status.TRUNCATED_TURNS))
+
+
+@given(
+    calls=st.lists(st.integers(0, 10_000), min_size=2, max_size=8),
+    sigma=st.floats(0, 100, allow_nan=False),
+)
+def test_fewer_calls_never_earn_less(calls: list[int], sigma: float) -> None:
+    import numpy as np
+
+    from agentgrpo.types import Segment
+
+    segment = Segment(np.array([1], np.int32), np.array([-1], np.float32))
+    rollouts = [
+        Rollout(
+            task=TASK,
+            segments=[segment],
+            status=Status.COMPLETED,
+            answer="right",
+            stats={"tool_calls": float(count)},
+        )
+        for count in calls
+    ]
+    group = Group(task=TASK, rollouts=rollouts)
+    score(group, right)
+    add_efficiency(group, sigma_tool=sigma)
+    earned = [r.reward for r in sorted(rollouts, key=lambda r: r.stats["tool_calls"])]
+    assert earned == sorted(earned, reverse=True)
+    assert all(0 <= value <= 2 and math.isfinite(value) for value in earned)
+
+
+def test_rollouts_of_one_length_and_excesses_of_any_size_are_finite(rollout: MakeRollout) -> None:
+    rollouts = [
+        rollout([[-1.0] * 3], answer="right", stats={"tool_calls": calls, "malformed": 0.0})
+        for calls in (0.0, 10_000.0)
+    ]
+    group = Group(task=TASK, rollouts=rollouts)
+    score(group, right)
+    add_efficiency(group, sigma_tool=1.0, sigma_length=0.5)
+    assert [r.reward for r in rollouts] == pytest.approx([2.0, 0.0])

@@ -1,0 +1,224 @@
+"""How answers are read and scored, and how a user's own reward is found."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.registry import load_reward
+from agentgrpo.rewards.rewards import NumericReward, last_number, only_number, score, try_reward
+from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
+from tests.conftest import TASK
+
+
+def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout:
+    """A rollout that ran one piece of code, ended with `answer` and should have said `expected`."""
+    return Rollout(
+        task=Task(id="q7", messages=(), spec={"answer": expected}),
+        segments=[],
+        status=Status.COMPLETED,
+        answer=answer,
+        stats={"tool_calls": 1.0, "tool_errors": 0.0, "malformed": 0.0} | stats,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("505\n", "505"),
+        ("The answer is 36.", "36"),
+        ("12 * 3 = 36 pens", "36"),
+        ("12.0", "12"),
+        (".5", "0.5"),
+        ("-5", "-5"),
+        ("\N{MINUS SIGN}5", "-5"),
+        ("x=-5", "-5"),
+        ("(-5)", "-5"),
+        ("10-3", "3"),
+        ("f(2)-3", "3"),
+        ("10 - 3", "3"),
+        ("1,234,567", "1234567"),
+        ("$1,234.50.", "1234.5"),
+        ("(3,4)", "4"),
+        ("1,2345", "2345"),
+        ("12,34", "34"),
+        ("1,234,56", "56"),
+        ("1_000", "1000"),
+        ("5kg", "5"),
+        ("100%", "100"),
+        ("1e3", "1000"),
+        ("1.5e+16", "15000000000000000"),
+        ("from 7 to 9, x2", "9"),
+        ("\\boxed{42}", "42"),
+        ("#### 72", "72"),
+    ],
+)
+def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> None:
+    assert last_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}"])
+def test_where_there_is_no_number_none_is_read(text: str) -> None:
+    assert last_number(text) is None
+
+
+@given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{:_}", "{}.0", " {}. "]))
+def test_every_way_to_write_a_whole_number_reads_back(value: int, form: str) -> None:
+    text = form.format(value)
+    assert last_number(f"so it is {text}") == value
+    assert only_number(text) == value
+
+
+@given(st.text(alphabet="0123456789.,-_eE+ ()x\N{MINUS SIGN}", max_size=40))
+def test_no_text_breaks_the_reader(text: str) -> None:
+    last_number(text)
+    only_number(text)
+
+
+def test_an_exponent_beyond_all_numbers_is_no_exponent() -> None:
+    assert last_number("1e3") == 1000
+    assert only_number(f"1e{10**30}") is None
+
+
+@pytest.mark.parametrize("text", ["36 pens", "it is 36", "36 36", "12*3", "36..", ""])
+def test_strict_reading_takes_nothing_but_a_number(text: str) -> None:
+    assert only_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answer", "form"),
+    [
+        (played("36"), 1.0, 0.1),
+        (played("36.00 pens"), 1.0, 0.1),
+        (played("1,036", expected="so #### 1036"), 1.0, 0.1),
+        (played("37"), 0.0, 0.1),
+        (played("36.0000001"), 0.0, 0.1),
+        (played("-36"), 0.0, 0.1),
+        (played("many"), 0.0, 0.0),
+        (played(None), 0.0, 0.0),
+        (played("36", tool_calls=0), 1.0, 0.0),
+        (played("36", tool_errors=1), 1.0, 0.0),
+        (played("36", tool_calls=2, tool_errors=1), 1.0, 0.1),  # repaired
+        (played("36", malformed=1), 1.0, 0.0),
+    ],
+)
+def test_numeric_reward(rollout: Rollout, answer: float, form: float) -> None:
+    assert NumericReward()(rollout) == {"answer": answer, "format": form}
+
+
+def test_weights_and_strictness_are_settings() -> None:
+    reward = NumericReward(answer=2.0, format=0.5, strict=True)
+    assert reward(played("36")) == {"answer": 2.0, "format": 0.5}
+    assert reward(played("36 pens")) == {"answer": 0.0, "format": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"target": 1}, r"task q7: its spec has no 'answer', only \['target'\]"),
+        ({"answer": "blue"}, "task q7: no number in the answer 'blue'"),
+    ],
+)
+def test_a_task_that_cannot_be_scored_is_named(spec: dict[str, Any], message: str) -> None:
+    rollout = played("1")
+    rollout.task = Task(id="q7", messages=(), spec=spec)
+    with pytest.raises(ValueError, match=message):
+        NumericReward()(rollout)
+
+
+def test_score_leaves_out_what_the_machine_broke() -> None:
+    fine, broken = played("36"), played("36")
+    broken.status = Status.INFRA_ERROR
+    score(Group(task=fine.task, rollouts=[broken, fine]), NumericReward())
+    assert broken.rewards == {}
+    assert fine.reward == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("bad", [1.0, None, {"answer": math.nan}, {"answer": "1"}, {3: 1.0}])
+def test_score_refuses_what_is_no_reward(bad: Any) -> None:
+    rollout = played("36")
+    with pytest.raises(ValueError, match="task q7: the reward must be"):
+        score(Group(task=rollout.task, rollouts=[rollout]), lambda _: bad)
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(rollout):\n    return {'short': 1.0}\nX = 3\n"
+    )
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "crashes.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_rewards"
+    for name in ("my_rewards", "needs_more", "crashes"):
+        sys.modules.pop(name, None)
+
+
+def test_a_users_reward_is_found_by_name(user_module: str) -> None:
+    assert load_reward(f"{user_module}:short")(played("1")) == {"short": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_rewards", "reward: expected 'module:function' .*, got 'my_rewards'"),
+        ("my_rewards:", "expected 'module:function'"),
+        ("my_rewards.py:short", r"without .py\), got 'my_rewards.py:short'"),
+        (":short", "expected 'module:function'"),
+        ("my_rewards.py:a b", "expected 'module:function'"),
+        ("my_reward:short", r"no module 'my_reward' \(from 'my_reward:short'\)"),
+        ("my_rewards.deep:short", "no module 'my_rewards.deep'"),
+        ("my_rewards:shrt", "module 'my_rewards' has no 'shrt'"),
+        ("my_rewards:X", "module 'my_rewards' has no callable 'X'"),
+    ],
+)
+def test_a_wrong_name_is_explained(user_module: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_reward(name)
+
+
+def test_an_error_inside_the_users_module_is_shown_as_it_is(user_module: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load_reward("needs_more:f")
+    with pytest.raises(ZeroDivisionError):
+        load_reward("crashes:f")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "{'answer': float(rollout.answer.strip() == 'x')}",
+            r"answer None: AttributeError: .*strip",
+        ),
+        ("{'answer': rollout.task.spec['answr']}", r"answer None: KeyError: 'answr'"),
+        ("{'answer': 1 / (rollout.answer != '42')}", r"answer '42': ZeroDivisionError: "),
+        ("1.0", r"the reward must be \{name: finite number\}, got 1.0"),
+    ],
+)
+def test_a_broken_reward_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    """With the file and the line; by attempts that nobody made."""
+    path = tmp_path / "broken_reward.py"
+    path.write_text(f"def f(rollout):\n    return {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_reward", raising=False)
+    with pytest.raises(ValueError, match=message) as caught:
+        try_reward(load_reward("broken_reward:f"), TASK)
+    if "must be" not in message:
+        assert str(caught.value).startswith("reward 'broken_reward:f' failed on task ")
+        assert str(caught.value).endswith(f"({path}:2)")
+
+
+def test_a_sound_reward_passes() -> None:
+    try_reward(NumericReward(answer=1.0, format=0.1), TASK)
+    try_reward(lambda rollout: {name: rollout.stats[name] for name in COUNTS}, TASK)

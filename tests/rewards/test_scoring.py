@@ -1,0 +1,277 @@
+"""The user's reward functions: what they see, may return, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.config import LossConfig, RewardConfig
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.rewards.rewards import RewardError
+from agentgrpo.rewards.scoring import BUILT_IN, RolloutView, Scoring
+from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
+
+MODULE = """
+import asyncio
+from agentgrpo.types import SpanReward
+
+def half(view): return 0.5
+def named(view): return {"a": 1.0, "b": -2.0}
+def lines(view):
+    return [SpanReward(*span, "turn", 1.0 + i) for i, span in enumerate(view.turn_spans)]
+def wrote(view):
+    return {"policy": float("answer" in view.text), "tool": float("SEEN" in view.text)}
+def nothing(view): return None
+def crash(view): raise KeyError("price") if view.answer == "bad" else ValueError("never")
+def picky(view):
+    if view.answer == "bad": raise KeyError("price")
+    return 1.0
+def text(view): return "high"
+def endless(view): return float("inf")
+def beyond(view): return [SpanReward(0, 10**6, "turn", 1.0)]
+async def slow(view):
+    waiting.append(view.rollout)
+    await asyncio.sleep(0)
+    while len(waiting) < 6: await asyncio.sleep(0)
+    return 1.0
+waiting = []
+answer = half
+made = []
+async def connected(view):
+    loop = asyncio.get_running_loop()
+    made.append(loop)
+    answered = loop.create_future()
+    made[0].call_soon(answered.set_result, 1.0)
+    return await answered
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("mine", None)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return bytes(ids).decode()
+
+
+def encode(text: str, *, sampled: bool = False) -> Segment:
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    return Segment(ids, np.zeros(len(ids), np.float32) if sampled else None)
+
+
+def played(answer: str | None = "36", **stats: float) -> Rollout:
+    return Rollout(
+        task=Task(id="q7", messages=(), spec={"answer": "36"}),
+        segments=[
+            encode("prompt"),
+            encode("<code>1+</code>", sampled=True),
+            encode("SEEN SyntaxError"),
+            encode("the answer", sampled=True),
+        ],
+        status=Status.COMPLETED,
+        answer=answer,
+        stats={"turns": 2.0, "tool_calls": 4.0, "tool_errors": 1.0} | stats,
+    )
+
+
+def base(rollout: Rollout) -> dict[str, float]:
+    return {"answer": float(rollout.answer == "36")}
+
+
+def scored(
+    functions: dict[str, float], *rollouts: Rollout, on_error: Any = "drop"
+) -> list[Rollout]:
+    chosen = list(rollouts or [played()])
+    config = RewardConfig(functions=functions, on_error=on_error)
+    group = Group(task=chosen[0].task, rollouts=chosen)
+    Scoring(base, config, decode).score([group])
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("functions", "rewards"),
+    [
+        ({}, {}),
+        ({"mine:half": 3.0}, {"half": 1.5}),
+        ({"mine:named": 0.5}, {"a": 0.5, "b": -1.0}),
+        ({"mine:half": 1.0, "mine:named": 1.0}, {"half": 0.5, "a": 1.0, "b": -2.0}),
+        ({"mine:wrote": 1.0}, {"policy": 1.0, "tool": 0.0}),
+        ({"tool_cost": 0.1}, {"tool_cost": -0.4}),
+        ({"tool_errors": 1.0}, {"tool_errors": -0.25}),
+        ({"syntax_errors": 2.0}, {"syntax_errors": -0.5}),
+        ({"length": 1.0}, {"length": -0.025}),
+        ({"efficiency": 1.0}, {"efficiency": 0.5}),
+        ({"exact": 1.0}, {"exact": 1.0}),
+    ],
+)
+def test_parts_are_named_and_weighted(
+    functions: dict[str, float], rewards: dict[str, float]
+) -> None:
+    (rollout,) = scored(functions)
+    assert rollout.rewards == pytest.approx({"answer": 1.0, **rewards})
+    assert rollout.status is Status.COMPLETED
+
+
+def test_every_built_in_was_tried_above() -> None:
+    assert set(BUILT_IN) == {
+        "tool_cost", "tool_errors", "syntax_errors", "length", "efficiency", "exact",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "value"), [("36", 0.5), ("35", 0.0), (None, 0.0)])
+def test_efficiency_is_of_right_answers_only(answer: str | None, value: float) -> None:
+    (rollout,) = scored({"efficiency": 1.0}, played(answer))
+    assert rollout.rewards["efficiency"] == value
+
+
+def test_what_the_policy_wrote_is_apart_from_what_it_was_shown() -> None:
+    view = RolloutView(played(), decode)
+    assert view.turns == ("<code>1+</code>", "the answer")
+    assert view.observations == ("SEEN SyntaxError",)
+    assert view.turn_spans == ((6, 21), (37, 47))
+    assert view.text == "<code>1+</code>\nthe answer"
+    assert view.cost("tool_calls") == 4.0
+    with pytest.raises(ValueError, match="no cost 'gpu_s' was recorded, only tool_calls, tool_er"):
+        view.cost("gpu_s")
+
+
+def test_turns_of_all_rows_are_seen() -> None:
+    rollout = played()
+    rollout.closed_rows = [[encode("old prompt"), encode("first", sampled=True)]]
+    view = RolloutView(rollout, decode)
+    assert view.turns == ("first", "<code>1+</code>", "the answer")
+    assert view.observations == ("SEEN SyntaxError",)
+    assert view.turn_spans[:2] == ((10, 15), (21, 36)), "counted through all rows"
+
+
+def test_spans_are_rewarded_by_themselves() -> None:
+    (rollout,) = scored({"mine:lines": 0.5})
+    assert rollout.span_rewards == [SpanReward(6, 21, "turn", 0.5), SpanReward(37, 47, "turn", 1.0)]
+    assert rollout.reward == 1.0 + 1.5
+
+
+def test_efficiency_needs_somebody_who_says_what_is_solved() -> None:
+    rollout = played()
+    config = RewardConfig(functions={"efficiency": 1.0})
+    Scoring(lambda _: {}, config, decode).score([Group(task=rollout.task, rollouts=[rollout])])
+    assert rollout.status is Status.INFRA_ERROR
+    assert "neither the environment nor reward.kind says what is solved" in (rollout.error or "")
+
+
+@pytest.mark.parametrize(("earned", "solved"), [(0.8, True), (0.79, False)])
+def test_solved_at_is_of_all_parts_together(earned: float, solved: bool) -> None:
+    """Those of the environment, of its steps and of functions too; whatever a part is called."""
+    rollout = played()
+    rollout.rewards = {"environment": earned, "answer": 0.0}
+    rollout.span_rewards = [SpanReward(6, 19, "step", 0.2)]
+    config = RewardConfig(functions={"mine:half": 1.0}, solved_at=1.5)
+    Scoring(lambda _: {}, config, decode).score([Group(task=rollout.task, rollouts=[rollout])])
+    assert rollout.solved is solved
+
+
+def test_async_functions_wait_for_one_another_not_in_line() -> None:
+    rollouts = scored({"mine:slow": 1.0}, *(played() for _ in range(6)))
+    assert [r.rewards["slow"] for r in rollouts] == [1.0] * 6
+
+
+def test_async_functions_keep_their_loop_and_with_it_their_connections() -> None:
+    """A client of a judge's, made at the first step, holds connections that are of its loop."""
+    scoring = Scoring(base, RewardConfig(functions={"mine:connected": 1.0}), decode)
+    for _ in range(2):
+        rollout = played()
+        scoring.score([Group(task=rollout.task, rollouts=[rollout])])
+        assert rollout.rewards["connected"] == 1.0, rollout.error
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("crash", "'price'"),
+        ("text", "expected a finite number as text, got 'high'"),
+        ("endless", "expected a finite number as endless, got inf"),
+        ("beyond", r"expected a finite value on tokens within \[0, 47\)"),
+        ("answer", "the reward has a part 'answer' already"),
+    ],
+)
+def test_an_error_names_task_rollout_and_function(function: str, said: str) -> None:
+    where = rf"task q7, rollout 1: reward function {function}: \w+: {said}"
+    fine, bad = played(), played("bad")
+    fine.status = Status.INFRA_ERROR  # not asked at all
+    scored({f"mine:{function}": 1.0}, fine, bad)
+    assert bad.status is Status.INFRA_ERROR
+    assert bad.error is not None
+    assert re.match(where, bad.error), bad.error
+    assert fine.error is None
+    again = played("bad")
+    with pytest.raises(RewardError, match=where):
+        scored({f"mine:{function}": 1.0}, fine, again, on_error="raise")
+
+
+@pytest.mark.parametrize("on_error", ["drop", "raise"])
+def test_a_function_may_say_that_a_rollout_cannot_be_scored(on_error: str) -> None:
+    """Which is its answer, and no failure of its own."""
+    (rollout,) = scored({"mine:nothing": 1.0}, played(), on_error=on_error)
+    assert rollout.status is Status.INFRA_ERROR
+    assert rollout.error == (
+        "task q7, rollout 0: reward function nothing: it returned None: "
+        "the rollout cannot be scored"
+    )
+
+
+def test_what_cannot_be_scored_leaves_the_baseline() -> None:
+    rollouts = scored({"mine:picky": 1.0}, played("36"), played("bad"), played("1"))
+    group = Group(task=rollouts[0].task, rollouts=rollouts)
+    assign_advantages([group], LossConfig(scale_rewards="none"))
+    assert [r.advantage for r in rollouts] == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"brevity": 1.0}, "expected 'module:function' or one of tool_cost, .*, got 'brevity'"),
+        ({"mine:nosuch": 1.0}, "reward.functions: module 'mine' has no 'nosuch'"),
+        ({"mine:half": 1.0, "mine.half:half": 1.0}, "no module"),
+        ({"mine:exact": 1.0}, "has no 'exact'"),
+    ],
+)
+def test_a_function_that_is_not_there_is_found_at_the_start(
+    functions: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scoring(base, RewardConfig(functions=functions), decode)
+
+
+def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("half = print\n")
+    with pytest.raises(ValueError, match=r"two of one name among half, half"):
+        Scoring(base, RewardConfig(functions={"mine:half": 1, "other:half": 1}), decode)
+    sys.modules.pop("other", None)
+
+
+def test_weights_go_by_the_parts_names() -> None:
+    config = RewardConfig(answer=2.0, functions={"mine:half": 0.3, "length": 0.1})
+    assert config.weights == {"answer": 2.0, "format": 0.1, "half": 0.3, "length": 0.1}
+
+
+def test_it_runs_outside_of_any_event_loop() -> None:
+    """A sampler's own loop lives in another thread; nothing here may disturb it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    scored({"mine:half": 1.0})
+    assert loop.is_running()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,240 @@
+"""A checkpoint is whole or it is not there, at whatever moment the process died."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentgrpo.run import checkpoint
+
+
+def writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        (folder / "weights").write_text(text)
+        (folder / "sub" / "more").write_text(text)
+
+    return write
+
+
+def listed(out_dir: Path) -> list[str]:
+    return sorted(path.name for path in (out_dir / "checkpoints").iterdir())
+
+
+def test_nothing_saved_yet(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_the_newest_is_of_the_highest_step(tmp_path: Path) -> None:
+    for step in (3, 20, 100):
+        made = checkpoint.save(tmp_path, step, writer(str(step)), keep=9)
+        assert made == tmp_path / "checkpoints" / f"step_{step:06d}"
+        assert checkpoint.newest(tmp_path) == made
+        assert checkpoint.step_of(made) == step
+    assert (made / "weights").read_text() == "100"
+    assert (made / "sub" / "more").read_text() == "100"
+
+
+def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 999_999, writer("a"), keep=9)
+    made = checkpoint.save(tmp_path, 1_000_000, writer("b"), keep=9)
+    assert checkpoint.newest(tmp_path) == made
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 5):
+        checkpoint.save(tmp_path, step, writer(str(step)), keep=keep)
+    assert listed(tmp_path) == [f"step_{step:06d}" for step in range(5 - keep, 5)]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_ones_and_no_rest(
+    tmp_path: Path, error: BaseException
+) -> None:
+    def fail(folder: Path) -> None:
+        writer("half")(folder)
+        raise error
+
+    old = checkpoint.save(tmp_path, 1, writer("old"), keep=1)
+    with pytest.raises(type(error)):
+        checkpoint.save(tmp_path, 2, fail, keep=1)
+    assert listed(tmp_path) == [old.name]
+    assert (old / "weights").read_text() == "old"
+
+
+def test_writing_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, writer("old"), keep=2)
+    checkpoint.save(tmp_path, 1, lambda folder: (folder / "new").touch(), keep=2)
+    made = checkpoint.newest(tmp_path)
+    assert made is not None
+    assert [path.name for path in made.iterdir()] == ["new"]
+
+
+class Killed(BaseException):
+    """Stands for the process ending: nothing after it runs."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Die before the call-th rename or in the midst of such a removal; nothing is cleaned up."""
+    seen, remove = 0, shutil.rmtree
+
+    def dying(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            nonlocal seen
+            seen += 1
+            if seen >= call:
+                if original is remove and seen == call:
+                    next(p for p in Path(str(args[0])).rglob("*") if p.is_file()).unlink()
+                raise Killed
+            return original(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(Path, "rename", dying(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_kill_at_any_instant_leaves_whole_checkpoints_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
+) -> None:
+    for done in (1, 2):
+        checkpoint.save(tmp_path, done, writer(str(done)), keep=2)
+    with monkeypatch.context() as patch:
+        kill_at(patch, call)
+        with contextlib.suppress(Killed):
+            checkpoint.save(tmp_path, step, writer("again"), keep=2)
+    newest = checkpoint.newest(tmp_path)
+    assert newest is not None
+    assert (newest / "weights").read_text() == (newest / "sub" / "more").read_text()
+    # and the next save goes through and cleans up what the kill left
+    checkpoint.save(tmp_path, step, writer("again"), keep=2)
+    checkpoint.save(tmp_path, 4, writer("4"), keep=2)
+    assert listed(tmp_path) == [f"step_{step:06d}", "step_000004"]
+
+
+def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    made = checkpoint.save(tmp_path, 1, writer("1"), keep=2)
+    for name in (".partial-step_000009", ".removed-step_000008", "step_7", "step_000009.old"):
+        (made.parent / name).mkdir()
+    assert checkpoint.newest(tmp_path) == made
+
+
+# What disks and people do to checkpoints.
+
+
+class Full:
+    """Files may grow to this size and no further: what a full disk does, without filling one."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def write_tensors(folder: Path) -> None:
+    save_file({"w": torch.zeros(100_000)}, folder / "model.safetensors")
+
+
+def write_state(folder: Path) -> None:
+    torch.save({"w": torch.zeros(100_000)}, folder / checkpoint.STATE)
+
+
+def write_text(folder: Path) -> None:
+    (folder / "config.json").write_text("x" * 400_000)
+
+
+@pytest.mark.parametrize("write", [write_tensors, write_state, write_text])
+def test_a_full_disk_is_said_and_loses_nothing(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    old = checkpoint.save(tmp_path, 1, writer("old"), keep=1)
+    message = r"checkpoint .*step_000002 could not be written: .*; older ones are whole"
+    with Full(1000), pytest.raises(OSError, match=message):
+        checkpoint.save(tmp_path, 2, write, keep=1)
+    assert listed(tmp_path) == [old.name]
+    assert (old / "weights").read_text() == "old"
+    checkpoint.save(tmp_path, 2, write, keep=1)
+    assert listed(tmp_path) == ["step_000002"]
+
+
+def test_a_bug_is_no_full_disk(tmp_path: Path) -> None:
+    def bug(folder: Path) -> None:
+        raise KeyError("typo")
+
+    with pytest.raises(KeyError, match="typo"):
+        checkpoint.save(tmp_path, 1, bug, keep=1)
+
+
+WHOLE = {"config.json", "model-00001-of-00002.safetensors", checkpoint.STATE}
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", checkpoint.STATE}
+
+
+def write_part(path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file({"w": torch.zeros(3, 4), "b": torch.zeros(5)}, path, metadata={"format": "pt"})
+    else:
+        path.write_text("x")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapter: bool) -> None:
+    names = ADAPTER if adapter else WHOLE
+    for name in names:
+        write_part(tmp_path / name)
+    checkpoint.require_whole(tmp_path, adapter=adapter)
+    for name in names:
+        (tmp_path / name).unlink()
+        said = "*.safetensors" if name.startswith("model") else name
+        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move the che"):
+            checkpoint.require_whole(tmp_path, adapter=adapter)
+        write_part(tmp_path / name)
+    (tmp_path / checkpoint.STATE).write_text("")
+    with pytest.raises(ValueError, match=f"{checkpoint.STATE} missing or empty"):
+        checkpoint.require_whole(tmp_path, adapter=adapter)
+    with pytest.raises(ValueError, match="is not a checkpoint that this run can continue from"):
+        checkpoint.require_whole(tmp_path, adapter=not adapter)
+
+
+@pytest.mark.parametrize("kept", [1, 7, 8, 20, -1])
+def test_weights_that_were_cut_short_are_told_before_a_model_is_loaded(
+    tmp_path: Path, kept: int
+) -> None:
+    for name in WHOLE:
+        write_part(tmp_path / name)
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    assert checkpoint.shapes_in(path) == {"w": (3, 4), "b": (5,)}
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model-00001.*; move the checkpoint away"):
+        checkpoint.require_whole(tmp_path, adapter=False)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, mmap: bool) -> None:
+    path = tmp_path / checkpoint.STATE
+    torch.save({"step": 3, "tasks": {"at": 1}, "moments": torch.arange(4)}, path)
+    assert checkpoint.read_state(path, "step", "tasks", mmap=mmap)["tasks"] == {"at": 1}
+    with pytest.raises(ValueError, match=rf"{path} cannot be read as the state .*: no optimizer"):
+        checkpoint.read_state(path, "optimizer", mmap=mmap)
+    whole = path.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], b"not a state", b"\x80\x04N."):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{path} cannot be read as the state"):
+            checkpoint.read_state(path, "step", mmap=mmap)

@@ -1,0 +1,124 @@
+"""What is written can be read again, to the bit, and cut back to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+
+float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+texts = st.text(max_size=8)
+segments = st.one_of(
+    st.lists(st.integers(0, 2**31 - 1), max_size=5).map(
+        lambda ids: Segment(np.array(ids, np.int32))
+    ),
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), float32s), max_size=5).map(
+        lambda pairs: Segment(
+            np.array([id for id, _ in pairs], np.int32),
+            np.array([logp for _, logp in pairs], np.float32),
+        )
+    ),
+)
+rollouts = st.builds(
+    Rollout,
+    task=st.builds(
+        Task,
+        id=texts,
+        messages=st.lists(st.fixed_dictionaries({"role": texts, "content": texts})).map(tuple),
+        spec=st.dictionaries(texts, st.one_of(st.integers(), texts, st.none())),
+    ),
+    segments=st.lists(segments, max_size=4),
+    status=st.sampled_from(Status),
+    answer=st.one_of(st.none(), texts),
+    rewards=st.dictionaries(texts, st.floats(allow_nan=False, allow_infinity=False)),
+    stats=st.dictionaries(texts, st.floats(allow_nan=False, allow_infinity=False)),
+    advantage=st.floats(allow_nan=False, allow_infinity=False),
+)
+
+
+@given(rollouts)
+def test_a_rollout_survives_being_written(written: Rollout) -> None:
+    read = read_rollout(json.loads(json.dumps(rollout_record(written))))
+    for field in ("task", "status", "answer", "rewards", "stats", "advantage"):
+        assert getattr(read, field) == getattr(written, field)
+    assert len(read.segments) == len(written.segments)
+    for ours, theirs in zip(read.segments, written.segments, strict=True):
+        assert ours.token_ids.tobytes() == theirs.token_ids.tobytes()
+        assert ours.sampled == theirs.sampled
+        if ours.logprobs is not None and theirs.logprobs is not None:
+            assert ours.logprobs.tobytes() == theirs.logprobs.tobytes()
+
+
+def test_metrics_are_named_by_area(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "new" / "folder")
+    log.write(0, rollout={"reward": 0.5}, learner={"loss": -1.0})
+    log.write(1, eval={"solved": 1.0})
+    assert read_lines(tmp_path / "new" / "folder" / "metrics.jsonl") == [
+        {"step": 0, "rollout/reward": 0.5, "learner/loss": -1.0},
+        {"step": 1, "eval/solved": 1.0},
+    ]
+
+
+def test_rollouts_say_where_they_belong(tmp_path: Path, group: Callable[..., Group]) -> None:
+    log = RunLog(tmp_path)
+    log.rollouts(3, [group([1, 2]), group([1])])
+    log.rollouts(4, [group([1])], split="heldout")
+    rows = read_lines(tmp_path / "rollouts.jsonl")
+    assert [(r["step"], r["split"], r["group"], r["index"]) for r in rows] == [
+        (3, "train", 0, 0),
+        (3, "train", 0, 1),
+        (3, "train", 1, 0),
+        (4, "heldout", 0, 0),
+    ]
+    assert read_rollout(rows[1]).num_sampled == 2
+
+
+def test_what_came_after_the_offsets_is_cut(tmp_path: Path, group: Callable[..., Group]) -> None:
+    log = RunLog(tmp_path)
+    log.write(0, a={"x": 1.0})
+    log.rollouts(0, [group([1])])
+    kept = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "rollouts.jsonl")}
+    offsets = log.offsets()
+    log.write(1, a={"x": 2.0})
+    log.rollouts(1, [group([1])])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "half')
+    RunLog(tmp_path).cut_back(offsets)
+    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+    log.write(1, a={"x": 2.5})
+    assert read_lines(tmp_path / "metrics.jsonl")[-1] == {"step": 1, "a/x": 2.5}
+
+
+def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.cut_back({})
+    log.write(0, a={"x": 1.0})
+    log.cut_back({})
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_record_shorter_than_its_checkpoint_is_not_padded(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write(0, a={"x": 1.0})
+    offsets = log.offsets()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: 0 bytes, but .* had \d+"):
+        log.cut_back(offsets)
+
+
+def test_run_json_takes_paths(tmp_path: Path) -> None:
+    RunLog(tmp_path).describe(config={"out_dir": Path("x")}, model="m")
+    assert json.loads((tmp_path / "run.json").read_text()) == {
+        "config": {"out_dir": "x"},
+        "model": "m",
+    }

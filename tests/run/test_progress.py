@@ -1,0 +1,186 @@
+"""Progress says how far the run is, and in the end what it was for."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from agentgrpo.run.interrupt import stop_after_step
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.progress import Progress
+
+
+def lines_of(*evaluations: tuple[int, float]) -> str:
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out, highlight=False, soft_wrap=True))
+    for step, solved in evaluations:
+        evaluated(progress, step, solved)
+    progress.finished(Path("run"))
+    return out.getvalue()
+
+
+def evaluated(progress: Progress, step: int, solved: float) -> None:
+    rest = {"rollouts": 64, "answered": 1, "tool_errors": 0, "infra_errors": 0}
+    progress.evaluated(step, {"solved": solved, **rest})
+
+
+def test_the_end_compares_the_first_and_the_last_evaluation() -> None:
+    said = lines_of((0, 0.422), (6, 0.688), (12, 0.844))
+    assert "held-out solved: 0.422 after 0 steps, 0.844 after 12" in said
+
+
+def test_where_nobody_says_what_is_solved_the_reward_is_told() -> None:
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out, highlight=False, soft_wrap=True))
+    told = {"rollouts": 64, "answered": 1, "tool_errors": 0, "infra_errors": 0, "reward": 0.5}
+    for step in (0, 6):
+        progress.evaluated(step, told)
+    progress.finished(Path("run"))
+    assert "held-out after 6 steps: reward 0.500 of 64 tasks, greedy" in out.getvalue()
+    assert "held-out solved" not in out.getvalue()
+
+
+def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write(0, eval={"solved": 0.25})
+    log.write(0, rollout={"reward": 1.0})
+    log.write(3, eval={"solved": 0.375})
+    assert log.solved() == {0: 0.25, 3: 0.375}
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out, highlight=False, soft_wrap=True))
+    progress.remember(log.solved())
+    evaluated(progress, 12, 0.5)
+    progress.finished(Path("run"))
+    assert "held-out solved: 0.250 after 0 steps, 0.500 after 12" in out.getvalue()
+
+
+def test_one_evaluation_is_compared_with_nothing() -> None:
+    assert "held-out solved:" not in lines_of((12, 0.844))
+
+
+def test_the_end_names_every_file_a_run_leaves() -> None:
+    said = lines_of()
+    assert str(Path("run").resolve()) in said
+    for name in ("run.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints/"):
+        assert name in said
+
+
+@pytest.mark.parametrize("where", ["in PATH", "below", "elsewhere"])
+def test_the_last_line_is_a_command_that_works_here(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "agentgrpo").write_text("#!/bin/sh\n")
+    (tools / "agentgrpo").chmod(0o755)
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr("sys.executable", str(tools / "python"))
+    monkeypatch.setenv("PATH", str(tools) if where == "in PATH" else "/nosuch")
+    monkeypatch.chdir(tmp_path / "other" if where == "elsewhere" else tmp_path)
+    means = {
+        "in PATH": "agentgrpo",
+        "below": ".venv/bin/agentgrpo",
+        "elsewhere": f"{tools}/agentgrpo",
+    }
+    assert f"look at it: {means[where]} view run" in lines_of()
+
+
+STEP = (
+    {
+        "reward": 0.5, "solved": 0.25, "live_groups": 3, "groups": 4, "tool_calls": 1.5,
+        "decode_s": 3.0, "idle_s": 1.0, "total_sampled_tokens": 800.0, "infra_errors": 0,
+    },
+    {"seconds": 2.0, "packed_tokens": 500.0, "sampler_gap_max": 2e-5},
+    {"max_dlogp": 1e-5},
+)  # fmt: skip
+
+
+def terminal(*, height: int = 40) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, height=height, highlight=False)
+    return Progress(12, console), out
+
+
+def test_the_live_lines_show_the_phase_and_the_last_steps_numbers() -> None:
+    progress, out = terminal()
+    progress.watch("sandbox", lambda: "7 of 128 sessions")
+    progress.begin_step()
+    progress.step_done(0, *STEP)
+    with progress.phase("playing 12 tasks x 8"):
+        pass
+    shown = Text.from_ansi(out.getvalue()).plain
+    for number in (
+        "step 1/12, playing 12 tasks x 8, 0 s",
+        "reward 0.500",
+        "solved 25%",
+        "generation 200 tokens/s",
+        "learning 250 tokens/s",
+        "engine idle 25%",
+        "agreement 2.0e-05",
+        "sandbox 7 of 128 sessions",
+    ):
+        assert number in shown
+    assert " GiB" in shown
+
+
+def test_nothing_is_live_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(12, Console(file=out))
+    progress.watch("sandbox", lambda: pytest.fail("nobody is shown this"))
+    with progress.phase("playing 12 tasks x 8"):
+        progress.say("a line")
+    assert out.getvalue().split() == ["0s", "a", "line"]
+
+
+def test_the_time_of_a_phase_goes_by_its_first_word() -> None:
+    progress = Progress(12, Console(file=io.StringIO()))
+    with progress.phase("playing 12 tasks x 8"), progress.phase("preflight: the largest pass"):
+        pass
+    lap = progress.lap()
+    assert lap.keys() == {"starting_s", "playing_s", "preflight_s", "total_s"}
+    assert lap["total_s"] == sum(seconds for name, seconds in lap.items() if name != "total_s")
+
+
+class Interrupted(io.StringIO):
+    """A terminal at which Ctrl-C is pressed in the midst of the first line."""
+
+    pressed = False
+
+    def write(self, text: str) -> int:
+        if not self.pressed:
+            self.pressed = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_a_signal_in_the_midst_of_a_line_is_told_of_once_and_the_line_too() -> None:
+    terminal = Interrupted()
+    progress = Progress(1, Console(file=terminal, soft_wrap=True))
+    with stop_after_step(progress.say) as stopping:
+        assert not stopping()
+        progress.say("one")
+        assert stopping()
+    told, one = sorted(line.split("s  ")[1] for line in terminal.getvalue().splitlines())[::-1]
+    assert told.startswith("stopping after this step, then saving.")
+    assert one == "one"
+
+
+def test_nothing_is_told_where_nobody_asked() -> None:
+    told: list[str] = []
+    with stop_after_step(told.append) as stopping:
+        assert not stopping()
+    assert told == []
+
+
+def test_a_step_without_any_gradient_says_what_to_change() -> None:
+    progress = Progress(12, Console(file=(out := io.StringIO()), soft_wrap=True))
+    for step in range(3):
+        progress.step_done(step, {**STEP[0], "live_groups": 0}, *STEP[1:])
+    assert out.getvalue().count("no group had a gradient") == 1, "once in a row of them"
+    assert "rollout.group_size" in out.getvalue()

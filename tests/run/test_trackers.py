@@ -1,0 +1,85 @@
+"""Trackers get every number of metrics.jsonl; a library that is not there is named at the start."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.run.trackers import open_trackers, require
+
+
+class FakeService(ModuleType):
+    """Wandb's four functions, as trackio has them too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[str, Any]] = []
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(("init", options))
+
+    def log(self, data: dict[str, float], *, step: int) -> None:
+        self.calls.append(("log", (step, data)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeService:
+    module = FakeService(request.param)
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return module
+
+
+def test_a_service_gets_every_line_and_the_end(service: FakeService, tmp_path: Path) -> None:
+    opened = open_trackers([service.__name__], tmp_path, {"steps": 2}, 0)
+    log = RunLog(tmp_path, opened)
+    log.write(0, eval={"solved": 0.5})
+    log.write(0, rollout={"reward": 1.0}, learner={"loss": 0.25})
+    log.close()
+    names = [name for name, _ in service.calls]
+    assert names == ["init", "log", "log", "finish"]
+    options = service.calls[0][1]
+    assert options["config"] == {"steps": 2}
+    assert options["resume"] == "allow"
+    assert service.calls[2][1] == (0, {"step": 0, "rollout/reward": 1.0, "learner/loss": 0.25})
+    written = read_lines(tmp_path / "metrics.jsonl")
+    assert [call[1][1] for call in service.calls[1:3]] == written
+
+
+def test_a_resumed_run_goes_on_in_the_same_curves(service: FakeService, tmp_path: Path) -> None:
+    for step in (0, 3):
+        open_trackers([service.__name__], tmp_path, {}, step)
+    first, second = (options for _, options in service.calls)
+    assert first == second
+    other = tmp_path / "other"
+    other.mkdir()
+    open_trackers([service.__name__], other, {}, 0)
+    assert service.calls[2][1]["name"] != first["name"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_library_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    message = rf"trackers: '{name}' needs a package that is not installed .*pip install {name}"
+    with pytest.raises(ValueError, match=message):
+        require([name])
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install tensorboard to try it")
+    events = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator: Any = importlib.import_module(events).EventAccumulator
+    (opened,) = open_trackers(["tensorboard"], tmp_path, {"steps": 2}, 0)
+    opened.write(1, {"rollout/reward": 0.5})
+    opened.close()
+    read = accumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in read.Scalars("rollout/reward")] == [(1, 0.5)]
