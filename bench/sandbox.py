@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from agentgrpo.sandbox import Limits, SandboxPool, Session, Status, StepLoop, Template
+from agentgrpo.sandbox import Limits, SandboxPool, Session, StepLoop, StepStatus, Template
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.jail import find_nsjail
@@ -214,7 +214,7 @@ def bench_loop(count: int, seconds: float = 3.0) -> None:
         done, stop = 0, time.monotonic() + seconds
         while time.monotonic() < stop:
             for tag, result in loop.wait():
-                assert result.status is Status.OK, result
+                assert result.status is StepStatus.OK, result
                 session = owner.pop(tag)
                 owner[loop.submit(session, "x += 1")] = session
                 done += 1

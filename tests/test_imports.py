@@ -62,7 +62,7 @@ WINGS = {
     "measures": "types actions rewards engine",
     "data": "types config envs",
     "view": "types config run",
-    "registry": "types config machine rewards agents envs models rollout sandbox",
+    "registry": "types config actions machine rewards agents envs models rollout sandbox",
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [

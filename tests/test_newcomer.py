@@ -262,6 +262,6 @@ def test_a_tracker_that_is_not_installed(dry_run: DryRun, monkeypatch: pytest.Mo
     ],
 )
 def test_the_page_has_the_messages_that_the_code_says(message: str) -> None:
-    source = "".join(path.read_text() for path in (ROOT / "agentgrpo").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "agentgrpo").rglob("*.py"))
     assert message in re.sub(r'"\s*\n\s*f?"', "", source)
     assert f"`{message}`" in PAGE

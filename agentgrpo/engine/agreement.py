@@ -21,7 +21,7 @@ class Disagreement(Exception):
     """Sampler and learner give the same tokens different log-probabilities: the run must stop."""
 
 
-class Scorer(Protocol):
+class ScoresTokens(Protocol):
     """The part of the learner that is compared."""
 
     def score(self, token_ids: Int32) -> Float32: ...
@@ -71,7 +71,7 @@ def probe_prompts(vocab_size: int) -> Probes:
 
 
 def check_agreement(
-    engine: Prober, learner: Scorer, probes: Probes, *, threshold: float
+    engine: Prober, learner: ScoresTokens, probes: Probes, *, threshold: float
 ) -> Metrics:
     """Compare both sides on the probes.
 
@@ -105,7 +105,7 @@ def check_agreement(
     return metrics
 
 
-def _who_moved(last: list[_Seen] | None, seen: list[_Seen], learner: Scorer) -> str:
+def _who_moved(last: list[_Seen] | None, seen: list[_Seen], learner: ScoresTokens) -> str:
     if last is None:
         return "they have never agreed in this run"
     sampler = not all(

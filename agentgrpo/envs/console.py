@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.sandbox import Console as Terminal
-from agentgrpo.sandbox import SandboxException, SandboxPool, Session, Status, StepResult
+from agentgrpo.sandbox import SandboxException, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import Task
 
 OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
@@ -71,7 +71,7 @@ class ConsoleEpisode:
             typed = terminal.type(action.code, self._env.timeout_s)
         except SandboxException as error:
             raise InfrastructureError(str(error)) from error
-        if typed.step.status is Status.INFRA_ERROR:
+        if typed.step.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(typed.step.detail)
         self._statement.append(action.code)
         outcome = outcome_of(typed.step)
@@ -100,7 +100,7 @@ class ConsoleEpisode:
         """The answer: str() of what was submitted; what was shown if the policy redefined it."""
         assert self._session is not None
         told = self._session.step(f"{SUBMIT}.answer", self._env.timeout_s)
-        if told.status is not Status.OK or told.value is None:
+        if told.status is not StepStatus.OK or told.value is None:
             return shown.rstrip("\n")
         try:
             return str(ast.literal_eval(told.value))
@@ -110,7 +110,7 @@ class ConsoleEpisode:
     def _start(self) -> Terminal:
         self._session = session = self._env.pool.acquire()
         defined = session.step(_DEFINE)
-        if defined.status is not Status.OK:
+        if defined.status is not StepStatus.OK:
             raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
         self._terminal = Terminal(session)
         return self._terminal
@@ -129,11 +129,11 @@ class ConsoleEpisode:
 
 def outcome_of(step: StepResult) -> str:
     """How a line ended, as one of OUTCOMES."""
-    if step.status is Status.OK:
+    if step.status is StepStatus.OK:
         return "ok"
-    if step.status is Status.TIMEOUT:
+    if step.status is StepStatus.TIMEOUT:
         return "timeout"
-    if step.status is Status.ERROR:
+    if step.status is StepStatus.ERROR:
         name = step.error.name if step.error else ""
         return "syntax" if name in ("SyntaxError", "IndentationError", "TabError") else "error"
     return "died" if step.state_lost else "error"

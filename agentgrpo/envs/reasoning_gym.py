@@ -15,7 +15,7 @@ from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.graded import Graders
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.sandbox import SandboxException, SandboxPool, Status
+from agentgrpo.sandbox import SandboxException, SandboxPool, StepStatus
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
@@ -114,11 +114,11 @@ class ReasoningGymEnv(PythonEnv):
                 told = session.step(asked, self._timeout_s)
         except SandboxException as error:
             raise InfrastructureError(str(error)) from error
-        if told.status is Status.INFRA_ERROR or (
-            told.error is not None and told.status is Status.ERROR
+        if told.status is StepStatus.INFRA_ERROR or (
+            told.error is not None and told.status is StepStatus.ERROR
         ):
             raise InfrastructureError(f"the verifier did not run: {told.detail} {told.error}")
-        return float(told.value) if told.status is Status.OK and told.value else 0.0
+        return float(told.value) if told.status is StepStatus.OK and told.value else 0.0
 
     def close(self) -> None:
         """End the sandboxes for judging."""

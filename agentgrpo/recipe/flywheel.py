@@ -44,7 +44,7 @@ from agentgrpo.measures.measures import SOLVED_AT, Quality, quality_by
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.recipe.sft import cli_errors
-from agentgrpo.recipe.trajectories import Limits, Player, Trajectory
+from agentgrpo.recipe.trajectories import Budget, Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import require_same_settings
@@ -345,10 +345,10 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
         shop = Workshop(
-            player=Player(loop, stage.agent, stage.env, stage.chat, stage.reward, worlds),
+            player=TrajectoryPlayer(loop, stage.agent, stage.env, stage.chat, stage.reward, worlds),
             reflector=named(config.reflector),
             critic=named(config.critic),
-            limits=Limits(
+            limits=Budget(
                 max_turns=c.max_turns + config.extra_turns,
                 max_turn_tokens=c.max_turn_tokens,
                 max_observation_tokens=c.max_observation_tokens,

@@ -18,7 +18,7 @@ import numpy as np
 
 from agentgrpo.engine.endpoints import Endpoint
 from agentgrpo.measures.measures import question_of, references
-from agentgrpo.recipe.trajectories import Limits, Player, Trajectory, Turn
+from agentgrpo.recipe.trajectories import Budget, PlayedTurn, Trajectory, TrajectoryPlayer
 from agentgrpo.types import Segment, Task
 
 
@@ -30,10 +30,10 @@ class NothingMade(Exception):
 class Workshop:
     """What operators work with."""
 
-    player: Player
+    player: TrajectoryPlayer
     reflector: Endpoint
     critic: Endpoint
-    limits: Limits
+    limits: Budget
     marks: Sequence[str]
     """What a turn does begins with the first of these; before it stands the thought."""
     step_hints: Sequence[str]
@@ -203,7 +203,7 @@ FOR_WRONG: Mapping[str, Operator] = {
 
 
 def _continued(
-    shop: Workshop, chosen: Chosen, operator: str, kept: Sequence[Turn], begin: str = ""
+    shop: Workshop, chosen: Chosen, operator: str, kept: Sequence[PlayedTurn], begin: str = ""
 ) -> Trajectory:
     return shop.player.play(
         chosen.task,
@@ -236,14 +236,14 @@ def _prompt(template: str, chosen: Chosen) -> str:
     return template.format(**fields)
 
 
-def _steps(turns: Sequence[Turn]) -> str:
+def _steps(turns: Sequence[PlayedTurn]) -> str:
     return "\n".join(
         f"Step {number}:\n{turn.text}" + (f"\nResult: {turn.told_text}" if turn.told else "")
         for number, turn in enumerate(turns, 1)
     )
 
 
-def _written(shop: Workshop, text: str, author: str) -> Turn:
+def _written(shop: Workshop, text: str, author: str) -> PlayedTurn:
     try:
         return shop.player.written(text, author)
     except ValueError as error:
@@ -257,7 +257,7 @@ def _split(shop: Workshop, text: str) -> tuple[str, str]:
     return text[:at], text[at:]
 
 
-def _rethought(shop: Workshop, turn: Turn, thought: str) -> Turn:
+def _rethought(shop: Workshop, turn: PlayedTurn, thought: str) -> PlayedTurn:
     """The turn with another thought; the space around the old one stays."""
     old, action = _split(shop, turn.text)
     lead, trail = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]

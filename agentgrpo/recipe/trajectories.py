@@ -27,7 +27,7 @@ from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Turn:
+class PlayedTurn:
     """What was done in one turn, by whom, and what the world said to it."""
 
     text: str
@@ -47,7 +47,7 @@ class Turn:
 class Trajectory:
     """One attempt at a task."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[PlayedTurn, ...]
     rollout: Rollout
     """Of the same tokens, scored. Written turns are not `sampled` there."""
     operator: str
@@ -84,7 +84,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Budget:
     """What one attempt may use."""
 
     max_turns: int
@@ -93,7 +93,7 @@ class Limits:
     temperature: float
 
 
-class Player:
+class TrajectoryPlayer:
     """Plays attempts, from the start or from kept turns. May be used by many threads at once.
 
     Args:
@@ -117,7 +117,7 @@ class Player:
         self.loop, self.agent, self.env, self.chat = loop, agent, env, chat
         self._reward, self._worlds = reward, worlds
 
-    def written(self, text: str, author: str) -> Turn:
+    def written(self, text: str, author: str) -> PlayedTurn:
         """A turn that somebody wrote: cut behind the first stop string, else closed.
 
         Raises:
@@ -134,16 +134,16 @@ class Player:
         ids = self.chat.text_ids(text)
         if not any(text.endswith(stop) for stop in self.agent.stop):
             ids = np.append(ids, np.int32(self.chat.end_of_turn_id))
-        return Turn(text=text, pieces=((Segment(ids), author),))
+        return PlayedTurn(text=text, pieces=((Segment(ids), author),))
 
     def play(
         self,
         task: Task,
-        limits: Limits,
+        limits: Budget,
         *,
         operator: str,
         parent: int | None = None,
-        kept: Sequence[Turn] = (),
+        kept: Sequence[PlayedTurn] = (),
         begin: str = "",
         author: str = "",
     ) -> Trajectory:
@@ -190,17 +190,17 @@ class Player:
 
 
 class _Attempt:
-    """One call of Player.play."""
+    """One call of TrajectoryPlayer.play."""
 
-    def __init__(self, player: Player, task: Task, limits: Limits) -> None:
+    def __init__(self, player: TrajectoryPlayer, task: Task, limits: Budget) -> None:
         self._player, self._task, self._limits = player, task, limits
         self.prompt = player.prompt(task)
         self.episode: AnyEpisode = player.env.reset(task)
-        self.turns: list[Turn] = []
+        self.turns: list[PlayedTurn] = []
         self.answer: str | None = None
         self._over = False
 
-    def redo(self, turn: Turn) -> None:
+    def redo(self, turn: PlayedTurn) -> None:
         """Keep a turn and bring the world to where it was after it."""
         action = self._player.agent.parse(turn.text)
         if isinstance(action, Finish):
@@ -231,7 +231,7 @@ class _Attempt:
             ).result()
             text = begin + chat.decode(done.token_ids)
             sampled = (Segment(done.token_ids, done.logprobs), "generator")
-            turn = Turn(
+            turn = PlayedTurn(
                 text=text, pieces=((Segment(given), author), sampled) if begin else (sampled,)
             )
             if done.finish_reason == "length":  # a turn that was cut is never acted on
@@ -241,7 +241,7 @@ class _Attempt:
             begin = ""
         return Status.COMPLETED
 
-    def _act(self, turn: Turn) -> None:
+    def _act(self, turn: PlayedTurn) -> None:
         action = self._player.agent.parse(turn.text)
         if isinstance(action, Finish):
             self.turns.append(turn)
@@ -254,7 +254,7 @@ class _Attempt:
         else:
             self.turns.append(self._answered(turn, action, observation))
 
-    def _answered(self, turn: Turn, action: Action, observation: Observation) -> Turn:
+    def _answered(self, turn: PlayedTurn, action: Action, observation: Observation) -> PlayedTurn:
         chat, limit = self._player.chat, self._limits.max_observation_tokens
         shown = replace(
             observation,

@@ -30,7 +30,7 @@ from agentgrpo.sandbox.history import Recorded, ReplayDiverged
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status, StepError, StepResult
+from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.templates import build_template, find_template
@@ -63,10 +63,10 @@ __all__ = [
     "SandboxPool",
     "SandboxUnavailable",
     "Session",
-    "Status",
     "StepError",
     "StepLoop",
     "StepResult",
+    "StepStatus",
     "Template",
     "TimeoutException",
     "build_template",

@@ -35,7 +35,7 @@ from agentgrpo.sandbox.execution import (
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.templates import find_template
@@ -227,7 +227,7 @@ class Sandbox:
             step = session.cell(code, timeout or None, env=envs, listener=wanted)
         except ValueError as error:
             raise InvalidArgumentException(str(error)) from error
-        if step.status in (Status.TIMEOUT, Status.TIMEOUT_KILLED):
+        if step.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED):
             raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}")
         self._count += 1
         execution = execution_of(step, self._count)

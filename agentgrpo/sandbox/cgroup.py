@@ -116,7 +116,7 @@ def memory_bounds() -> Iterator[tuple[int, int]]:
                 yield int(limit), int((group / layout.memory_used).read_text()) - pages
 
 
-class Group:
+class ControlGroup:
     """The control group of one session at a time. What every step asks for stays open."""
 
     def __init__(self, directories: dict[str, Path], layout: Layout) -> None:
@@ -181,8 +181,8 @@ class Cgroups:
     def __init__(self, memory_bytes: int, processes: int) -> None:
         self._limits = (memory_bytes, processes)
         self._lock = threading.Lock()
-        self._all: list[Group] = []
-        self._used: list[Group] = []
+        self._all: list[ControlGroup] = []
+        self._used: list[ControlGroup] = []
         mounted = _mounted()
         self.version = 1 if "memory" in mounted and "pids" in mounted else 2
         wanted = ("memory", "pids") if self.version == 1 else ("",)
@@ -235,19 +235,19 @@ class Cgroups:
             for pid in pids:
                 (self._cpu / "cgroup.procs").write_text(str(pid))
 
-    def _make(self) -> Group:
+    def _make(self) -> ControlGroup:
         name = str(len(self._all) + 1)
         directories = {key: path / name for key, path in self._parents.items()}
         for path in directories.values():
             path.mkdir(exist_ok=True)  # of one that could not be finished
         if self.version == 2:
             directories = dict.fromkeys(("memory", "pids"), directories[""])
-        group = Group(directories, V1 if self.version == 1 else V2)
+        group = ControlGroup(directories, V1 if self.version == 1 else V2)
         self._all.append(group)
         group.set_limits(*self._limits)
         return group
 
-    def take(self) -> Group:
+    def take(self) -> ControlGroup:
         """A group without processes, for one session. Give it back when the session is killed."""
         with self._lock:
             for i, group in enumerate(self._used[:4]):  # the oldest first; a kill takes a moment
@@ -257,7 +257,7 @@ class Cgroups:
                     return group
             return self._make()
 
-    def give_back(self, group: Group) -> None:
+    def give_back(self, group: ControlGroup) -> None:
         with self._lock:
             self._used.append(group)
 

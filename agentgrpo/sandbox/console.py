@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from agentgrpo.sandbox.result import Status, StepResult
+from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 
 FIRST, MORE = ">>> ", "... "
@@ -20,7 +20,7 @@ class Typed:
     @property
     def failed(self) -> bool:
         """Whether the line ended in an exception, a timeout or the end of the session."""
-        return self.step.status is not Status.OK
+        return self.step.status is not StepStatus.OK
 
 
 class Console:

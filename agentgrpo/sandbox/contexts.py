@@ -14,7 +14,7 @@ from agentgrpo.sandbox.errors import (
 from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS, shown_site_dirs
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.program import await_program, send_order
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
 
@@ -92,7 +92,7 @@ def start_context(
     finally:
         os.close(null)
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
-    if ready.status is not Status.OK:
+    if ready.status is not StepStatus.OK:
         context.close()
         hint = "; Node.js needs a control group or limits.memory_mib of 1024" * (language == "node")
         raise SandboxException(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentgrpo.sandbox.errors import SandboxException
-from agentgrpo.sandbox.result import Status, StepResult
+from agentgrpo.sandbox.result import StepResult, StepStatus
 
 TEXT_FORMS = {
     "text/html": "html",
@@ -77,7 +77,7 @@ class Execution:
     execution_count: int | None = None
 
     @property
-    def status(self) -> Status:
+    def status(self) -> StepStatus:
         """How it ended."""
         return self.step.status
 
@@ -126,8 +126,8 @@ def execution_of(step: StepResult, count: int) -> Execution:
     error = None
     if step.error is not None:
         error = ExecutionError(step.error.name, step.error.value, step.error.traceback)
-    elif step.status is not Status.OK:
-        name = "SystemExit" if step.status is Status.EXIT else str(step.status)
+    elif step.status is not StepStatus.OK:
+        name = "SystemExit" if step.status is StepStatus.EXIT else str(step.status)
         error = ExecutionError(name, step.detail, "")
     logs = Logs([step.stdout] if step.stdout else [], [step.stderr] if step.stderr else [])
     return Execution(step, [result] if result else [], logs, error, count)

@@ -18,7 +18,7 @@ from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.jail import shown_site_dirs
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
-from agentgrpo.sandbox.result import Status, StepResult
+from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.zygote import session_environment
 
@@ -110,19 +110,19 @@ def check_tests(
     deadline = time.monotonic() + timeout_s
     with pool.acquire() as graded, pool.acquire() as judge:
         loaded = graded.step(code, timeout_s)
-        if loaded.status is not Status.OK:
+        if loaded.status is not StepStatus.OK:
             return _failed(loaded, "the code did not run")
         aliases = dict.fromkeys(_free_names(tests), "") | dict(names or {})
         forwarded = {name: other or name for name, other in aliases.items()}
         begun = judge.step(f"{JUDGE}\nbegin({tests!r}, {forwarded!r})")
-        if begun.status is not Status.OK:
+        if begun.status is not StepStatus.OK:
             return _failed(begun, "the tests could not be started")
         return _relay(graded, judge, deadline)
 
 
 def _failed(step: StepResult, what: str) -> Verdict:
     shown = step.error.traceback if step.error is not None else step.detail
-    return Verdict(False, f"{what} ({step.status}): {shown}", step.status is Status.INFRA_ERROR)
+    return Verdict(False, f"{what} ({step.status}): {shown}", step.status is StepStatus.INFRA_ERROR)
 
 
 def _relay(graded: Session, judge: Session, deadline: float) -> Verdict:
@@ -131,15 +131,15 @@ def _relay(graded: Session, judge: Session, deadline: float) -> Verdict:
     kept = 0
     while (left := deadline - time.monotonic()) > 0:
         asked = judge.step(f"proceed({reply})", left)
-        if asked.status is Status.TIMEOUT:
+        if asked.status is StepStatus.TIMEOUT:
             break
-        if asked.status is not Status.OK or asked.value is None:
+        if asked.status is not StepStatus.OK or asked.value is None:
             return _failed(asked, "the tests broke")
         kind, text = ast.literal_eval(asked.value)  # the judge's own words
         if kind != "ask":
             return Verdict(kind == "passed", text)
         answer = graded.step(f"_answer = {text}\n_answer", max(left, 1e-3))
-        if answer.state_lost or answer.status in (Status.TIMEOUT, Status.EXIT):
+        if answer.state_lost or answer.status in (StepStatus.TIMEOUT, StepStatus.EXIT):
             return _failed(answer, f"{text[:200]} did not return")
         if answer.error is not None:
             reply = repr(("raise", answer.error.name, answer.error.value))

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from agentgrpo.sandbox.errors import SandboxException
-from agentgrpo.sandbox.result import Status, StepResult
+from agentgrpo.sandbox.result import StepResult, StepStatus
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
@@ -18,7 +18,7 @@ class Recorded(NamedTuple):
 
     fields: tuple[bytes, ...]
     timeout_s: float
-    status: Status | None
+    status: StepStatus | None
     """None if a listener's exception hid how it ended."""
     state_lost: bool
     digest: int
@@ -26,7 +26,10 @@ class Recorded(NamedTuple):
     @property
     def repeatable(self) -> bool:
         """Whether it ran to its own end: an interrupt hits elsewhere the next time."""
-        return self.status in (Status.OK, Status.ERROR, Status.EXIT) and not self.state_lost
+        return (
+            self.status in (StepStatus.OK, StepStatus.ERROR, StepStatus.EXIT)
+            and not self.state_lost
+        )
 
 
 def digest(result: StepResult) -> int:

@@ -15,7 +15,7 @@ from agentgrpo.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.result import Status, StepResult
+from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.spawner import Spawner
 from agentgrpo.sandbox.template import Template, check_environment
@@ -120,7 +120,7 @@ class SandboxPool:
             self._leave()
             raise
         session.begin(self._leave)
-        if env and session.set_env(env).status is not Status.OK:
+        if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
         return session
@@ -216,7 +216,7 @@ class SandboxPool:
             self._live.add(session)
         if self.template.setup:
             done = session.step(self.template.setup)
-            if done.status is not Status.OK:
+            if done.status is not StepStatus.OK:
                 session.close()
                 shown = done.error.traceback if done.error else done.detail
                 raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class StepStatus(StrEnum):
     """How a step ended.
 
     ``ok``, ``error`` and ``exit`` are what the interpreter inside showed; every other one is
@@ -48,7 +48,7 @@ class StepResult:
     Not to be changed, but not frozen: that would take four times as long to make.
     """
 
-    status: Status
+    status: StepStatus
     stdout: str = ""
     """What was written to descriptor 1, by any process of the session. Undecodable bytes are
     replaced; if it was long, the middle is replaced by a line that says how much is missing."""

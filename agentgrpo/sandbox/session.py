@@ -13,13 +13,13 @@ from enum import IntEnum
 from typing import Any, Self
 
 from agentgrpo import _C
-from agentgrpo.sandbox.cgroup import Group
+from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, pid_of
 from agentgrpo.sandbox.errors import NotSupportedException, SandboxNotFoundException
 from agentgrpo.sandbox.history import Recorded, ReplayDiverged, digest
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.program import Orders
-from agentgrpo.sandbox.result import Status, StepError, StepResult
+from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.template import check_environment
 
 _U32, _HEAD = struct.Struct("<I"), struct.Struct("<II")
@@ -137,7 +137,7 @@ class Session:
         channels: Channels,
         limits: Limits,
         *,
-        group: Group | None = None,
+        group: ControlGroup | None = None,
         on_close: Callable[[], None] | None = None,
         degraded: bool = False,
     ) -> None:
@@ -239,14 +239,14 @@ class Session:
         """An answer without running anything, if a budget of the session is used up."""
         if sum(map(len, fields)) > self.limits.code_kib << 10:
             return self._result(
-                status=Status.ERROR,
+                status=StepStatus.ERROR,
                 error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
             )
         if self._steps >= self.limits.steps:
-            return self._end(Status.TIMEOUT_KILLED, f"over {self.limits.steps} steps")
+            return self._end(StepStatus.TIMEOUT_KILLED, f"over {self.limits.steps} steps")
         if self._seconds_left() <= 0:
             return self._end(
-                Status.TIMEOUT_KILLED, f"the session lived {self.limits.session_s:g} s"
+                StepStatus.TIMEOUT_KILLED, f"the session lived {self.limits.session_s:g} s"
             )
         return None
 
@@ -256,7 +256,7 @@ class Session:
     def _seconds_left(self) -> float:
         return self._started + self.limits.session_s - time.monotonic()
 
-    def _end(self, status: Status, detail: str) -> StepResult:
+    def _end(self, status: StepStatus, detail: str) -> StepResult:
         self._ended = self._result(status=status, state_lost=True, detail=detail)
         self.close()
         return replace(self._ended)
@@ -322,7 +322,7 @@ class Session:
 
     def _interpret(self, raw: RawStep) -> StepResult:
         ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = raw
-        result = self._result(status=Status.OK, wall_s=wall_s)
+        result = self._result(status=StepStatus.OK, wall_s=wall_s)
         if out[2]:
             result.stdout, result.stdout_bytes = _joined(out), out[2]
         if err[2]:
@@ -336,20 +336,22 @@ class Session:
             try:
                 return self._answered(decode_answer(answer or b""), interrupted, result)
             except MalformedAnswer as error:
-                return self._died(Status.PROTOCOL_ERROR, f"malformed answer: {error}", result)
+                return self._died(StepStatus.PROTOCOL_ERROR, f"malformed answer: {error}", result)
         if self._closed:
-            return self._died(Status.EXIT, CLOSED, result)
+            return self._died(StepStatus.EXIT, CLOSED, result)
         if ending == Ending.EXITED and interrupted:
             detail = f"it ended at the interrupt at {self._asked:g} s"
-            return self._died(Status.TIMEOUT_KILLED, detail, result)
+            return self._died(StepStatus.TIMEOUT_KILLED, detail, result)
         if ending == Ending.EXITED:
             result.max_rss_kib, result.cpu_s = max_rss, max(0.0, cpu_us / 1e6 - self._cpu_before)
             return self._exited(how, result)
         if ending == Ending.LOST and self._over_memory is not None:
             detail, result.max_memory_kib = self._over_memory
-            return self._died(Status.OOM, detail, result)
+            return self._died(StepStatus.OOM, detail, result)
         if ending == Ending.LOST and result.oom_kills:
-            return self._died(Status.OOM, f"over {self.limits.memory_mib} MiB of memory", result)
+            return self._died(
+                StepStatus.OOM, f"over {self.limits.memory_mib} MiB of memory", result
+            )
         return self._died(*self._meaning(Ending(ending), self._asked), result)
 
     def _count_processes(self, result: StepResult) -> None:
@@ -371,7 +373,7 @@ class Session:
     def _answered(self, fields: list[bytes], interrupted: bool, result: StepResult) -> StepResult:
         kind, *rest = fields
         if interrupted:
-            result.status = Status.TIMEOUT
+            result.status = StepStatus.TIMEOUT
         if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
             result.more = kind == b"more"
             if rest:
@@ -381,12 +383,12 @@ class Session:
         if kind == b"error" and len(rest) == 3:
             result.error = StepError(*map(_text, rest))
             if not interrupted:
-                result.status = Status.ERROR
+                result.status = StepStatus.ERROR
             return result
         if kind == b"exit" and len(rest) == 1:
             result.detail = f"SystemExit({_text(rest[0])}); the session goes on"
             if not interrupted:
-                result.status = Status.EXIT
+                result.status = StepStatus.EXIT
             return result
         raise MalformedAnswer(f"kind {kind[:20]!r} with {len(rest)} fields")
 
@@ -396,28 +398,28 @@ class Session:
             name = signal.Signals(number).name if number < 32 else f"signal {number}"
             if number == signal.SIGKILL and result.oom_kills:
                 detail = f"over {self.limits.memory_mib} MiB of memory"
-                return self._died(Status.OOM, detail, result)
-            return self._died(Status.SIGNAL, f"the interpreter was killed by {name}", result)
+                return self._died(StepStatus.OOM, detail, result)
+            return self._died(StepStatus.SIGNAL, f"the interpreter was killed by {name}", result)
         result.exit_code = os.WEXITSTATUS(how)
         detail = f"the interpreter ended with exit code {result.exit_code}"
-        return self._died(Status.EXIT, detail, result)
+        return self._died(StepStatus.EXIT, detail, result)
 
-    def _meaning(self, ending: Ending, timeout: float) -> tuple[Status, str]:
+    def _meaning(self, ending: Ending, timeout: float) -> tuple[StepStatus, str]:
         limits = self.limits
         return {
             Ending.KILLED_AT_DEADLINE: (
-                Status.TIMEOUT_KILLED,
+                StepStatus.TIMEOUT_KILLED,
                 f"still running {limits.grace_s:g} s after the interrupt at {timeout:g} s",
             ),
             Ending.OUTPUT_LIMIT: (
-                Status.OUTPUT_LIMIT,
+                StepStatus.OUTPUT_LIMIT,
                 f"over {limits.output_max_mib} MiB of output in one step",
             ),
-            Ending.PROTOCOL: (Status.PROTOCOL_ERROR, "the session broke the protocol"),
-            Ending.LOST: (Status.INFRA_ERROR, "the session vanished: is its zygote alive?"),
+            Ending.PROTOCOL: (StepStatus.PROTOCOL_ERROR, "the session broke the protocol"),
+            Ending.LOST: (StepStatus.INFRA_ERROR, "the session vanished: is its zygote alive?"),
         }[ending]
 
-    def _died(self, status: Status, detail: str, result: StepResult) -> StepResult:
+    def _died(self, status: StepStatus, detail: str, result: StepResult) -> StepResult:
         ended = self._end(status, detail)
         result.status, result.detail, result.state_lost = ended.status, detail, True
         return result
@@ -549,7 +551,7 @@ class Session:
                 if not self._take_channels():
                     return
             if self._ended is None:
-                self._ended = self._result(status=Status.EXIT, state_lost=True, detail=CLOSED)
+                self._ended = self._result(status=StepStatus.EXIT, state_lost=True, detail=CLOSED)
             if self._on_close is not None:
                 self._on_close()
 

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, Group
+from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
 from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import masked_proc, remedy
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import FIRST_UID, LADDER, Rung, Zygote
@@ -31,7 +31,7 @@ class Spawned:
     """A started session: its descriptors, its control group, what to call when it is over."""
 
     channels: Channels
-    group: Group | None
+    group: ControlGroup | None
     release: Callable[[], None]
 
 
@@ -153,7 +153,7 @@ class Spawner:
         spawned = self.spawn()
         session = Session(spawned.channels, self._limits, on_close=spawned.release)
         try:
-            if session.warm_up().status is not Status.OK:
+            if session.warm_up().status is not StepStatus.OK:
                 raise SandboxUnavailable("a session started but did not answer")
             verify(spawned.channels, self.rung)
         finally:
@@ -200,13 +200,13 @@ class Spawner:
 
         return Spawned(channels, group, release)
 
-    def _take_group(self) -> Group | None:
+    def _take_group(self) -> ControlGroup | None:
         try:
             return self.cgroups.take() if self.cgroups is not None else None
         except OSError as error:
             raise SandboxInfraError(f"no control group for another session: {error}") from error
 
-    def _spawn_alone(self, group: Group | None) -> Spawned:
+    def _spawn_alone(self, group: ControlGroup | None) -> Spawned:
         jail = self._start()
         try:
             channels, _ = jail.spawn(group)
@@ -220,7 +220,7 @@ class Spawner:
 
         return Spawned(channels, group, release)
 
-    def _give_back(self, group: Group | None) -> None:
+    def _give_back(self, group: ControlGroup | None) -> None:
         if self.cgroups is not None and group is not None:
             self.cgroups.give_back(group)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
-from agentgrpo.sandbox.cgroup import OWNER, Group, start_time
+from agentgrpo.sandbox.cgroup import OWNER, ControlGroup, start_time
 from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.jail import (
@@ -230,7 +230,7 @@ class Zygote:
         """What nsjail and the zygote wrote to their standard error."""
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
 
-    def spawn(self, group: Group | None = None) -> tuple[Channels, Callable[[], None]]:
+    def spawn(self, group: ControlGroup | None = None) -> tuple[Channels, Callable[[], None]]:
         """Start a session, in a control group if there is one; its interpreter is about to run.
 
         Returns its descriptors, and what to call when it is over.

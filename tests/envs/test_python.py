@@ -13,9 +13,9 @@ from agentgrpo.sandbox import (
     Limits,
     SandboxInfraError,
     SandboxPool,
-    Status,
     StepError,
     StepResult,
+    StepStatus,
 )
 from agentgrpo.types import Task
 
@@ -26,18 +26,18 @@ DIVISION = StepError("ZeroDivisionError", "division by zero", "Traceback ...")
 @pytest.mark.parametrize(
     ("result", "text"),
     [
-        (StepResult(status=Status.OK), "(no output)"),
-        (StepResult(status=Status.OK, stdout="42\n"), "42"),
-        (StepResult(status=Status.OK, value="42"), "42"),
-        (StepResult(status=Status.OK, stdout="a\n\n", stderr="b\n", value="c"), "a\nb\nc"),
-        (StepResult(status=Status.OK, stdout="  a"), "  a"),
+        (StepResult(status=StepStatus.OK), "(no output)"),
+        (StepResult(status=StepStatus.OK, stdout="42\n"), "42"),
+        (StepResult(status=StepStatus.OK, value="42"), "42"),
+        (StepResult(status=StepStatus.OK, stdout="a\n\n", stderr="b\n", value="c"), "a\nb\nc"),
+        (StepResult(status=StepStatus.OK, stdout="  a"), "  a"),
         (
-            StepResult(status=Status.ERROR, stdout="so far\n", error=DIVISION),
+            StepResult(status=StepStatus.ERROR, stdout="so far\n", error=DIVISION),
             "so far\nZeroDivisionError: division by zero",
         ),
-        (StepResult(status=Status.ERROR, error=StepError("KeyError", "", "")), "KeyError"),
-        (StepResult(status=Status.TIMEOUT_KILLED), "Error: timeout killed"),
-        (StepResult(status=Status.OOM, stdout="x\n"), "x\nError: oom"),
+        (StepResult(status=StepStatus.ERROR, error=StepError("KeyError", "", "")), "KeyError"),
+        (StepResult(status=StepStatus.TIMEOUT_KILLED), "Error: timeout killed"),
+        (StepResult(status=StepStatus.OOM, stdout="x\n"), "x\nError: oom"),
     ],
 )
 def test_what_is_shown(result: StepResult, text: str) -> None:
@@ -76,7 +76,7 @@ def test_a_rollout_without_code_needs_no_session() -> None:
 
 
 def test_one_session_serves_all_steps_and_is_closed_once() -> None:
-    pool = FakePool(*[StepResult(status=Status.OK)] * 3)
+    pool = FakePool(*[StepResult(status=StepStatus.OK)] * 3)
     played = episode(pool)
     for _ in range(3):
         played.step(RunCode("1"))
@@ -86,8 +86,8 @@ def test_one_session_serves_all_steps_and_is_closed_once() -> None:
 
 
 def test_a_session_that_died_is_replaced_and_the_policy_is_told() -> None:
-    lost = StepResult(status=Status.TIMEOUT_KILLED, state_lost=True)
-    pool = FakePool(lost, StepResult(status=Status.OK, value="1"))
+    lost = StepResult(status=StepStatus.TIMEOUT_KILLED, state_lost=True)
+    pool = FakePool(lost, StepResult(status=StepStatus.OK, value="1"))
     played = episode(pool)
     assert played.step(RunCode("while 1: pass")) == Observation(
         "Error: timeout killed\n(the interpreter was restarted: its variables are gone)",
@@ -97,13 +97,15 @@ def test_a_session_that_died_is_replaced_and_the_policy_is_told() -> None:
     assert (pool.acquired, pool.closed) == (2, 1)
 
 
-@pytest.mark.parametrize("status", [s for s in Status if s not in (Status.OK, Status.INFRA_ERROR)])
-def test_what_the_policy_caused_is_an_observation(status: Status) -> None:
+@pytest.mark.parametrize(
+    "status", [s for s in StepStatus if s not in (StepStatus.OK, StepStatus.INFRA_ERROR)]
+)
+def test_what_the_policy_caused_is_an_observation(status: StepStatus) -> None:
     assert episode(FakePool(StepResult(status=status))).step(RunCode("x")).failed
 
 
 def test_what_the_machine_caused_is_not() -> None:
-    broken = StepResult(status=Status.INFRA_ERROR, detail="vanished")
+    broken = StepResult(status=StepStatus.INFRA_ERROR, detail="vanished")
     for pool in (FakePool(broken, broken), FakePool(SandboxInfraError("no descriptors"))):
         with pytest.raises(InfrastructureError):
             episode(pool).step(RunCode("x"))

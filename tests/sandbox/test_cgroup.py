@@ -59,8 +59,8 @@ cgroup._mounted = lambda: {"": own / os.path.relpath(
 cgroup.V2_CONTROLLERS = (controller,)
 cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", "cgroup.stat",
                           "cgroup.procs", False, "", ())
-cgroup.Group.set_limits = lambda self, memory, processes: None
-cgroup.Group.counts = lambda self: (0, 2)
+cgroup.ControlGroup.set_limits = lambda self, memory, processes: None
+cgroup.ControlGroup.counts = lambda self: (0, 2)
 """
 
 

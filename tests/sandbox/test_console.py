@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentgrpo.sandbox import Console, SandboxPool, Session, Status
+from agentgrpo.sandbox import Console, SandboxPool, Session, StepStatus
 from tests.terminal import typed_into_python
 
 pytestmark = pytest.mark.nsjail
@@ -43,7 +43,7 @@ def test_timeout_keeps_the_console(session: Session) -> None:
     console.type("x = 1")
     assert console.type("while True: pass", timeout_s=0.2).prompt == ">>> "
     typed = console.type("", timeout_s=0.2)
-    assert typed.step.status is Status.TIMEOUT
+    assert typed.step.status is StepStatus.TIMEOUT
     assert typed.shown.endswith("KeyboardInterrupt\n")
     assert console.type("x").shown == "1\n"
 
@@ -51,7 +51,7 @@ def test_timeout_keeps_the_console(session: Session) -> None:
 def test_exit_is_seen(pool: SandboxPool) -> None:
     with pool.acquire() as session:
         console = Console(session)
-        assert console.type("import sys; sys.exit(2)").step.status is Status.EXIT
+        assert console.type("import sys; sys.exit(2)").step.status is StepStatus.EXIT
 
 
 def test_one_line_at_a_time(session: Session) -> None:

@@ -17,7 +17,7 @@ from agentgrpo.sandbox import (
     SandboxPool,
     SandboxUnavailable,
     Session,
-    Status,
+    StepStatus,
     Template,
 )
 from agentgrpo.sandbox.channels import process_tree
@@ -181,25 +181,25 @@ def test_close_leaves_nothing(bare_pool: SandboxPool) -> None:
 def test_orphans_do_not_outlive_an_interpreter_that_ends(bare: Session) -> None:
     bare.step("import os\nfor _ in range(4):\n if os.fork() == 0:\n  while 1: pass")
     tree = process_tree(bare.init_pid)
-    assert bare.step("os._exit(0)").status is Status.EXIT
+    assert bare.step("os._exit(0)").status is StepStatus.EXIT
     assert all(gone(pid) for pid in tree)
 
 
 def test_bounds_hold(bare_pool: SandboxPool) -> None:
     with bare_pool.acquire() as session:
         session.step("x = 1")
-        assert session.step("while True: pass", 0.2).status is Status.TIMEOUT
+        assert session.step("while True: pass", 0.2).status is StepStatus.TIMEOUT
         assert session.step("x").value == "1"
     with bare_pool.acquire() as session:
         code = "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass"
         started = time.monotonic()
-        assert session.step(code, 0.2).status is Status.TIMEOUT_KILLED
+        assert session.step(code, 0.2).status is StepStatus.TIMEOUT_KILLED
         assert time.monotonic() - started < 4
     for code, wanted in (
-        ("while True: print('x' * 1000)", {Status.OUTPUT_LIMIT}),
-        ("x = []\nwhile True: x.append(bytearray(1 << 20))", {Status.OOM, Status.ERROR}),
+        ("while True: print('x' * 1000)", {StepStatus.OUTPUT_LIMIT}),
+        ("x = []\nwhile True: x.append(bytearray(1 << 20))", {StepStatus.OOM, StepStatus.ERROR}),
         ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
-         {Status.TIMEOUT, Status.TIMEOUT_KILLED, Status.OOM}),  # which bound is met first
+         {StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.OOM}),  # the first met
     ):  # fmt: skip
         assert bare_pool.run(code, 1.0).status in wanted
     assert bare_pool.run("6 * 7").value == "42"

@@ -9,7 +9,7 @@ from agentgrpo.sandbox import (
     Sandbox,
     SandboxPool,
     Session,
-    Status,
+    StepStatus,
 )
 from agentgrpo.sandbox.history import digest
 from agentgrpo.sandbox.result import StepError, StepResult
@@ -21,7 +21,7 @@ def test_fork_has_variables_files_directory_environment_and_errors(pool: Sandbox
     with pool.acquire(env={"KEY": "value"}) as session:
         session.step("import os; os.mkdir('d'); os.chdir('d'); open('f', 'w').write('kept')")
         session.step("def f(n): return n + y")
-        assert session.step("f(1)").status is Status.ERROR
+        assert session.step("f(1)").status is StepStatus.ERROR
         session.step("y = 41; print(object())", env={"ONCE": "1"})
         session.step("import sys; sys.exit(3)")
         with pool.fork(session) as fork:
@@ -63,12 +63,12 @@ def test_a_session_that_is_over_cannot_be_repeated(pool: SandboxPool) -> None:
 
 def test_the_hash_sees_all_that_is_shown_and_no_addresses() -> None:
     def of(**shown: object) -> int:
-        return digest(StepResult(**{"status": Status.OK, "value": "1", **shown}))  # type: ignore[arg-type]
+        return digest(StepResult(**{"status": StepStatus.OK, "value": "1", **shown}))  # type: ignore[arg-type]
 
     assert of() == of(wall_s=3.0, cpu_s=1.0, processes_left=2, background="late")
     different = [
         of(),
-        of(status=Status.ERROR),
+        of(status=StepStatus.ERROR),
         of(value="2"),
         of(value=None),
         of(stdout="1"),
@@ -114,7 +114,7 @@ def test_stateless_runs_share_nothing(pool: SandboxPool) -> None:
     assert pool.run("import os; x = 1; open('f', 'w').write('1')").value == "1"
     assert pool.run("import os; 'x' in dir(), os.listdir('.')").value == "(False, [])"
     assert pool.run("import os; os.environ['A']", env={"A": "b"}).value == "'b'"
-    assert pool.run("while True: pass", 0.1).status is Status.TIMEOUT
+    assert pool.run("while True: pass", 0.1).status is StepStatus.TIMEOUT
     assert pool.run("import os; os._exit(0)").state_lost
     assert pool.metrics()["live"] == live
 

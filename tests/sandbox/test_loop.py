@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agentgrpo.sandbox import SandboxPool, Session, Status, StepLoop, StepResult
+from agentgrpo.sandbox import SandboxPool, Session, StepLoop, StepResult, StepStatus
 
 pytestmark = pytest.mark.nsjail
 
@@ -46,16 +46,16 @@ def test_results_come_in_the_order_in_which_steps_end(pool: SandboxPool) -> None
 
 def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
     wanted = {
-        "1": Status.OK,
-        "1 / 0": Status.ERROR,
-        "while True: pass": Status.TIMEOUT,
-        "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass": Status.TIMEOUT_KILLED,
-        "while True: print('x' * 10000)": Status.OUTPUT_LIMIT,
-        "import os; os._exit(3)": Status.EXIT,
-        "import os; os.abort()": Status.SIGNAL,
-        "import os; os.write(4, b'\\xff' * 4)": Status.PROTOCOL_ERROR,
-        "import os; os.closerange(0, 99)": Status.PROTOCOL_ERROR,
-        "#" * (2 << 20): Status.ERROR,
+        "1": StepStatus.OK,
+        "1 / 0": StepStatus.ERROR,
+        "while True: pass": StepStatus.TIMEOUT,
+        "from signal import *; signal(2, SIG_IGN)\nwhile True: pass": StepStatus.TIMEOUT_KILLED,
+        "while True: print('x' * 10000)": StepStatus.OUTPUT_LIMIT,
+        "import os; os._exit(3)": StepStatus.EXIT,
+        "import os; os.abort()": StepStatus.SIGNAL,
+        "import os; os.write(4, b'\\xff' * 4)": StepStatus.PROTOCOL_ERROR,
+        "import os; os.closerange(0, 99)": StepStatus.PROTOCOL_ERROR,
+        "#" * (2 << 20): StepStatus.ERROR,
     }
     loop = StepLoop()
     sessions = [pool.acquire() for _ in wanted]
@@ -80,7 +80,7 @@ def test_wait_gives_up_after_its_time(session: Session) -> None:
     assert loop.wait() == []
     loop.submit(session, "import time; time.sleep(0.5)")
     assert loop.wait(0.05) == []
-    assert [r.status for _, r in drain(loop)] == [Status.OK]
+    assert [r.status for _, r in drain(loop)] == [StepStatus.OK]
 
 
 def test_a_session_has_one_step_at_a_time(session: Session) -> None:
@@ -104,7 +104,7 @@ def test_close_by_another_thread_ends_a_running_step(pool: SandboxPool) -> None:
     started = time.monotonic()
     result = session.step("while True: pass", 30)
     assert time.monotonic() - started < 20
-    assert (result.status, result.state_lost) == (Status.EXIT, True)
+    assert (result.status, result.state_lost) == (StepStatus.EXIT, True)
     assert "closed" in result.detail
     with pool.acquire() as other:
         assert other.step("1").value == "1"

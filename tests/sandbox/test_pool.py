@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.sandbox import Limits, SandboxBusy, SandboxException, SandboxPool, Status, Template
-from agentgrpo.sandbox.cgroup import OWNER, V2, Group, _mounted, remove_stale
+from agentgrpo.sandbox import (
+    Limits,
+    SandboxBusy,
+    SandboxException,
+    SandboxPool,
+    StepStatus,
+    Template,
+)
+from agentgrpo.sandbox.cgroup import OWNER, V2, ControlGroup, _mounted, remove_stale
 from agentgrpo.sandbox.errors import TemplateUnavailable
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
 from agentgrpo.sandbox.zygote import Rung, remove_stale_scratch
@@ -73,7 +80,7 @@ def test_dead_zygote_is_replaced_and_its_sessions_are_infra_errors() -> None:
         os.kill(zygote.pid, signal.SIGKILL)
         assert gone(interpreter)
         result = session.step("1", 5)
-        assert (result.status, result.state_lost) == (Status.INFRA_ERROR, True)
+        assert (result.status, result.state_lost) == (StepStatus.INFRA_ERROR, True)
         with pool.acquire() as fresh:
             assert fresh.step("1").value == "1"
         assert pool.metrics()["zygote_restarts"] == 1
@@ -109,8 +116,8 @@ def test_session_time_and_steps_are_bounded() -> None:
             assert [session.step("1").status for _ in range(3)] == ["ok", "ok", "timeout_killed"]
         with pool.acquire() as session:
             result = session.step("while True: pass", 60)
-            assert result.status in (Status.TIMEOUT, Status.TIMEOUT_KILLED)
-            assert session.step("1").status is Status.TIMEOUT_KILLED
+            assert result.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED)
+            assert session.step("1").status is StepStatus.TIMEOUT_KILLED
 
 
 def test_template_packages_and_preload(tmp_path: Path) -> None:
@@ -127,7 +134,7 @@ def test_template_packages_and_preload(tmp_path: Path) -> None:
         assert session.step(f"import os; os.path.exists({str(tmp_path / 'tool.py')!r})").value == (
             "False"
         )
-        assert session.step(f"open({site!r} + '/x', 'w')").status is Status.ERROR
+        assert session.step(f"open({site!r} + '/x', 'w')").status is StepStatus.ERROR
 
 
 def test_preload_that_fails_or_starts_threads_is_refused(tmp_path: Path) -> None:
@@ -218,7 +225,7 @@ def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:
 def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
     for name in ("memory.swap.max", "memory.events", "pids.current"):
         (tmp_path / name).write_text("max")
-    group = Group(dict.fromkeys(("memory", "pids"), tmp_path), V2)
+    group = ControlGroup(dict.fromkeys(("memory", "pids"), tmp_path), V2)
     group.set_limits(1 << 20, 64)
     wrote = {name: (tmp_path / name).read_text() for name in ("memory.max", "pids.max")}
     assert wrote == {"memory.max": "1048576", "pids.max": "64"}

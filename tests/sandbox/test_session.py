@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, Status
+from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, StepStatus
 from agentgrpo.sandbox.hostile.lifecycle import pids
 
 pytestmark = pytest.mark.nsjail
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.nsjail
 
 def test_last_expression_is_the_value(session: Session) -> None:
     result = session.step("x = 20\nx + 22")
-    assert (result.status, result.value, result.stdout) == (Status.OK, "42", "")
+    assert (result.status, result.value, result.stdout) == (StepStatus.OK, "42", "")
 
 
 def test_statement_has_no_value(session: Session) -> None:
@@ -47,7 +47,7 @@ def test_output_of_subprocesses_is_captured(session: Session) -> None:
 
 def test_exception_has_name_value_and_a_traceback_of_user_code_only(session: Session) -> None:
     result = session.step("def f():\n    return 1 / 0\nf()")
-    assert result.status is Status.ERROR
+    assert result.status is StepStatus.ERROR
     assert not result.state_lost
     assert result.error is not None
     assert (result.error.name, result.error.value) == ("ZeroDivisionError", "division by zero")
@@ -74,35 +74,35 @@ def test_syntax_error_looks_like_pythons(session: Session) -> None:
 def test_timeout_interrupts_and_keeps_state(session: Session) -> None:
     session.step("x = 1")
     result = session.step("while True: pass", timeout_s=0.2)
-    assert (result.status, result.state_lost) == (Status.TIMEOUT, False)
+    assert (result.status, result.state_lost) == (StepStatus.TIMEOUT, False)
     assert result.wall_s >= 0.2
     assert session.step("x").value == "1"
 
 
 def test_sys_exit_keeps_state_but_is_not_ok(session: Session) -> None:
     session.step("x = 1")
-    assert session.step("import sys; sys.exit(0)").status is Status.EXIT
+    assert session.step("import sys; sys.exit(0)").status is StepStatus.EXIT
     assert session.step("x").value == "1"
 
 
 def test_os_exit_zero_is_not_success(session: Session) -> None:
     result = session.step("print('before'); import os; os._exit(0)")
-    assert (result.status, result.exit_code, result.state_lost) == (Status.EXIT, 0, True)
+    assert (result.status, result.exit_code, result.state_lost) == (StepStatus.EXIT, 0, True)
     assert result.stdout == "before\n"
     again = session.step("1")
-    assert (again.status, again.state_lost, again.value) == (Status.EXIT, True, None)
+    assert (again.status, again.state_lost, again.value) == (StepStatus.EXIT, True, None)
 
 
 def test_death_by_signal_is_reported(session: Session) -> None:
     result = session.step("import ctypes; ctypes.string_at(0)")
-    assert (result.status, result.signal, result.state_lost) == (Status.SIGNAL, 11, True)
+    assert (result.status, result.signal, result.state_lost) == (StepStatus.SIGNAL, 11, True)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e9, "1"])
 def test_nonsense_timeout_is_refused(session: Session, timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         session.step("1", timeout_s=timeout)
-    assert session.step("1").status is Status.OK
+    assert session.step("1").status is StepStatus.OK
 
 
 def test_sessions_do_not_see_each_other(pool: SandboxPool) -> None:
@@ -166,7 +166,7 @@ def test_a_report_that_takes_long_is_waited_for(session: Session) -> None:
     later = threading.Timer(3 * session.limits.grace_s, os.kill, (init, signal.SIGCONT))
     later.start()
     result = session.step("1")
-    assert (result.status, result.signal) == (Status.SIGNAL, signal.SIGKILL), result
+    assert (result.status, result.signal) == (StepStatus.SIGNAL, signal.SIGKILL), result
 
 
 def test_limit_of_cpu_time_is_the_codes_and_not_its_inits(session: Session) -> None:

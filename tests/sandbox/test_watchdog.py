@@ -15,7 +15,7 @@ from agentgrpo.sandbox import (
     Limits,
     SandboxPool,
     Session,
-    Status,
+    StepStatus,
     cgroup,
     spawner,
     watchdog,
@@ -61,24 +61,24 @@ def spread(children: int, mib: int) -> str:
 def test_memory_of_many_processes_counts_together(groupless: SandboxPool) -> None:
     with groupless.acquire() as session, groupless.acquire() as neighbour:
         result = session.step(spread(8, 30), 20)
-        assert (result.status, result.state_lost) == (Status.OOM, True), result
+        assert (result.status, result.state_lost) == (StepStatus.OOM, True), result
         assert result.max_memory_kib is not None
         assert result.max_memory_kib > 128 << 10
         assert "all processes together" in result.detail
-        assert session.step("1").status is Status.OOM
+        assert session.step("1").status is StepStatus.OOM
         assert neighbour.step("1").value == "1"
 
 
 def test_memory_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
-        assert session.step(spread(3, 20), 20).status is Status.OK
+        assert session.step(spread(3, 20), 20).status is StepStatus.OK
 
 
 def test_unix_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None:
     with groupless.acquire() as session, socket.socket(socket.AF_UNIX):
         assert socket_kib(os.getpid()) == 0, "the sockets of the machine are nobody's"
         code = "import socket; keep = [socket.socketpair() for _ in range({})]"
-        assert session.step(code.format(20)).status is Status.OK
+        assert session.step(code.format(20)).status is StepStatus.OK
         assert socket_kib(session.init_pid) == 40 * UNIX_KIB
         code = (
             "import os, time\nfor _ in range(4):\n if os.fork() == 0:\n"
@@ -86,7 +86,7 @@ def test_unix_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None
         )
         assert 4 * 120 * UNIX_KIB > 128 << 10
         result = session.step(code, 30)
-        assert result.status is Status.OOM, result
+        assert result.status is StepStatus.OOM, result
 
 
 def test_pages_that_forks_share_count_once(groupless: SandboxPool) -> None:
@@ -95,7 +95,7 @@ def test_pages_that_forks_share_count_once(groupless: SandboxPool) -> None:
         "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)\ntime.sleep(1)"
     )
     with groupless.acquire() as session:
-        assert session.step(code, 20).status is Status.OK
+        assert session.step(code, 20).status is StepStatus.OK
         exact = used_kib(session.init_pid, 0)
         assert exact is not None
         assert 60 << 10 < exact < 90 << 10
@@ -107,7 +107,7 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
         deadline = time.monotonic() + 10
         while session.healthy() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert session.step("1").status is Status.OOM
+        assert session.step("1").status is StepStatus.OOM
 
 
 def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> None:
@@ -187,14 +187,14 @@ def test_memory_that_moves_from_process_to_process_is_seen(
 ) -> None:
     with groupless.acquire() as session:
         result = session.step(attack, 30)
-        assert result.status is Status.OOM, result
+        assert result.status is StepStatus.OOM, result
 
 
 @pytest.mark.usefixtures("slow_look")
 def test_memory_that_moves_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
         result = session.step(HOPS.format(seconds=1, chains=3, mib=20), 30)
-        assert (result.status, result.value) == (Status.OK, "b''")
+        assert (result.status, result.value) == (StepStatus.OK, "b''")
 
 
 def test_a_measure_counts_only_if_no_process_came_or_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_what_keeps_from_being_counted_is_ended(
         with monkeypatch.context() as patch:
             patch.setattr(watchdog, "used_kib", lambda *_: None)
             result = session.step("import time; time.sleep(20)", 30)
-        assert (result.status, result.state_lost) == (Status.OOM, True), result
+        assert (result.status, result.state_lost) == (StepStatus.OOM, True), result
         assert "counted" in result.detail
         assert result.max_memory_kib is None
 
@@ -241,7 +241,7 @@ def test_a_host_without_descriptors_goes_on_watching(
         assert "Too many open files" in caplog.text
         assert session.step("1 + 1").value == "2"
         result = session.step(spread(8, 30), 20)
-        assert result.status is Status.OOM, "it still watches"
+        assert result.status is StepStatus.OOM, "it still watches"
 
 
 def states(session: Session) -> set[str]:
@@ -276,7 +276,7 @@ def test_a_process_whose_main_thread_has_ended_counts(groupless: SandboxPool) ->
         "time.sleep(3)"
     )
     with groupless.acquire() as session:
-        assert session.step(code, 20).status is Status.OOM
+        assert session.step(code, 20).status is StepStatus.OOM
 
 
 def test_proportional_memory_is_what_the_kernel_says() -> None:
@@ -317,4 +317,4 @@ def test_what_sockets_buffer_counts_too(groupless: SandboxPool) -> None:
         " except BlockingIOError: pass\ntime.sleep(2)"
     )
     with groupless.acquire() as session:
-        assert session.step(code, 20).status is Status.OOM
+        assert session.step(code, 20).status is StepStatus.OOM

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status, StepResult
+from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 
 LIMITS = Limits(
@@ -67,7 +67,7 @@ def run_case(case: Case, pool: SandboxPool) -> None:
         assert session.step("6 * 7").value == "42", "the pool is not usable after the attack"
 
 
-def expect(result: StepResult, *statuses: Status, lost: bool | None = None) -> StepResult:
+def expect(result: StepResult, *statuses: StepStatus, lost: bool | None = None) -> StepResult:
     """The result, if its status is one of those."""
     assert result.status in statuses, f"expected {' or '.join(statuses)}, got {result}"
     assert lost is None or result.state_lost == lost, f"expected state_lost={lost}, got {result}"
@@ -88,6 +88,6 @@ def needs_proc(session: Session) -> None:
 
 def value_of(session: Session, code: str) -> str:
     """The value of the last expression of code that must succeed."""
-    result = expect(session.step(code), Status.OK)
+    result = expect(session.step(code), StepStatus.OK)
     assert result.value is not None, f"no value: {result}"
     return result.value

@@ -12,7 +12,7 @@ from agentgrpo.sandbox.hostile.case import (
     value_of,
 )
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
 LIBC = (
@@ -29,7 +29,7 @@ DENIED = ("ENOSYS", "EPERM", "EACCES")
 
 def denied(session: Session, calls: dict[str, str]) -> None:
     """Every one of these system calls (x86-64 numbers and arguments, as text) is refused."""
-    expect(session.step(LIBC), Status.OK)
+    expect(session.step(LIBC), StepStatus.OK)
     if os.uname().machine != "x86_64":
         return
     for name, arguments in calls.items():
@@ -212,7 +212,7 @@ def foreign_system_calls(s: Session) -> None:
     """32-bit and x32 system calls do not get around the filter."""
     if os.uname().machine != "x86_64":
         return
-    expect(s.step(LIBC), Status.OK)
+    expect(s.step(LIBC), StepStatus.OK)
     assert value_of(s, "call(0x40000000 + 39)").strip("'") in DENIED
     code = (
         "import mmap\nm = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)\n"
@@ -221,7 +221,7 @@ def foreign_system_calls(s: Session) -> None:
         "print('pid', f())"
     )
     result = s.step(code)
-    assert result.status is Status.SIGNAL, f"expected death by the filter, got {result}"
+    assert result.status is StepStatus.SIGNAL, f"expected death by the filter, got {result}"
     assert result.signal == 31
 
 
@@ -262,7 +262,7 @@ def neighbours_sockets(pool: SandboxPool) -> None:
             "import socket\nu = socket.socket(socket.AF_UNIX); u.bind('\\0meet'); u.listen()\n"
             "t = socket.create_server(('127.0.0.1', 34567))"
         )
-        expect(a.step(code), Status.OK)
+        expect(a.step(code), StepStatus.OK)
         code = (
             "import socket\ngot = []\n"
             "try: socket.socket(socket.AF_UNIX).connect('\\0meet'); got.append('unix')\n"

@@ -12,10 +12,10 @@ from agentgrpo.sandbox.hostile.case import (
 )
 from agentgrpo.sandbox.hostile.escape import LIBC
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
-OK, ERROR, TIMEOUT = Status.OK, Status.ERROR, Status.TIMEOUT
+OK, ERROR, TIMEOUT = StepStatus.OK, StepStatus.ERROR, StepStatus.TIMEOUT
 
 
 @on_session
@@ -33,7 +33,7 @@ def unmapped_memory(s: Session) -> None:
             f"try:\n while n < 100:\n  {make}\n  n += 1\nexcept OSError: pass\nn"
         )
         result = s.step(code)
-        if result.status is Status.OOM:
+        if result.status is StepStatus.OOM:
             return
         assert expect(result, OK).value is not None
         assert int(result.value or 0) * 8 <= LIMITS.memory_mib, result
@@ -71,7 +71,7 @@ def buffers_of_sockets(s: Session) -> None:
         " except BlockingIOError: pass\ntime.sleep(1); n >> 20  # a watchdog's time"
     )
     result = s.step(code)
-    if result.status not in (Status.OOM, TIMEOUT):
+    if result.status not in (StepStatus.OOM, TIMEOUT):
         assert int(expect(result, OK).value or 0) <= 2 * LIMITS.memory_mib, result
 
 
@@ -182,7 +182,7 @@ def forgotten_shared_memory(s: Session) -> None:
         " ctypes.memset(at, 1, 20 << 20); n += 20\n"
         " libc.munmap(ctypes.c_void_p(at + 4096), ctypes.c_size_t((20 << 20) - 4096))\nn"
     )
-    result = expect(s.step(code), OK, Status.OOM)
+    result = expect(s.step(code), OK, StepStatus.OOM)
     assert int(result.value or 0) <= LIMITS.memory_mib, result
 
 
@@ -203,8 +203,8 @@ HOPS = (
 @on_session
 def memory_that_hops(s: Session) -> None:
     """Memory held by processes that are replaced by their children all the time is bounded."""
-    result = expect(s.step(HOPS.format(seconds=15, chains=10, mib=50), 30.0), OK, Status.OOM)
-    assert result.status is Status.OOM or result.oom_kills > 0, result
+    result = expect(s.step(HOPS.format(seconds=15, chains=10, mib=50), 30.0), OK, StepStatus.OOM)
+    assert result.status is StepStatus.OOM or result.oom_kills > 0, result
 
 
 @on_session
@@ -232,7 +232,7 @@ def buffers_of_unix_sockets(s: Session) -> None:
         "import time; time.sleep(1)  # a watchdog's time\n"
         "sum(int.from_bytes(sent[i : i + 8], 'little') for i in range(0, len(sent), 8)) >> 20"
     )
-    result = expect(s.step(code, 30.0), OK, Status.OOM)
+    result = expect(s.step(code, 30.0), OK, StepStatus.OOM)
     if result.status is OK and not result.oom_kills:
         assert int(result.value or 0) <= LIMITS.memory_mib, result
 

@@ -9,7 +9,7 @@ from agentgrpo.sandbox.channels import pid_of
 from agentgrpo.sandbox.errors import SandboxBusy
 from agentgrpo.sandbox.hostile.case import expect, on_pool, still_works
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
 
@@ -59,7 +59,7 @@ def interpreter_killed_from_outside(pool: SandboxPool) -> None:
     """An interpreter killed by the machine is reported as killed."""
     with pool.acquire() as session:
         os.kill(pids(session)[1], signal.SIGKILL)
-        result = expect(session.step("1"), Status.SIGNAL, lost=True)
+        result = expect(session.step("1"), StepStatus.SIGNAL, lost=True)
         assert result.signal == signal.SIGKILL
 
 
@@ -70,7 +70,7 @@ def init_killed_from_outside(pool: SandboxPool) -> None:
         init, interpreter = pids(session)
         os.kill(init, signal.SIGKILL)
         assert gone(interpreter)
-        expect(session.step("1"), Status.INFRA_ERROR, lost=True)
+        expect(session.step("1"), StepStatus.INFRA_ERROR, lost=True)
 
 
 @on_pool

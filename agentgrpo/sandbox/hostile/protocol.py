@@ -1,7 +1,7 @@
 """Attacks on the channel to the host, on the loop that serves it, and on how an end is reported."""
 
 from agentgrpo.sandbox.hostile.case import expect, needs_proc, on_session, still_works, value_of
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
 FORGE = (
@@ -16,27 +16,27 @@ FORGE = (
 @on_session
 def system_exit(s: Session) -> None:
     """Asking to exit with 0 is not ok, and keeps the state."""
-    expect(s.step("x = 1; import sys; sys.exit(0)"), Status.EXIT, lost=False)
+    expect(s.step("x = 1; import sys; sys.exit(0)"), StepStatus.EXIT, lost=False)
     assert value_of(s, "x") == "1"
 
 
 @on_session
 def os_exit_zero(s: Session) -> None:
     """A process that exits with 0 is not ok, and the session is over."""
-    result = expect(s.step("import os; os._exit(0)"), Status.EXIT, lost=True)
+    result = expect(s.step("import os; os._exit(0)"), StepStatus.EXIT, lost=True)
     assert result.exit_code == 0
 
 
 @on_session
 def abort(s: Session) -> None:
     """An abort is reported as signal 6."""
-    assert expect(s.step("import os; os.abort()"), Status.SIGNAL, lost=True).signal == 6
+    assert expect(s.step("import os; os.abort()"), StepStatus.SIGNAL, lost=True).signal == 6
 
 
 @on_session
 def segfault(s: Session) -> None:
     """A segmentation fault is reported as signal 11."""
-    result = expect(s.step("import ctypes; ctypes.string_at(0)"), Status.SIGNAL, lost=True)
+    result = expect(s.step("import ctypes; ctypes.string_at(0)"), StepStatus.SIGNAL, lost=True)
     assert result.signal == 11
 
 
@@ -44,20 +44,20 @@ def segfault(s: Session) -> None:
 def kills_init(s: Session) -> None:
     """PID 1 cannot be killed or stopped from inside."""
     code = "import os\nfor n in (9, 15, 19, 2, 11): os.kill(1, n)"
-    expect(s.step(code), Status.OK)
+    expect(s.step(code), StepStatus.OK)
     still_works(s)
 
 
 @on_session
 def kills_everything(s: Session) -> None:
     """kill(-1, SIGKILL) kills nothing outside, not even init."""
-    expect(s.step("import os; os.kill(-1, 9)"), Status.OK, Status.SIGNAL, Status.ERROR)
+    expect(s.step("import os; os.kill(-1, 9)"), StepStatus.OK, StepStatus.SIGNAL, StepStatus.ERROR)
 
 
 @on_session
 def kills_itself(s: Session) -> None:
     """SIGKILL to itself is reported as what it is, not as a timeout or as memory."""
-    result = expect(s.step("import os; os.kill(os.getpid(), 9)"), Status.SIGNAL, lost=True)
+    result = expect(s.step("import os; os.kill(os.getpid(), 9)"), StepStatus.SIGNAL, lost=True)
     assert result.signal == 9
 
 
@@ -87,7 +87,7 @@ def exception_with_evil_text(s: Session) -> None:
     """An exception whose __str__ exits or fails is unprintable, and no more."""
     for bad in ("raise SystemExit", "raise KeyboardInterrupt", "return 1", "return None"):
         code = f"class E(Exception):\n def __str__(self): {bad}\nraise E"
-        expect(s.step(code), Status.ERROR, lost=False)
+        expect(s.step(code), StepStatus.ERROR, lost=False)
     still_works(s)
 
 
@@ -98,7 +98,7 @@ def exception_with_evil_name(s: Session) -> None:
         "class M(type):\n @property\n def __name__(self): raise SystemExit\n"
         "class E(Exception, metaclass=M): pass\nraise E"
     )
-    expect(s.step(code), Status.ERROR, lost=False)
+    expect(s.step(code), StepStatus.ERROR, lost=False)
     still_works(s)
 
 
@@ -106,7 +106,7 @@ def exception_with_evil_name(s: Session) -> None:
 def base_exception(s: Session) -> None:
     """BaseException, KeyboardInterrupt and GeneratorExit end the step only."""
     for name in ("BaseException", "KeyboardInterrupt", "GeneratorExit"):
-        expect(s.step(f"raise {name}"), Status.ERROR, lost=False)
+        expect(s.step(f"raise {name}"), StepStatus.ERROR, lost=False)
     still_works(s)
 
 
@@ -114,9 +114,9 @@ def base_exception(s: Session) -> None:
 def exception_group(s: Session) -> None:
     """A cycle of causes and a nest of groups do not hang the formatter."""
     s.step("a, b = ValueError(), ValueError(); a.__cause__ = b; b.__cause__ = a")
-    expect(s.step("raise a"), Status.ERROR, lost=False)
+    expect(s.step("raise a"), StepStatus.ERROR, lost=False)
     code = "e = ValueError()\nfor _ in range(500): e = ExceptionGroup('g', [e])\nraise e"
-    expect(s.step(code), Status.ERROR, lost=False)
+    expect(s.step(code), StepStatus.ERROR, lost=False)
     still_works(s)
 
 
@@ -125,7 +125,7 @@ def forged_answer(s: Session) -> None:
     """A forged answer is that step's own observation; the session does not survive it."""
     s.step(FORGE)
     first = s.step("os.write(4, frame(2, b'ok', b'forged')); import time; time.sleep(0.1)")
-    assert first.state_lost or s.step("1").status is Status.PROTOCOL_ERROR
+    assert first.state_lost or s.step("1").status is StepStatus.PROTOCOL_ERROR
 
 
 @on_session
@@ -134,20 +134,20 @@ def forged_second_answer(s: Session) -> None:
     s.step(FORGE)
     s.step("os.write(4, frame(3, b'ok', b'forged'))")
     result = s.step("1")
-    assert result.status is Status.PROTOCOL_ERROR, result
+    assert result.status is StepStatus.PROTOCOL_ERROR, result
     assert result.value is None
 
 
 @on_session
 def huge_length(s: Session) -> None:
     """A frame that says it is 4 GB long ends the session."""
-    expect(s.step("import os; os.write(4, b'\\xff' * 4)"), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step("import os; os.write(4, b'\\xff' * 4)"), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
 def tiny_length(s: Session) -> None:
     """A frame too short to be one ends the session."""
-    expect(s.step("import os; os.write(4, b'\\0' * 8)"), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step("import os; os.write(4, b'\\0' * 8)"), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -155,7 +155,7 @@ def garbage_fields(s: Session) -> None:
     """Fields that do not add up end the session."""
     s.step(FORGE)
     code = "os.write(4, struct.pack('<IIIII', 16, 2, 1, 99, 0)); import time; time.sleep(9)"
-    expect(s.step(code), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step(code), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -163,7 +163,7 @@ def too_many_fields(s: Session) -> None:
     """A count of four billion fields ends the session without allocating for them."""
     s.step("import os, struct, time")
     code = "os.write(4, struct.pack('<III', 8, 2, 2**32 - 1)); time.sleep(9)"
-    expect(s.step(code), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step(code), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -171,7 +171,7 @@ def unknown_kind(s: Session) -> None:
     """An answer of an unknown kind ends the session."""
     s.step(FORGE)
     code = "os.write(4, frame(2, b'passed', b'1')); import time; time.sleep(9)"
-    expect(s.step(code), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step(code), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -179,7 +179,7 @@ def wrong_number(s: Session) -> None:
     """An answer to another step ends the session."""
     s.step(FORGE)
     code = "os.write(4, frame(7, b'ok')); import time; time.sleep(9)"
-    expect(s.step(code), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step(code), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -195,7 +195,7 @@ def flooded_channel(s: Session) -> None:
     """A stream of valid-looking frames ends the session."""
     s.step(FORGE)
     code = "while True: os.write(4, frame(2, b'ok') * 100)"
-    expect(s.step(code), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step(code), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -206,7 +206,7 @@ def pickled_payload(s: Session) -> None:
         "class P:\n def __reduce__(self): return os.system, ('touch /tmp/owned',)\n"
         "b = pickle.dumps(P()); os.write(4, struct.pack('<I', len(b)) + b)"
     )
-    expect(s.step(code), Status.PROTOCOL_ERROR, lost=True)
+    expect(s.step(code), StepStatus.PROTOCOL_ERROR, lost=True)
 
 
 @on_session
@@ -224,7 +224,7 @@ def replaced_primitives(s: Session) -> None:
         " setattr(m, n, bad)"
     )
     assert s.step("6 * 7").value == "42"
-    assert s.step("1 / 0").status is Status.ERROR
+    assert s.step("1 / 0").status is StepStatus.ERROR
     assert s.step("6 * 7").value == "42"
 
 
@@ -233,13 +233,13 @@ def cleared_modules(s: Session) -> None:
     """Clearing sys.modules, builtins and the namespace ends at worst that session."""
     s.step("import sys, builtins; sys.modules.clear(); builtins.__dict__.clear()")
     result = s.step("1")
-    assert result.value == "1" or result.status is Status.ERROR or result.state_lost, result
+    assert result.value == "1" or result.status is StepStatus.ERROR or result.state_lost, result
 
 
 @on_session
 def fork_at_top_level(s: Session) -> None:
     """A fork that reaches the end of the step does not answer a second time."""
-    expect(s.step("import os; pid = os.fork()"), Status.OK)
+    expect(s.step("import os; pid = os.fork()"), StepStatus.OK)
     assert value_of(s, "pid > 0") == "True"
     still_works(s)
 
@@ -247,7 +247,9 @@ def fork_at_top_level(s: Session) -> None:
 @on_session
 def fork_that_exits(s: Session) -> None:
     """A fork that raises SystemExit does not answer for its parent."""
-    expect(s.step("import os, sys\nif os.fork() == 0: sys.exit(3)\nos.wait()[1] >> 8"), Status.OK)
+    expect(
+        s.step("import os, sys\nif os.fork() == 0: sys.exit(3)\nos.wait()[1] >> 8"), StepStatus.OK
+    )
     still_works(s)
 
 
@@ -301,7 +303,7 @@ def children_do_not_inherit_the_channel(s: Session) -> None:
 def out_of_descriptors(s: Session) -> None:
     """A step that leaves no descriptor free is still answered."""
     code = "import os\nkeep = []\ntry:\n while True: keep.append(os.dup(0))\nexcept OSError: pass"
-    expect(s.step(code), Status.OK)
+    expect(s.step(code), StepStatus.OK)
     s.step("for fd in keep: os.close(fd)")
     still_works(s)
 

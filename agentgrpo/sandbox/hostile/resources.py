@@ -13,10 +13,15 @@ from agentgrpo.sandbox.hostile.case import (
     value_of,
 )
 from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import Status
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
-OK, ERROR, TIMEOUT, KILLED = Status.OK, Status.ERROR, Status.TIMEOUT, Status.TIMEOUT_KILLED
+OK, ERROR, TIMEOUT, KILLED = (
+    StepStatus.OK,
+    StepStatus.ERROR,
+    StepStatus.TIMEOUT,
+    StepStatus.TIMEOUT_KILLED,
+)
 MIB = 1 << 20
 
 
@@ -87,7 +92,7 @@ def exponential_regex(s: Session) -> None:
 @on_session
 def huge_power(s: Session) -> None:
     """A huge integer computation ends by interrupt, kill or memory, never later."""
-    expect(s.step("10 ** (10 ** 9)", 0.2), TIMEOUT, KILLED, Status.OOM, ERROR)
+    expect(s.step("10 ** (10 ** 9)", 0.2), TIMEOUT, KILLED, StepStatus.OOM, ERROR)
 
 
 @on_session
@@ -129,7 +134,7 @@ def endless_str_of_error(s: Session) -> None:
 def alarm_between_steps(s: Session) -> None:
     """An alarm set for after the step ends that session and nothing else."""
     s.step("import signal; signal.setitimer(signal.ITIMER_REAL, 0.01)")
-    expect(s.step("import time; time.sleep(0.2)"), Status.SIGNAL, OK)
+    expect(s.step("import time; time.sleep(0.2)"), StepStatus.SIGNAL, OK)
 
 
 @on_pool
@@ -149,7 +154,7 @@ def busy_neighbours(pool: SandboxPool) -> None:
 @on_session
 def endless_output(s: Session) -> None:
     """Endless output is cut and the session killed."""
-    result = expect(s.step("while True: print('x' * 1000)"), Status.OUTPUT_LIMIT, lost=True)
+    result = expect(s.step("while True: print('x' * 1000)"), StepStatus.OUTPUT_LIMIT, lost=True)
     assert result.truncated
     assert len(result.stdout) <= (LIMITS.output_kib << 10) + 100
 
@@ -158,13 +163,13 @@ def endless_output(s: Session) -> None:
 def endless_errors(s: Session) -> None:
     """Endless output to stderr is cut and the session killed."""
     code = "import sys\nwhile True: sys.stderr.write('x' * 1000)"
-    expect(s.step(code), Status.OUTPUT_LIMIT, lost=True)
+    expect(s.step(code), StepStatus.OUTPUT_LIMIT, lost=True)
 
 
 @on_session
 def endless_output_of_child(s: Session) -> None:
     """Endless output of a child process is cut and the session killed."""
-    expect(s.step("import os; os.system('yes')"), Status.OUTPUT_LIMIT, lost=True)
+    expect(s.step("import os; os.system('yes')"), StepStatus.OUTPUT_LIMIT, lost=True)
 
 
 @on_session
@@ -257,14 +262,18 @@ def control_characters(s: Session) -> None:
 @on_session
 def list_bomb(s: Session) -> None:
     """A growing list ends that session or raises MemoryError."""
-    result = expect(s.step("x = []\nwhile True: x.append(bytearray(1 << 20))"), Status.OOM, ERROR)
+    result = expect(
+        s.step("x = []\nwhile True: x.append(bytearray(1 << 20))"), StepStatus.OOM, ERROR
+    )
     assert result.error is None or result.error.name == "MemoryError"
 
 
 @on_session
 def one_huge_object(s: Session) -> None:
     """A 2 GB bytearray ends that session or raises MemoryError."""
-    expect(s.step("x = bytearray(2 << 30); x[::4096] = b'1' * len(x[::4096])"), Status.OOM, ERROR)
+    expect(
+        s.step("x = bytearray(2 << 30); x[::4096] = b'1' * len(x[::4096])"), StepStatus.OOM, ERROR
+    )
 
 
 @on_session
@@ -278,7 +287,7 @@ def children_bomb(s: Session) -> None:
         "  os.close(write); os.read(hold, 1); os._exit(0)\n"
         "os.close(write); os.read(filled, 1); os.close(end)  # each is full or dead by now"
     )
-    result = expect(s.step(code), OK, Status.OOM)
+    result = expect(s.step(code), OK, StepStatus.OOM)
     if result.processes_left is None:
         raise Skip("no control group: memory is limited per process only")
     assert result.oom_kills > 0, result
@@ -312,14 +321,14 @@ def inode_bomb(s: Session) -> None:
 def sparse_file(s: Session) -> None:
     """A sparse file of many gigabytes cannot be made."""
     result = s.step("f = open('f', 'wb'); f.truncate(100 << 30)")
-    assert expect(result, ERROR, Status.SIGNAL).error is not None
+    assert expect(result, ERROR, StepStatus.SIGNAL).error is not None
 
 
 @on_session
 def fork_bomb(s: Session) -> None:
     """A fork bomb meets the limit of processes or memory; at the latest its deadline ends it."""
     code = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
-    expect(s.step(code, 0.5), TIMEOUT, KILLED, Status.OOM)
+    expect(s.step(code, 0.5), TIMEOUT, KILLED, StepStatus.OOM)
 
 
 @on_session
@@ -375,13 +384,13 @@ def recursion(s: Session) -> None:
 def deep_recursion_in_c(s: Session) -> None:
     """A stack overflow kills only the interpreter that has it."""
     code = "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()"
-    expect(s.step(code, 2.0), Status.SIGNAL, Status.OOM, ERROR, TIMEOUT, KILLED)
+    expect(s.step(code, 2.0), StepStatus.SIGNAL, StepStatus.OOM, ERROR, TIMEOUT, KILLED)
 
 
 @on_session
 def deeply_nested_code(s: Session) -> None:
     """Code nested too deep for the parser is an error of the code."""
-    expect(s.step("(" * 100_000), ERROR, Status.SIGNAL)
+    expect(s.step("(" * 100_000), ERROR, StepStatus.SIGNAL)
 
 
 @on_session

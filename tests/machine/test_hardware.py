@@ -88,7 +88,11 @@ def test_this_machine_can_run_its_own_tests() -> None:
 
 
 MIB = 2**20
-MEMORY = "import json\nfrom agentgrpo import machine\nprint(json.dumps(hardware.memory_bytes()))\n"
+MEMORY = """
+import json
+from agentgrpo.machine import hardware
+print(json.dumps(hardware.memory_bytes()))
+"""
 
 
 def in_a_child(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> list[int]:

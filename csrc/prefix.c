@@ -1,4 +1,4 @@
-/* Token-delta helpers: what a turn adds to a conversation, found by comparing token arrays.
+/* Token prefixes: what a turn adds to a conversation, found by comparing token arrays.
  *
  * The rollout loop keeps the exact ids the engine consumed and produced. When a chat template is
  * rendered anew for the next turn, the new ids must begin with the old ones, else the model would
