@@ -5,11 +5,13 @@ test_docs_commands.py runs their commands, test_docs_code.py their code.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
 import re
 import shlex
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,65 @@ def test_files_named_in_backticks_are_there(page: Path) -> None:
     for name in re.findall(r"`([\w./-]+\.(?:py|c|h|sh|toml|png)|\w[\w./-]+/)`", text):
         there = any((ROOT / place / name).exists() for place in PLACES)
         assert there or name in READERS, f"{page.name}: {name}"
+
+
+def said_in(path: Path) -> str:
+    """The comments and docstrings of a source file."""
+    text = path.read_text()
+    if path.suffix in (".c", ".h"):
+        return "\n".join(re.findall(r"/\*.*?\*/|//.*", text, re.S))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    strings = (
+        node.value.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    return "\n".join([*comments, *map(str, strings)])
+
+
+OWN = ("agentgrpo", "kernels", "csrc", "tests", "bench", "docs")
+SOURCES = [
+    path
+    for folder in OWN
+    for path in sorted((ROOT / folder).rglob("*.*"))
+    if path.suffix in (".py", ".c", ".h") and not path.is_relative_to(ROOT / "agentgrpo/kernels")
+]
+ELSEWHERE = {"convert_hf_to_gguf.py", "server.py", "my_env.py", "NAME.py", "tools.py"}
+"""Files of llama.cpp, and those that a reader has."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_in_comments_are_there(path: Path) -> None:
+    """By their path from the root, from `agentgrpo/` or `tests/`, or from where they are named."""
+    for name in re.findall(
+        r"(?<![\w.@/*<{-])((?:[\w-]+/)*[\w-]+\.(?:py|c|h))\b(?!\()", said_in(path)
+    ):
+        folder, _, file = name.rpartition("/")
+        if file in ELSEWHERE or folder.split("/")[0] in ("vllm", "linux", "trl"):
+            continue
+        places = (ROOT, ROOT / "agentgrpo", ROOT / "tests", path.parent)
+        assert any((place / name).is_file() for place in places), f"{path}: {name}"
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or a word in the longest beginning of it that is one."""
+    parts = name.split(".")
+    for known in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:known])
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if known == len(parts) and (path.is_dir() or file.is_file()):
+            return True
+        if file.is_file():
+            return re.search(rf"\b{parts[known]}\b", file.read_text()) is not None
+    return False
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_named_in_full_are_there(path: Path) -> None:
+    """In comments, documents and strings: the places where an import does not fail."""
+    for name in re.findall(r"\b(agentgrpo(?:\.[A-Za-z]\w*)+)", path.read_text()):
+        assert is_there(name) or name == "agentgrpo.nosuch", f"{path}: {name}"
 
 
 def test_the_picture_of_the_house_is_what_the_table_makes() -> None:
