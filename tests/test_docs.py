@@ -11,6 +11,7 @@ import importlib.util
 import io
 import re
 import shlex
+import subprocess
 import tokenize
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tests.test_imports import TOP, WINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+KIT = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "LOG.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -118,13 +120,15 @@ def test_settings_named_in_backticks_exist() -> None:
                 assert name in known or of_rollout, f"{page.name}: there is no setting {name}"
 
 
-PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests")
+PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests", "bench/results")
 """Where files that are named without their folder lie."""
 READERS = {"letters.toml", "runs/quickstart/", "generate_with_tau.py"}
+READERS |= {f"{where}NAME.py" for where in ("agentgrpo/envs/", "agentgrpo/agents/")}
+READERS |= {f"tests/{where}/test_NAME.py" for where in ("envs", "agents")}
 """Files that a reader makes, or had before."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *KIT], ids=lambda page: page.name)
 def test_files_named_in_backticks_are_there(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for name in re.findall(r"`([\w./-]+\.(?:py|c|h|sh|toml|png)|\w[\w./-]+/)`", text):
@@ -223,8 +227,36 @@ def test_the_number_of_attacks_is_not_below_what_readme_says() -> None:
     assert int(said) < len(CASES) <= int(said) + 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *KIT], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_path_of_a_step_can_be_read_in_an_afternoon() -> None:
+    """CONTRIBUTING.md names its files with about as many lines as they have: under 4,000 in all."""
+    said = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", KIT[0].read_text(), re.M)
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in said}
+    assert {"agentgrpo/train.py", "agentgrpo/rollout/play.py", "kernels/grpo_loss.py"} <= {*lines}
+    assert sum(lines.values()) < 4000
+    far = {name: lines[name] for name, count in said if abs(int(count) - lines[name]) > 30}
+    assert not far, f"CONTRIBUTING.md: lines of {far}"
+
+
+def test_the_targets_of_make_that_contributing_names_are_there() -> None:
+    targets = set(re.findall(r"`make (\w+)", KIT[0].read_text()))
+    there = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"fast", "test", "check", "mutants"} <= targets <= there
+
+
+def test_commits_of_the_log_are_there() -> None:
+    page = KIT[2].read_text()
+    named = set(re.findall(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b", page))
+    known = subprocess.run(
+        ["git", "log", "--format=%h", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True
+    )
+    if known.returncode or len(known.stdout.split()) < 100:
+        pytest.skip("not a whole git checkout")
+    assert len(named) > 12
+    assert named <= set(known.stdout.split())
