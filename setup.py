@@ -23,7 +23,7 @@ setup(
     # namespace packages: kernels/ must not have an __init__.py (README, "Files")
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
     package_data={
-        "agentgrpo": ["py.typed", "*.pyi", "configs/*.toml", "view/assets/*", "sandbox/guest/*.js"]
+        "agentgrpo": ["py.typed", "*.pyi", "*/*.toml", "view/assets/*", "sandbox/guest/*.js"]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
     install_requires=[
