@@ -21,7 +21,6 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo import _C
 from agentgrpo.types import Float32, Int32, Segment
 
 
@@ -50,7 +49,9 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -
     >>> classify(ten, np.array([1, 2, 50, 4, 5, 6, 7, 8, 9, 10], np.int32), 5, 1024)
     (<Drift.FORK: 'fork'>, 2)
     """
-    shared = _C.common_prefix(held.data, prompt.data)
+    length = min(len(held), len(prompt))
+    differs = np.flatnonzero(held[:length] != prompt[:length])
+    shared = int(differs[0]) if len(differs) else length
     drift = len(held) - shared
     if drift == 0:
         return Drift.CLEAN, shared

@@ -40,6 +40,8 @@ HELD = ids(*range(1, 11))
         (ids(*range(1, 5)), 1024, (Drift.FORK, 4)),
         (ids(*range(1, 8), 99), 3, (Drift.FORK, 7)),  # 3 differing tokens are too many
         (ids(*range(1, 8), 99), 4, (Drift.REALIGN, 7)),
+        (ids(9), 1024, (Drift.FORK, 0)),
+        (ids(), 1024, (Drift.FORK, 0)),
     ],
 )
 def test_prompts_are_classified(prompt: Int32, threshold: int, expected: tuple[Drift, int]) -> None:
