@@ -10,7 +10,7 @@ from agentgrpo.types import Task
 
 
 class Episode(Protocol):
-    """The world of one rollout."""
+    """The world of one rollout. Who inherits from it gives no rewards and holds nothing."""
 
     def step(self, action: Action) -> Observation:
         """Carry the action out. May block; never raises for what the policy caused.
@@ -30,6 +30,7 @@ class Episode(Protocol):
         Raises:
             InfrastructureError: see there.
         """
+        return {}
 
     def close(self) -> None:
         """Give everything back. Called once, also after an error."""
@@ -38,9 +39,15 @@ class Episode(Protocol):
 class AsyncEpisode(Protocol):
     """An Episode whose methods are coroutines: all of a run wait on one thread's event loop."""
 
-    async def step(self, action: Action) -> Observation: ...
-    async def finish(self, answer: str | None) -> Mapping[str, float]: ...
-    async def close(self) -> None: ...
+    async def step(self, action: Action) -> Observation:
+        """As Episode's."""
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        """As Episode's."""
+        return {}
+
+    async def close(self) -> None:
+        """As Episode's."""
 
 
 AnyEpisode = Episode | AsyncEpisode

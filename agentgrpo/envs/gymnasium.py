@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
+from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import Tool, calls_of
 from agentgrpo.types import Task
 
@@ -98,7 +99,7 @@ class GymnasiumEnv:
         return GymnasiumEpisode(self, int(task.spec["seed"]))
 
 
-class GymnasiumEpisode:
+class GymnasiumEpisode(Episode):
     """One world."""
 
     def __init__(self, env: GymnasiumEnv, seed: int) -> None:
@@ -143,10 +144,6 @@ class GymnasiumEpisode:
         rewards = {"environment": float(reward)} if reward else {}
         text = shown(self._world, observation)
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)
-
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing besides what the steps were worth."""
-        return {}
 
     def close(self) -> None:
         """Close the world."""
