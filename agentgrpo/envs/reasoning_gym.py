@@ -13,9 +13,9 @@ from typing import Any
 
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.graded import Graders
-from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.sandbox import SandboxException, SandboxPool, StepStatus
+from agentgrpo.envs.graded import Graders, worth
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.sandbox import SandboxPool, StepStatus
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
@@ -109,11 +109,8 @@ class ReasoningGymEnv(PythonEnv):
             return 0.0
         options, index = self._options[task.spec["split"]], task.spec["index"]
         asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
-        try:
-            with self.graders.places, self.graders.pool().acquire() as session:
-                told = session.step(asked, self._timeout_s)
-        except SandboxException as error:
-            raise InfrastructureError(str(error)) from error
+        with the_machines_fault(), self.graders.places, self.graders.pool().acquire() as session:
+            told = session.step(asked, self._timeout_s)
         if told.status is StepStatus.INFRA_ERROR or (
             told.error is not None and told.status is StepStatus.ERROR
         ):
@@ -128,11 +125,8 @@ class ReasoningGymEnv(PythonEnv):
 class ReasoningGymEpisode(PythonEpisode):
     """One rollout."""
 
-    def __init__(self, env: ReasoningGymEnv, task: Task) -> None:
-        super().__init__(env, task)
-        self._verifier, self._task = env, task
+    _env: ReasoningGymEnv
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved` for a full score, `partial` for less."""
-        score = self._verifier.score(self._task, answer)
-        return {"solved": float(score >= 1.0), "partial": score if score < 1.0 else 0.0}
+        return worth(self._env.score(self._task, answer))
