@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
-from agentgrpo.envs.base import Episode
+from agentgrpo.envs.base import Episode, needed
 from agentgrpo.envs.tools import Tool, calls_of
 from agentgrpo.types import Task
 
@@ -64,10 +64,7 @@ class GymnasiumEnv:
 
     def make(self) -> Any:
         """A new world of its own."""
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise ValueError(f"the package gymnasium is needed: {error}") from error
+        gymnasium = needed("gymnasium")
         given = {**self._kwargs}
         try:
             spec = gymnasium.spec(self._id)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, Schema, ToolCall
-from agentgrpo.envs.base import AsyncEpisode
+from agentgrpo.envs.base import AsyncEpisode, needed
 from agentgrpo.envs.tools import Answer, calls_of, observed, tool_schema, unknown_tool
 from agentgrpo.types import Task
 
@@ -40,12 +40,10 @@ class McpEnv:
         only: Sequence[str] | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        try:
-            from mcp import StdioServerParameters
-        except ImportError as error:
-            raise ValueError(f"the package mcp is needed: {error}") from error
         given = dict(env) if env is not None else None
-        self.parameters = StdioServerParameters(command=command, args=list(args), env=given)
+        self.parameters = needed("mcp").StdioServerParameters(
+            command=command, args=list(args), env=given
+        )
         self.timeout_s = timeout_s
         try:
             found = asyncio.run(self._list())

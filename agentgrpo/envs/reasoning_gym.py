@@ -13,6 +13,7 @@ from typing import Any
 
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
+from agentgrpo.envs.base import needed
 from agentgrpo.envs.graded import Graders, worth
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
 from agentgrpo.sandbox import SandboxPool, StepStatus
@@ -53,10 +54,7 @@ class ReasoningGymEnv(PythonEnv):
         verify_timeout_s: float = 10.0,
     ) -> None:
         super().__init__(pool, timeout_s)
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise ValueError(f"the package reasoning-gym is needed: {error}") from error
+        reasoning_gym = needed("reasoning_gym")
         if not verify_timeout_s > 0:
             raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
         self._name, self._timeout_s = dataset, verify_timeout_s

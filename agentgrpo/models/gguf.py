@@ -40,23 +40,14 @@ MARKER = "imported.json"
 CONTROL_TOKEN, USER_TOKEN = 3, 4  # gguf's tokenizer.ggml.token_type
 
 
-class Metadata:
+class Metadata(dict[str, Any]):
     """The key-value part of a GGUF file, with errors that name the key."""
 
     def __init__(self, reader: GGUFReader) -> None:
-        self._fields = reader.fields
+        super().__init__((name, field.contents()) for name, field in reader.fields.items())
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._fields
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._fields:
-            raise ValueError(f"the GGUF file has no metadata key {key!r}")
-        return self._fields[key].contents()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` if the file does not say."""
-        return self._fields[key].contents() if key in self else default
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"the GGUF file has no metadata key {key!r}")
 
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> bool:

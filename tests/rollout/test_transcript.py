@@ -86,6 +86,13 @@ def test_a_realigned_turn_keeps_its_beginning_in_the_loss() -> None:
     assert [s.sampled for s in transcript.segments] == [False, False, True, False]
 
 
+def test_only_what_was_sampled_counts_as_replaced() -> None:
+    transcript = held()
+    transcript.give(ids(11, 12))
+    assert transcript.rerender(ids(*range(1, 9), 99)) is Drift.REALIGN
+    assert transcript.replaced == [9, 10]
+
+
 def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
     transcript = held()
     assert transcript.rerender(ids(1, 2, 50)) is Drift.FORK
