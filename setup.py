@@ -1,11 +1,16 @@
 """Build agentgrpo and its C extension. Tool settings are in pyproject.toml."""
 
 import os
+import re
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
 
 LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the buffer protocol
+
+# read, not imported: nothing that the package imports need be installed yet
+(version,) = re.findall(r'^__version__ = "(.+)"$', Path("agentgrpo/__init__.py").read_text(), re.M)
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
 cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
@@ -16,7 +21,7 @@ if sanitize:
 
 setup(
     name="agentgrpo",
-    version="0.1.0",
+    version=version,
     description="Train LLM agents with GRPO: vLLM, learner and sandbox in one process",
     license="Apache-2.0",
     python_requires=">=3.11",

@@ -160,7 +160,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from agentgrpo import parallel
-from agentgrpo.optimizer import MasterAdamW
+from agentgrpo.learn.optimizer import MasterAdamW
 
 parallel.start()
 whole = torch.zeros(4, dtype=torch.bfloat16)
