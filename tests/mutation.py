@@ -103,7 +103,9 @@ def main(words: Sequence[str]) -> int:
         ignore = shutil.ignore_patterns(".*", "__pycache__")
         tree.mkdir()
         for part in ("agentgrpo", "bench", "csrc", "docs", "kernels", "tests"):
-            shutil.copytree(ROOT / part, tree / part, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+            shutil.copytree(
+                ROOT / part, tree / part, symlinks=True, ignore=ignore, dirs_exist_ok=True
+            )
         for file in filter(Path.is_file, ROOT.iterdir()):
             shutil.copy(file, tree)
         for number, (file, tests, mutant) in enumerate(chosen, 1):
