@@ -1,5 +1,4 @@
-/* Python lists, as an inference engine returns them, become the bytes of int32 and float32 arrays.
- */
+/* Lists of token ids, as an inference engine returns them, become the bytes of int32 arrays. */
 #include "tokens.h"
 
 #include "methods.h"
@@ -47,41 +46,7 @@ ids_from_list(PyObject *Py_UNUSED(module), PyObject *list)
     return result;
 }
 
-PyDoc_STRVAR(logprobs_from_list_doc,
-             "logprobs_from_list($module, logprobs, /)\n"
-             "--\n"
-             "\n"
-             "The log-probabilities of a list as the bytes of a float32 array.\n"
-             "\n"
-             "Raises TypeError for anything but a list of floats, ValueError for one not finite.");
-
-static PyObject *
-logprobs_from_list(PyObject *Py_UNUSED(module), PyObject *list)
-{
-    PyObject *result = allocate_for(list);
-    if (result == NULL) {
-        return NULL;
-    }
-    float *out = (float *)PyByteArray_AsString(result);
-    const Py_ssize_t size = PyList_Size(list);
-    for (Py_ssize_t i = 0; i < size; i++) {
-        const double value = PyFloat_AsDouble(PyList_GetItem(list, i));
-        if (value == -1.0 && PyErr_Occurred() != NULL) {
-            Py_DECREF(result);
-            return NULL;
-        }
-        out[i] = (float)value;
-    }
-    const Py_ssize_t bad = tokens_first_not_finite(out, size);
-    if (bad < size) {
-        PyErr_Format(PyExc_ValueError, "logprobs[%zd] is not finite", bad);
-        Py_CLEAR(result);
-    }
-    return result;
-}
-
 PyMethodDef agentgrpo_ingest_methods[] = {
     {"ids_from_list", ids_from_list, METH_O, ids_from_list_doc},
-    {"logprobs_from_list", logprobs_from_list, METH_O, logprobs_from_list_doc},
     {NULL, NULL, 0, NULL},
 };
