@@ -10,7 +10,7 @@ from agentgrpo.sandbox.hostile import CASES, LIMITS, Case, Skip, run_case
 from agentgrpo.sandbox.zygote import LADDER, Rung
 from tests.isolation import need_isolation
 
-pytestmark = pytest.mark.nsjail
+pytestmark = [pytest.mark.nsjail, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=LADDER, ids=str)
