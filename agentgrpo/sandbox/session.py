@@ -145,7 +145,7 @@ class Session:
         self.history: list[Recorded] = []
         """What ran since it was handed out, for replay()."""
         self._channels: Channels | None = channels
-        self._group = group
+        self.group = group
         self._oom_before = group.counts()[0] if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
@@ -157,7 +157,7 @@ class Session:
         self._asked = self._cpu_before = 0.0
         self._asking: list[bytes] = []
         self._over_memory: tuple[str, int | None] | None = None
-        self._pid = pid_of(channels.interpreter)
+        self.pid = pid_of(channels.interpreter)
         self.init_pid = pid_of(channels.init)
 
     def step(
@@ -356,17 +356,17 @@ class Session:
 
     def _count_processes(self, result: StepResult) -> None:
         """What the control group says of the step: processes killed for memory, or left behind."""
-        if self._group is None:
+        if self.group is None:
             return
-        killed, processes = self._group.counts()
+        killed, processes = self.group.counts()
         result.oom_kills, self._oom_before = killed - self._oom_before, killed
         if result.oom_kills:
-            result.max_memory_kib = self._group.peak_kib()
+            result.max_memory_kib = self.group.peak_kib()
         result.processes_left = max(0, processes - 2)
 
     def _cpu_seconds(self) -> float:
         try:  # the clock of another process, see clock_getcpuclockid(3)
-            return time.clock_gettime((~self._pid << 3) | 2)
+            return time.clock_gettime((~self.pid << 3) | 2)
         except OSError:  # it has ended
             return 0.0
 
@@ -514,8 +514,8 @@ class Session:
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
         channels = self._channels
         try:
-            root = os.open(f"/proc/{self._pid}/root", flags)
-            owner = os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+            root = os.open(f"/proc/{self.pid}/root", flags)
+            owner = os.stat(f"/proc/{self.pid}").st_uid if os.geteuid() == 0 else None
             if channels is not None:  # it lives, so the number was its own and not a successor's
                 signal.pidfd_send_signal(channels.interpreter, 0)
                 return root, owner

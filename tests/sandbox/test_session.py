@@ -177,7 +177,7 @@ def test_limit_of_cpu_time_is_the_codes_and_not_its_inits(session: Session) -> N
     assert session.step("import resource; resource.getrlimit(resource.RLIMIT_CPU)").value == (
         "(600, 600)"
     )
-    assert limit(session._pid) == "600"
+    assert limit(session.pid) == "600"
     assert limit(session.init_pid) == "unlimited", "what it reaps must not end it"
 
 
