@@ -117,11 +117,16 @@ def _play(
     with pool.acquire() as session:
         if needs is not None:
             needs(session)
-        for step in steps:
-            if isinstance(step, tuple):
-                _take(session, Step(*step))  # type: ignore[arg-type]
-            else:
-                assert step(session), "what the host sees is not as it should be"
+        play(session, *steps)
+
+
+def play(session: Session, *steps: tuple[object, ...] | Callable[[Session], object]) -> None:
+    """Take the steps of a row (Table.row) in a session."""
+    for step in steps:
+        if isinstance(step, tuple):
+            _take(session, Step(*step))  # type: ignore[arg-type]
+        else:
+            assert step(session), "what the host sees is not as it should be"
 
 
 def _take(session: Session, step: Step) -> None:
