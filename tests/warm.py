@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.warm_imports"])
 run_another = subprocess.run
+allowed = True  # conftest.py: in tests that are marked slow
 
 
 def environment(**env: str) -> dict[str, str]:
@@ -47,6 +48,9 @@ class Command:
     """
 
     def __init__(self, *arguments: str, cwd: Path = ROOT, **env: str) -> None:
+        assert allowed, (
+            "a test that starts a command is slow: mark it, or let its fixture take dear"
+        )
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
         work = (arguments, environment(**env), self._streams, cwd)
