@@ -47,7 +47,7 @@ class Command:
         env: see environment().
     """
 
-    def __init__(self, *arguments: str, cwd: Path = ROOT, **env: str) -> None:
+    def __init__(self, *arguments: str, cwd: str | Path = ROOT, **env: str) -> None:
         assert allowed, (
             "a test that starts a command is slow: mark it, or let its fixture take dear"
         )
@@ -117,7 +117,9 @@ def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
-def _work(arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: Path) -> None:
+def _work(
+    arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: str | Path
+) -> None:
     for number, stream in enumerate(streams, 1):
         with stream.open("w") as file:
             os.dup2(file.fileno(), number)
