@@ -108,19 +108,21 @@ def test_settings_named_in_backticks_exist() -> None:
     """`section.key` of the documents is a setting."""
     sections = set(TrainConfig.model_fields)
     known = set(_all_keys(TrainConfig))
-    for page in PAGES:
+    for page in (*PAGES, *KIT):
         if page.name in ("kernels.md", "sandbox.md"):
             continue  # modules' names look alike there
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
         if page.name == "coming-from.md":  # the first column has the others' names
             text = "\n".join(line.split("|")[2] for line in text.splitlines() if line[:1] == "|")
         for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?: ?=[^`]*)?`", text):
-            if name.partition(".")[0] in sections and not name.endswith((".py", ".json", ".md")):
+            if name.partition(".")[0] in sections and not name.endswith(
+                (".py", ".json", ".jsonl", ".md")
+            ):
                 of_rollout = name.startswith("rollout.") and name[8:] in Rollout.__annotations__
                 assert name in known or of_rollout, f"{page.name}: there is no setting {name}"
 
 
-PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests", "bench/results")
+PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests")
 """Where files that are named without their folder lie."""
 READERS = {"letters.toml", "runs/quickstart/", "generate_with_tau.py"}
 READERS |= {f"{where}NAME.py" for where in ("agentgrpo/envs/", "agentgrpo/agents/")}
