@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from agentgrpo.kernels.grpo_loss import grpo_loss, prepare
-from agentgrpo.kernels.grpo_reference import clip_bounds, find_factors, torch_terms
+from agentgrpo.kernels.grpo_reference import clipped_terms, torch_terms
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.kernels.logp import logp
-from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.objective import Level, Objective
 from agentgrpo.kernels.reduce import term_weights
-
-_COUNTS_ITEMS = ("dapo", "cispo", "vespo")
 
 
 def triton_grpo_loss(
@@ -42,7 +40,7 @@ def triton_grpo_loss(
     inplace: bool = True,
     loss_type: str = "dapo",
     max_completion_length: int | None = None,
-    importance_sampling_level: str = "token",
+    importance_sampling_level: Level = "token",
     reduce: bool = False,
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
@@ -94,7 +92,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         epsilon_high: float = 0.2,
         loss_type: str = "dapo",
         max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
+        importance_sampling_level: Level = "token",
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,
@@ -182,14 +180,16 @@ class _Terms:
         sampler = None
         if is_ratio is not None:
             is_ratio = is_ratio.float().reshape(self.shape[0], -1)
-            if objective.loss_type != "vespo":  # the policy loss is linear in A >= 0 and in A < 0
+            if (
+                "correction" not in objective.loss.folds
+            ):  # the policy loss is linear in A >= 0 and in A < 0
                 advantage = advantage * is_ratio
             elif is_ratio.shape == self.shape:
                 sampler = old - is_ratio.clamp(min=1e-8).log()
             else:
                 raise ValueError(
-                    f"vllm_is_ratio: vespo needs one per token, {tuple(self.shape)}, "
-                    f"got {tuple(is_ratio.shape)}"
+                    f"vllm_is_ratio: {objective.loss_type} needs one per token, "
+                    f"{tuple(self.shape)}, got {tuple(is_ratio.shape)}"
                 )
         rows = torch.arange(self.shape[0], device=mask.device)
         self.objective = objective
@@ -200,12 +200,13 @@ class _Terms:
         self.sampler = None if sampler is None else sampler.reshape(-1)
 
     def weights(self, max_length: int | None, num_items: Tensor | float | None) -> Tensor:
-        loss_type = self.objective.loss_type
-        if num_items is not None and loss_type in _COUNTS_ITEMS:
+        loss = self.objective.loss
+        counts_items = loss.normaliser == "token_mean" and self.objective.loss_type != "bnpo"
+        if num_items is not None and counts_items:
             ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
             return self.mask / torch.as_tensor(num_items / ranks).clamp(min=1).to(self.mask.device)
         return term_weights(
-            loss_type, self.sequence, self.shape[0], mask_N=self.mask,
+            loss, self.sequence, self.shape[0], mask_N=self.mask,
             max_completion_length=max_length or self.shape[1],
         )  # fmt: skip
 
@@ -228,11 +229,8 @@ class _Terms:
             mask_N=self.mask, ref_logp_N=self.ref, sampler_logp_N=self.sampler,
             sequence_N=self.sequence, num_sequences=self.shape[0],
         )  # fmt: skip
-        terms = torch_terms(batch, self.objective, find_factors(batch, self.objective, None))
-        low, high = clip_bounds(self.objective)
-        clipped = ((terms.ratio < low) & (batch.advantage < 0)) | (
-            (terms.ratio > high) & (batch.advantage > 0)
-        )
+        terms = torch_terms(batch, self.objective)
+        below, above = clipped_terms(batch, self.objective, terms.ratio)
         kl = None if terms.kl is None else torch.where(batch.mask, terms.kl, 0.0).view(self.shape)
         loss = torch.where(batch.mask, terms.loss, 0.0).view(self.shape)
-        return loss, kl, (clipped & batch.mask).float().view(self.shape)
+        return loss, kl, ((below | above) & batch.mask).float().view(self.shape)

@@ -1,23 +1,151 @@
-"""Which objective grpo_loss computes: every option, checked once, before any tensor is seen.
+"""What each loss is, and which objective grpo_loss computes: every option, checked before a tensor.
+
+LOSSES is the one list of losses. The kernels, the reference, the weights, the config, the proof of
+a run and docs/losses.md read it. `python -m agentgrpo.kernels.objective` prints that page's table.
 
 Names and defaults are TRL 1.16's (GRPOConfig; GMPOConfig for gmpo) where TRL has the option, verl
-0.9.1's otherwise, said at the option.
+0.9.1's otherwise, said at the option. One default differs: the mismatch correction is per token and
+bounded at 2 (truncated importance sampling), where TRL drops whole sequences above 3.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Same token formula, the clipped surrogate: they differ in the weights alone (term_weights)."""
+Level = Literal["token", "sequence", "sequence_token"]
+Estimator = Literal["k1", "k2", "k3"]
+Correction = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+    "geometric_truncate", "geometric_mask",
+]  # fmt: skip
+Normaliser = Literal["sequence_mean", "token_mean", "budget", "sequence_sum"]
+LEVELS, KL_ESTIMATORS, CORRECTIONS = get_args(Level), get_args(Estimator), get_args(Correction)
 
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo", "gmpo")
-LEVELS = ("token", "sequence", "sequence_token")
-CORRECTIONS = tuple(
-    f"{of}_{how}" for of in ("token", "sequence", "geometric") for how in ("truncate", "mask")
-)
-KL_ESTIMATORS = ("k1", "k2", "k3")
+NORMALISERS: dict[str, Callable[[Any, int, Any, int], Any]] = {
+    "sequence_mean": lambda length, samples, _tokens, _budget: 1 / (length * samples),
+    "token_mean": lambda _length, _samples, tokens, _budget: 1 / tokens,
+    "budget": lambda _length, samples, _tokens, budget: 1 / (samples * budget),
+    "sequence_sum": lambda _length, samples, _tokens, _budget: 1 / samples,
+}
+"""What a trained token weighs in the loss of a step, from its sample's trained tokens, the samples
+of the step B, the trained tokens of the step and the largest number of tokens of a sample.
+
+B is TRL's: every sample of the step, those without a trained token too (masked ones, say), so that
+masking a sample does not make the others count for more. token_mean, which has no B, does that.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossType:
+    """What tells a loss from the others: a row of LOSSES, or a loss of your own."""
+
+    term: str | Callable[..., Any]
+    """Its token loss: the name of a function of grpo_reference.TERMS, or a function
+    term(batch, objective, ratio) -> [N]; see docs/losses.md."""
+    normaliser: Normaliser = "token_mean"
+    kernel: str | None = None
+    """The branch of the Triton kernel that computes it; None: PyTorch does, everywhere. "weighted":
+    its term is not the loss but the weight w of -sg(w) A logp, with the gradient of logp alone."""
+    whole_sequence: bool = False
+    """Its terms read the other terms of their sequence."""
+    reads: tuple[str, ...] = ()
+    """The settings of Objective that it reads, of those that not every loss reads."""
+    needs: tuple[str, ...] = ()
+    """Those that have no default for it."""
+    epsilon: float = 0.2
+    """The default of the setting."""
+    largest_epsilon: float = 1.0
+    bounds: Callable[[float, float], tuple[float, float]] | None = None
+    """From epsilon and epsilon_high to what the ratio is clipped at; None: it never is."""
+    folds: tuple[str, ...] = ()
+    """The factors of a term (grpo_reference.Factors) that its own rule takes in, so that they do
+    not multiply it as well."""
+    formula: str = ""
+    paper: str = ""
+
+
+_CLIP = ("epsilon", "epsilon_high")
+
+
+def _clipped(normaliser: Normaliser, paper: str) -> LossType:
+    """The clipped surrogate; these losses differ in their normaliser alone."""
+    return LossType(
+        term="clipped", kernel="clipped", normaliser=normaliser, paper=paper,
+        reads=(*_CLIP, "delta", "clip_ratio_c"), bounds=lambda low, high: (1 - low, 1 + high),
+        formula="-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A); "
+        "where A < 0 at most -clip_ratio_c A",
+    )  # fmt: skip
+
+
+LOSSES: dict[str, LossType] = {
+    "grpo": _clipped("sequence_mean", "arXiv:2402.03300"),
+    "bnpo": _clipped("token_mean", "TRL"),
+    "dr_grpo": _clipped("budget", "arXiv:2503.20783"),
+    "dapo": _clipped("token_mean", "arXiv:2503.14476"),
+    "luspo": _clipped("sequence_sum", "arXiv:2602.05261"),
+    "cispo": LossType(
+        term="cispo", kernel="weighted", reads=("epsilon_high",), needs=("epsilon_high",),
+        bounds=lambda _low, high: (0.0, high), paper="arXiv:2506.13585",
+        formula="-sg(min(r, epsilon_high)) A logp",
+    ),
+    "sapo": LossType(
+        term="sapo", kernel="sapo", normaliser="sequence_mean", paper="arXiv:2511.20347",
+        reads=("sapo_temperature_pos", "sapo_temperature_neg"),
+        formula="-sigmoid(tau (r - 1)) (4 / tau) A, tau = sapo_temperature_pos if A > 0 else _neg",
+    ),
+    "vespo": LossType(
+        term="vespo", kernel="weighted", whole_sequence=True, folds=("correction",),
+        reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        formula="-sg(phi) A logp, log phi = lambda + k log w - lambda w, where w is the product of "
+        "the sequence's r and corrections, in 1e-8 .. e^20; k and lambda by the sign of A",
+        paper="arXiv:2602.10693",
+    ),
+    "gmpo": LossType(
+        term="gmpo", normaliser="sequence_mean", whole_sequence=True, folds=("high_entropy",),
+        reads=_CLIP, epsilon=0.4, largest_epsilon=math.inf, paper="arXiv:2507.20673",
+        bounds=lambda low, high: (math.exp(-low), math.exp(high)),
+        formula="-exp(sequence mean of log r, clipped to -epsilon .. epsilon_high on the side that "
+        "A pushes to) A",
+    ),
+}  # fmt: skip
+"""r: the ratio to the old policy at importance_sampling_level; A: advantage; sg: no gradient."""
+
+
+def loss_of(loss_type: str | LossType) -> LossType:
+    """The row of a name; a LossType of one's own is its own.
+
+    Raises:
+        ValueError: no such name; lists those there are.
+    """
+    if isinstance(loss_type, LossType):
+        return loss_type
+    _one_of("loss_type", loss_type, tuple(LOSSES))
+    return LOSSES[loss_type]
+
+
+def share(
+    loss: LossType, length: Any, num_samples: int, num_tokens: Any, max_length: int | None
+) -> Any:
+    """What a trained token weighs, by the loss's normaliser; numbers or tensors.
+
+    Args:
+        length: trained tokens of its sample, at least 1.
+        num_samples: B of the step; see NORMALISERS.
+        num_tokens: trained tokens of the step, at least 1.
+        max_length: the largest number of tokens of a sample, for the normaliser "budget".
+
+    Raises:
+        ValueError: max_length is missing.
+    """
+    if loss.normaliser == "budget" and not max_length:
+        raise ValueError(
+            "max_completion_length: the normaliser 'budget' (dr_grpo) divides by it, expected a "
+            f"positive number, got {max_length}"
+        )
+    return NORMALISERS[loss.normaliser](length, max(num_samples, 1), num_tokens, max_length or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +156,19 @@ class Objective:
         ValueError: naming the option, what it must be and what it was.
     """
 
-    loss_type: str = "dapo"
-    """grpo, bnpo, dr_grpo, dapo (arXiv:2503.14476), luspo (2602.05261): the clipped surrogate;
-    cispo (2506.13585), sapo (2511.20347), vespo (2602.10693), gmpo (2507.20673)."""
+    loss_type: str | LossType = "dapo"
+    """A name of LOSSES, or a loss of your own."""
 
-    importance_sampling_level: str = "token"
+    normaliser: Normaliser | None = None
+    """What each token weighs, see NORMALISERS (verl's loss_agg_mode). None: the loss type's own."""
+
+    importance_sampling_level: Level = "token"
     """token; sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands
     for each; sequence_token: GSPO-token, the same value with each token's own gradient (TRL
     experimental; verl's gspo)."""
 
     epsilon: float | None = None
-    """Lower clip range. None: 0.2, and 0.4 in log space for gmpo."""
+    """Lower clip range. None: 0.2; 0.4, in log space, for gmpo."""
 
     epsilon_high: float | None = None
     """Upper clip range; None: epsilon. For cispo the bound itself, not its distance from 1, and
@@ -62,7 +192,7 @@ class Objective:
     beta: float = 0.0
     """Weight of the KL penalty against the reference model; 0 reads no ref_logp."""
 
-    kl_estimator: str = "k3"
+    kl_estimator: Estimator = "k3"
     """k1: logp - ref; k2: its square / 2; k3: exp(ref - logp) - (ref - logp) - 1 (TRL's only one;
     verl's kl_loss_type names kl, mse, low_var_kl)."""
 
@@ -75,11 +205,11 @@ class Objective:
     vllm_importance_sampling_correction: bool = True
     """Weight the policy term by exp(old - sampler), bounded, where sampler_logp is given."""
 
-    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_mode: Correction = "token_truncate"
     """{token, sequence, geometric}_{truncate, mask}: a ratio per token, the product of a
     sequence's, or their geometric mean (Unsloth); bounded, or zeroed outside the bounds."""
 
-    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_max: float | None = 2.0
     vllm_importance_sampling_clip_min: float | None = None
 
     off_policy_mask_threshold: float | None = None
@@ -87,7 +217,8 @@ class Objective:
     above this. None: off."""
 
     def __post_init__(self) -> None:
-        _one_of("loss_type", self.loss_type, LOSS_TYPES)
+        loss = self.loss
+        _one_of("normaliser", loss.normaliser, tuple(NORMALISERS))
         _one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
@@ -98,21 +229,39 @@ class Objective:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value}")
-        if self.importance_sampling_level != "token" and self.loss_type in ("vespo", "gmpo"):
+        own_rule = loss.whole_sequence and isinstance(self.loss_type, str)
+        if self.importance_sampling_level != "token" and own_rule:
             raise ValueError(
-                "importance_sampling_level: vespo and gmpo weigh sequences by their own rule, "
+                f"importance_sampling_level: {self.loss_type} weighs sequences by its own rule, "
                 f"expected 'token', got {self.importance_sampling_level!r}"
+            )
+        corrects = self.vllm_importance_sampling_correction and self.correction_level != "token"
+        if corrects and "correction" in loss.folds:
+            raise ValueError(
+                f"vllm_importance_sampling_mode: {self.loss_type} multiplies token ratios itself, "
+                "expected 'token_truncate' or 'token_mask', got "
+                f"{self.vllm_importance_sampling_mode!r}"
             )
 
     @property
+    def loss(self) -> LossType:
+        """What loss_type says, and normaliser."""
+        loss = loss_of(self.loss_type)
+        return loss if self.normaliser is None else replace(loss, normaliser=self.normaliser)
+
+    @property
     def clip_low(self) -> float:
-        if self.epsilon is not None:
-            return self.epsilon
-        return 0.4 if self.loss_type == "gmpo" else 0.2
+        return self.loss.epsilon if self.epsilon is None else self.epsilon
 
     @property
     def clip_high(self) -> float:
         return self.clip_low if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Beyond which a term counts as clipped; (0, inf) where nothing is."""
+        bounds = self.loss.bounds
+        return (0.0, math.inf) if bounds is None else bounds(self.clip_low, self.clip_high)
 
     @property
     def correction_level(self) -> str:
@@ -134,7 +283,7 @@ def needs_sequences(objective: Objective, has_sampler_logp: bool) -> bool:
     corrects = has_sampler_logp and objective.vllm_importance_sampling_correction
     return (
         objective.importance_sampling_level != "token"
-        or objective.loss_type in ("vespo", "gmpo")
+        or objective.loss.whole_sequence
         or objective.off_policy_mask_threshold is not None
         or (corrects and objective.correction_level != "token")
     )
@@ -151,20 +300,20 @@ def _above(name: str, value: float | None, bound: float) -> None:
 
 
 def _check_clipping(objective: Objective) -> None:
-    low, high = objective.clip_low, objective.clip_high
-    if not low >= 0 or (objective.loss_type in CLIPPED and low > 1):
-        raise ValueError(f"epsilon: expected 0 .. 1 (for gmpo >= 0), got {low}")
+    loss, low, high = objective.loss, objective.clip_low, objective.clip_high
+    if not low >= 0 or ("epsilon" in loss.reads and low > loss.largest_epsilon):
+        raise ValueError(f"epsilon: expected 0 .. {loss.largest_epsilon:g}, got {low}")
     if not high >= 0:
         raise ValueError(f"epsilon_high: expected >= 0, got {high}")
-    if objective.loss_type == "cispo" and objective.epsilon_high is None:
-        raise ValueError(
-            "epsilon_high: cispo needs it, as the bound of the ratio itself (ScaleRL: 5.0)"
-        )
+    for name in loss.needs:
+        if getattr(objective, name) is None:
+            raise ValueError(f"{name}: {objective.loss_type} needs it, for {loss.formula}")
     for name in ("delta", "clip_ratio_c"):
         value = getattr(objective, name)
-        if value is not None and objective.loss_type not in CLIPPED:
+        if value is not None and name not in loss.reads:
             raise ValueError(
-                f"{name}: only for {', '.join(CLIPPED)}, got {value} with {objective.loss_type}"
+                f"{name}: only for {', '.join(readers(name))}, got {value} with "
+                f"{objective.loss_type}"
             )
     _above("delta", objective.delta, 0.0)
     _above("clip_ratio_c", objective.clip_ratio_c, 1.0)
@@ -178,3 +327,23 @@ def _check_clipping(objective: Objective) -> None:
         raise ValueError(
             f"vllm_importance_sampling_clip_min: expected 0 .. clip_max ({highest}), got {smallest}"
         )
+
+
+def readers(setting: str) -> list[str]:
+    """The losses that read a setting."""
+    return [name for name, loss in LOSSES.items() if setting in loss.reads]
+
+
+def table() -> str:
+    """LOSSES in Markdown, for docs/losses.md."""
+    lines = ["| `loss_type` | token loss | normaliser | reads | Triton | from |", "|---" * 6 + "|"]
+    for name, loss in LOSSES.items():
+        formula = f"`{loss.formula}`" + ", reads whole sequences" * loss.whole_sequence
+        reads = ", ".join(f"`{setting}`" for setting in loss.reads)
+        cells = (f"`{name}`", formula, loss.normaliser, reads, loss.kernel or "", loss.paper)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")  # noqa: T201
