@@ -17,18 +17,18 @@ MASK = torch.tensor([True, True, True, False, True, False])
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_weights(loss_type: str) -> None:
-    """Four samples: 2, 0, 2 and (the one without terms) 0 trained tokens."""
-    weights = term_weights(loss_type, SEQUENCE, 4, mask_N=MASK, max_completion_length=10)
-    torch.testing.assert_close(weights, ORACLES[loss_type].weight(2, 4, 4, 10) * MASK)
+    """Five samples: 2, 0, 2 and (the two without terms) 0 trained tokens."""
+    weights = term_weights(loss_type, SEQUENCE, 5, mask_N=MASK, max_completion_length=10)
+    torch.testing.assert_close(weights, ORACLES[loss_type].weight(2, 5, 4, 10) * MASK)
 
 
 @pytest.mark.parametrize(
     ("normaliser", "want"),
-    [("sequence_mean", 1 / 8), ("token_mean", 1 / 4), ("budget", 1 / 40), ("sequence_sum", 1 / 4)],
+    [("sequence_mean", 1 / 10), ("token_mean", 1 / 4), ("budget", 1 / 50), ("sequence_sum", 1 / 5)],
 )
 def test_a_loss_of_ones_own_is_normalised_as_it_says(normaliser: Any, want: float) -> None:
     own = LossType(term="clipped", normaliser=normaliser)
-    weights = term_weights(own, SEQUENCE, 4, mask_N=MASK, max_completion_length=10)
+    weights = term_weights(own, SEQUENCE, 5, mask_N=MASK, max_completion_length=10)
     torch.testing.assert_close(weights, want * MASK)
     assert normaliser in NORMALISERS
 
