@@ -122,12 +122,22 @@ def _sapo(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
 
 
-def _vespo(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
+def _log_product(batch: Batch) -> Tensor:
+    """The log of the product of the sequence's ratios and corrections."""
     log_w = batch.sequence_sum(batch.log_ratio.detach())
     if batch.factors.correction is not None:
         logs = batch.factors.correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO)
         log_w = log_w + batch.sequence_sum(logs)
-    log_w = log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
+    return log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
+
+
+def _topr(batch: Batch, _: Objective, __: Tensor) -> Tensor:
+    log_w = _log_product(batch)  # 0 times it, so that nan stays
+    return torch.where(batch.advantage >= 0, 0 * log_w, log_w.clamp(max=0)).exp()
+
+
+def _vespo(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
+    log_w = _log_product(batch)
     positive = batch.advantage >= 0
     k = _by_sign(positive, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
     lam = _by_sign(positive, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
@@ -145,6 +155,7 @@ def _gmpo(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
 
 TERMS: dict[str, Callable[[Batch, Objective, Tensor], Tensor]] = {
     "clipped": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo,
+    "topr": _topr,
 }  # fmt: skip
 """The functions that LossType.term names."""
 

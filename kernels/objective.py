@@ -110,6 +110,12 @@ LOSSES: dict[str, LossType] = {
         formula="-exp(sequence mean of log r, clipped to -epsilon .. epsilon_high on the side that "
         "A pushes to) A",
     ),
+    "topr": LossType(
+        term="topr", kernel="weighted", whole_sequence=True, folds=("correction",),
+        normaliser="sequence_sum", paper="arXiv:2503.14286",
+        formula="-sg(w) A logp, w = 1 where A >= 0, else the product of the sequence's r and "
+        "corrections, in 1e-8 .. 1",
+    ),
 }  # fmt: skip
 """r: the ratio to the old policy at importance_sampling_level; A: advantage; sg: no gradient."""
 

@@ -54,7 +54,7 @@ def sample_loss(s: Sample, o: dict[str, Any], threshold: float | None, corrects:
     policy = ORACLES[kind].policy(s, {**o, **bounds(o)}, ratio, keep, correction)
     if kind != "gmpo":
         policy = policy * keep
-    if kind != "vespo":
+    if kind not in ("vespo", "topr"):
         policy = policy * correction
     if o.get("off_policy_mask_threshold") is not None:
         behind = s.sampler if corrects else s.old
@@ -134,6 +134,15 @@ def gmpo(s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, *_: Tensor) 
     return torch.stack([-geometric * a for a in s.advantage.tolist()])
 
 
+def topr(s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, correction: Tensor) -> Tensor:
+    """Positives by plain likelihood, negatives by pi / mu of the whole sequence, tapered to 1."""
+    product = 1.0
+    for new, old, bounded in zip(s.logp.tolist(), s.old.tolist(), correction.tolist(), strict=True):
+        product *= math.exp(new) / math.exp(old) * max(bounded, 1e-8)
+    taper = [1.0 if a >= 0 else min(max(product, 1e-8), 1.0) for a in s.advantage.tolist()]
+    return -torch.tensor(taper, dtype=torch.float64) * s.advantage * s.logp
+
+
 def mean_of_means(length: int, samples: int, tokens: int, budget: int) -> float:
     return 1 / samples / length
 
@@ -192,6 +201,10 @@ ORACLES: dict[str, Oracle] = {
         "gmpo": {"epsilon": 0.1, "epsilon_high": 0.2, CORRECTION: "sequence_mask"},
         "gmpo defaults": {},
         "gmpo kl": {"beta": 0.2},
+    }),
+    "topr": Oracle(topr, lambda m, samples, n, budget: 1 / samples, {
+        "topr": {}, "topr token mask": {CORRECTION: "token_mask", CLIP_MAX: 1.2},
+        "topr kl": {"beta": 0.2},
     }),
 }  # fmt: skip
 CASES = {
