@@ -131,6 +131,11 @@ def _log_product(batch: Batch) -> Tensor:
     return log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
 
 
+def _dppo(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    below, above = clipped_terms(batch, objective, ratio)
+    return torch.where(below | above, 0.0, -ratio * batch.advantage)
+
+
 def _topr(batch: Batch, _: Objective, __: Tensor) -> Tensor:
     log_w = _log_product(batch)  # 0 times it, so that nan stays
     return torch.where(batch.advantage >= 0, 0 * log_w, log_w.clamp(max=0)).exp()
@@ -155,7 +160,7 @@ def _gmpo(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
 
 TERMS: dict[str, Callable[[Batch, Objective, Tensor], Tensor]] = {
     "clipped": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo,
-    "topr": _topr,
+    "topr": _topr, "dppo": _dppo,
 }  # fmt: skip
 """The functions that LossType.term names."""
 
@@ -263,7 +268,10 @@ def _largest(batch: Batch, x: Tensor) -> Tensor:
 def clipped_terms(batch: Batch, objective: Objective, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """(below, above): the terms that the clip bounds hold back, where their advantage pushes on."""
     low, high = objective.clip_bounds
-    return (ratio < low) & (batch.advantage < 0), (ratio > high) & (batch.advantage > 0)
+    held = ratio
+    if objective.loss.bounds_probability:
+        held = batch.logp.exp() - batch.old_logp.exp()
+    return (held < low) & (batch.advantage < 0), (held > high) & (batch.advantage > 0)
 
 
 @torch.no_grad()

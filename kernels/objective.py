@@ -60,6 +60,8 @@ class LossType:
     largest_epsilon: float = 1.0
     bounds: Callable[[float, float], tuple[float, float]] | None = None
     """From epsilon and epsilon_high to what the ratio is clipped at; None: it never is."""
+    bounds_probability: bool = False
+    """The bounds are on p - p_old of the sampled token, and not on the ratio."""
     folds: tuple[str, ...] = ()
     """The factors of a term (grpo_reference.Factors) that its own rule takes in, so that they do
     not multiply it as well."""
@@ -115,6 +117,12 @@ LOSSES: dict[str, LossType] = {
         normaliser="sequence_sum", paper="arXiv:2503.14286",
         formula="-sg(w) A logp, w = 1 where A >= 0, else the product of the sequence's r and "
         "corrections, in 1e-8 .. 1",
+    ),
+    "dppo": LossType(
+        term="dppo", kernel="dppo", reads=_CLIP, bounds=lambda low, high: (-low, high),
+        bounds_probability=True, paper="arXiv:2602.04879, binary TV; prime-rl, SkyRL",
+        formula="-r A, but 0 where A > 0 and p - p_old > epsilon_high, or A < 0 and "
+        "p_old - p > epsilon; p = exp(logp)",
     ),
 }  # fmt: skip
 """r: the ratio to the old policy at importance_sampling_level; A: advantage; sg: no gradient."""

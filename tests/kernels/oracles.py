@@ -143,6 +143,16 @@ def topr(s: Sample, o: dict[str, Any], ratio: Tensor, keep: Tensor, correction: 
     return -torch.tensor(taper, dtype=torch.float64) * s.advantage * s.logp
 
 
+def dppo(s: Sample, o: dict[str, Any], ratio: Tensor, *_: Tensor) -> Tensor:
+    """Out of reach is what the advantage pushes further than |p - p_old| may be."""
+    out = []
+    for i, a in enumerate(s.advantage.tolist()):
+        moved = math.exp(s.logp[i].item()) - math.exp(s.old[i].item())
+        out_of_reach = moved > o["high"] if a > 0 else -moved > o["low"]
+        out.append(-ratio[i] * a * (not out_of_reach))
+    return torch.stack(out)
+
+
 def mean_of_means(length: int, samples: int, tokens: int, budget: int) -> float:
     return 1 / samples / length
 
@@ -205,6 +215,10 @@ ORACLES: dict[str, Oracle] = {
     "topr": Oracle(topr, lambda m, samples, n, budget: 1 / samples, {
         "topr": {}, "topr token mask": {CORRECTION: "token_mask", CLIP_MAX: 1.2},
         "topr kl": {"beta": 0.2},
+    }),
+    "dppo": Oracle(dppo, mean, {
+        "dppo": {}, "dppo narrow": {"epsilon": 0.02, "epsilon_high": 0.05},
+        "dppo sequence": {LEVEL: "sequence", "epsilon": 0.05}, "dppo kl": {"beta": 0.2},
     }),
 }  # fmt: skip
 CASES = {
