@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentgrpo.kernels.checks import check_tensor
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics
 
@@ -91,9 +90,10 @@ def term(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
     """
     named = objective.loss.term
     made = (TERMS[named] if isinstance(named, str) else named)(batch, objective, ratio)
-    if not isinstance(made, Tensor):
-        raise ValueError(f"loss_type: expected a tensor of a loss per term, got {type(made)}")
-    check_tensor("loss_type: its result", made, tuple(ratio.shape), (ratio.dtype,), ratio)
+    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (ratio.shape, ratio.dtype):
+        got = (made.dtype, tuple(made.shape)) if isinstance(made, Tensor) else made
+        wanted = (ratio.dtype, tuple(ratio.shape))
+        raise ValueError(f"loss_type: expected a loss per term, {wanted}, got {got}")
     return made
 
 

@@ -13,6 +13,7 @@ cispo have it here.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -59,15 +60,7 @@ def triton_grpo_loss(
         reduce=True: (loss, [kl_mean if beta, clip_ratio]); reduce=False: (per_token_loss,
         per_token_kl or None, is_clipped), each [B, L].
     """
-    objective = Objective(
-        loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=eps_low,
-        epsilon_high=eps_high, delta=delta, beta=beta,
-        use_bias_correction_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg, vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=None,
-    )  # fmt: skip
+    objective = _objective(locals(), epsilon=eps_low, epsilon_high=eps_high)
     mask = _bool_mask(completion_mask, completion_ids)
     logp_BL, _ = logp(
         logits[:, :-1], completion_ids, mask, temperature=temperature, inplace_backward=inplace
@@ -103,19 +96,11 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
     ) -> None:
+        self.objective = _objective(locals(), epsilon=epsilon_low)
         super().__init__()
         self.temperature = temperature
         self.use_ref_model = use_ref_model
         self.max_completion_length = max_completion_length
-        self.objective = Objective(
-            loss_type=loss_type, importance_sampling_level=importance_sampling_level,
-            epsilon=epsilon_low, epsilon_high=epsilon_high, delta=delta, beta=beta,
-            use_bias_correction_kl=use_bias_correction_kl,
-            sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
-            vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg, vllm_importance_sampling_mode="token_truncate",
-            vllm_importance_sampling_clip_max=None,
-        )  # fmt: skip
 
     def forward(
         self,
@@ -159,6 +144,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         )  # fmt: skip
         loss, kl, clipped = terms.reduced(self.max_completion_length, num_items_in_batch)
         return loss, (kl, clipped) if beta else (clipped,)
+
+
+def _objective(given: dict[str, Any], **more: Any) -> Objective:
+    """Of the arguments of an entry, those that are options; Liger's ratios come bounded already."""
+    options = {field.name: given[field.name] for field in fields(Objective) if field.name in given}
+    return Objective(**{**options, **more, "vllm_importance_sampling_clip_max": None})
 
 
 def _bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:

@@ -25,13 +25,14 @@ Normaliser = Literal["sequence_mean", "token_mean", "budget", "sequence_sum"]
 LEVELS, KL_ESTIMATORS, CORRECTIONS = get_args(Level), get_args(Estimator), get_args(Correction)
 
 NORMALISERS: dict[str, Callable[[Any, int, Any, int], Any]] = {
-    "sequence_mean": lambda length, samples, _tokens, _budget: 1 / (length * samples),
-    "token_mean": lambda _length, _samples, tokens, _budget: 1 / tokens,
-    "budget": lambda _length, samples, _tokens, budget: 1 / (samples * budget),
-    "sequence_sum": lambda _length, samples, _tokens, _budget: 1 / samples,
+    "sequence_mean": lambda length, samples, tokens, budget: 1 / (length * samples),
+    "token_mean": lambda length, samples, tokens, budget: 1 / tokens,
+    "budget": lambda length, samples, tokens, budget: 1 / (samples * budget),
+    "sequence_sum": lambda length, samples, tokens, budget: 1 / samples,
 }
 """What a trained token weighs in the loss of a step, from its sample's trained tokens, the samples
-of the step B, the trained tokens of the step and the largest number of tokens of a sample.
+of the step B, the trained tokens of the step and the largest number of tokens of a sample; numbers
+or tensors, at least 1.
 
 B is TRL's: every sample of the step, those without a trained token too (masked ones, say), so that
 masking a sample does not make the others count for more. token_mean, which has no B, does that.
@@ -128,38 +129,16 @@ LOSSES: dict[str, LossType] = {
 """r: the ratio to the old policy at importance_sampling_level; A: advantage; sg: no gradient."""
 
 
-def loss_of(loss_type: str | LossType) -> LossType:
-    """The row of a name; a LossType of one's own is its own.
+SPECIAL = tuple(dict.fromkeys(setting for loss in LOSSES.values() for setting in loss.reads))
+"""The settings that only some losses read."""
 
-    Raises:
-        ValueError: no such name; lists those there are.
-    """
+
+def loss_of(loss_type: str | LossType) -> LossType:
+    """The row of a name, ValueError if there is none; a LossType is its own."""
     if isinstance(loss_type, LossType):
         return loss_type
-    _one_of("loss_type", loss_type, tuple(LOSSES))
+    _one_of("loss_type", loss_type, (*LOSSES, "your own (docs/losses.md)"))
     return LOSSES[loss_type]
-
-
-def share(
-    loss: LossType, length: Any, num_samples: int, num_tokens: Any, max_length: int | None
-) -> Any:
-    """What a trained token weighs, by the loss's normaliser; numbers or tensors.
-
-    Args:
-        length: trained tokens of its sample, at least 1.
-        num_samples: B of the step; see NORMALISERS.
-        num_tokens: trained tokens of the step, at least 1.
-        max_length: the largest number of tokens of a sample, for the normaliser "budget".
-
-    Raises:
-        ValueError: max_length is missing.
-    """
-    if loss.normaliser == "budget" and not max_length:
-        raise ValueError(
-            "max_completion_length: the normaliser 'budget' (dr_grpo) divides by it, expected a "
-            f"positive number, got {max_length}"
-        )
-    return NORMALISERS[loss.normaliser](length, max(num_samples, 1), num_tokens, max_length or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentgrpo.kernels.checks import check_tensor
-from agentgrpo.kernels.objective import LossType, loss_of, share
+from agentgrpo.kernels.objective import NORMALISERS, LossType, loss_of
 
 Metrics = dict[str, Tensor]
 
@@ -45,13 +45,20 @@ def term_weights(
     if mask_N is None:
         mask_N = torch.ones_like(sequence_N, dtype=torch.bool)
     check_tensor("mask_N", mask_N, tuple(sequence_N.shape), (torch.bool,), sequence_N)
-    counted = mask_N.float()
+    normaliser = loss_of(loss_type).normaliser
+    if normaliser == "budget" and not max_completion_length:
+        raise ValueError(
+            "max_completion_length: the normaliser 'budget' (dr_grpo) divides by it, expected a "
+            f"positive number, got {max_completion_length}"
+        )
+    counted, samples = mask_N.float(), max(num_sequences, 1)
     sequence_N = torch.where(mask_N, sequence_N, 0)
-    length_S = counted.new_zeros(max(num_sequences, 1)).index_add_(0, sequence_N, counted)
+    length_S = counted.new_zeros(samples).index_add_(0, sequence_N, counted)
     lengths, tokens = length_S[sequence_N].clamp(min=1), counted.sum().clamp(min=1)
-    loss = loss_of(loss_type)
-    weight_N: Tensor = counted * share(loss, lengths, num_sequences, tokens, max_completion_length)
-    return weight_N
+    weight: Tensor | float = NORMALISERS[normaliser](
+        lengths, samples, tokens, max_completion_length or 1
+    )
+    return counted * weight
 
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from agentgrpo.config.section import NotNegative, Positive, Section, refuse_unread
 from agentgrpo.kernels.objective import (
-    LOSSES,
+    SPECIAL,
     Correction,
     Estimator,
     Level,
@@ -285,7 +284,7 @@ class LossConfig(Section):
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> LossConfig:
         read = self.objective.loss.reads
-        for key in {key: None for loss in LOSSES.values() for key in loss.reads}:
+        for key in SPECIAL:
             need = f"loss.loss_type = {' or '.join(readers(key))}"
             refuse_unread(self, "loss", key, unless=key in read, need=need)
         return self
@@ -299,15 +298,7 @@ class LossConfig(Section):
         """
         given = {field.name: getattr(self, field.name) for field in fields(Objective)}
         if ":" in self.loss_type:
-            every = tuple(key for loss in LOSSES.values() for key in loss.reads)
-            given["loss_type"] = LossType(term=self.loss_type, whole_sequence=True, reads=every)
-        elif self.loss_type not in LOSSES:
-            near = difflib.get_close_matches(self.loss_type, LOSSES, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(
-                f"loss.loss_type: expected {', '.join(LOSSES)} or 'module:function', "
-                f"got {self.loss_type!r}{hint}"
-            )
+            given["loss_type"] = LossType(term=self.loss_type, whole_sequence=True, reads=SPECIAL)
         try:
             return Objective(**given)
         except ValueError as error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig
 from agentgrpo.config.read import load_callable
-from agentgrpo.kernels.objective import LossType, Objective, loss_of, needs_sequences, share
+from agentgrpo.kernels.objective import NORMALISERS, LossType, Objective, loss_of, needs_sequences
 from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 
 
@@ -44,7 +44,7 @@ def objective_of(config: LossConfig) -> Objective:
 
 def _try(objective: Objective) -> None:
     """Compute a small loss and its gradient, so that a wrong function ends no run later."""
-    import torch  # no part of a dry run's start, and needed for a loss of the user's own alone
+    import torch  # which nothing needs before the model, but this
 
     from agentgrpo.kernels.grpo_loss import grpo_loss
 
@@ -91,12 +91,12 @@ def token_weights(
     Raises:
         ValueError: an unknown loss_type.
     """
-    loss = loss_of(loss_type)
+    weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [r.num_sampled if is_trained(r) else 0 for r in rollouts]
     samples = sum(r.scored for r in rollouts) if num_samples is None else num_samples
     return [
-        share(loss, length, samples, sum(lengths), max_sampled_tokens) if length else 0.0
+        weight(length, samples, sum(lengths), max_sampled_tokens) if length else 0.0
         for length in lengths
     ]
 
