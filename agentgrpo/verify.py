@@ -365,7 +365,7 @@ def _weights(rollouts: Sequence[Rollout], samples: int, config: TrainConfig) -> 
         "token_mean": np.full(len(lengths), lengths.sum()),
         "budget": np.full(len(lengths), samples * config.rollout.max_sampled_tokens),
         "sequence_sum": np.full(len(lengths), samples),
-    }[config.loss.objective.loss.normaliser]
+    }[config.loss.row.normaliser]
     weights: NDArray[np.float64] = 1 / np.maximum(parts, 1)
     return weights
 

@@ -31,7 +31,7 @@ class Factors(NamedTuple):
 
     def product(self, objective: Objective, dtype: torch.dtype) -> Tensor | None:
         """Of those that multiply, which are all but what the loss's own rule takes in."""
-        folds, pairs = objective.loss.folds, zip(self._fields, self, strict=True)
+        folds, pairs = objective.row.folds, zip(self._fields, self, strict=True)
         present = [x.to(dtype) for name, x in pairs if x is not None and name not in folds]
         return math.prod(present[1:], start=present[0]) if present else None
 
@@ -88,7 +88,9 @@ def term(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
     Raises:
         ValueError: it is not one number per term.
     """
-    named = objective.loss.term
+    named = objective.row.term
+    if isinstance(named, str) and named not in TERMS:
+        raise ValueError(f"loss_type: {named!r} is no function of the kernels, nor loaded")
     made = (TERMS[named] if isinstance(named, str) else named)(batch, objective, ratio)
     if not isinstance(made, Tensor) or (made.shape, made.dtype) != (ratio.shape, ratio.dtype):
         got = (made.dtype, tuple(made.shape)) if isinstance(made, Tensor) else made
@@ -98,7 +100,7 @@ def term(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
 
 
 def _policy(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
-    if objective.loss.kernel != "weighted":
+    if objective.row.kernel != "weighted":
         return term(batch, objective, ratio)
     return -term(batch, objective, ratio).detach() * batch.advantage * batch.logp
 
@@ -269,7 +271,7 @@ def clipped_terms(batch: Batch, objective: Objective, ratio: Tensor) -> tuple[Te
     """(below, above): the terms that the clip bounds hold back, where their advantage pushes on."""
     low, high = objective.clip_bounds
     held = ratio
-    if objective.loss.bounds_probability:
+    if objective.row.bounds_probability:
         held = batch.logp.exp() - batch.old_logp.exp()
     return (held < low) & (batch.advantage < 0), (held > high) & (batch.advantage > 0)
 

@@ -172,7 +172,7 @@ class _Terms:
         if is_ratio is not None:
             is_ratio = is_ratio.float().reshape(self.shape[0], -1)
             if (
-                "correction" not in objective.loss.folds
+                "correction" not in objective.row.folds
             ):  # the policy loss is linear in A >= 0 and in A < 0
                 advantage = advantage * is_ratio
             elif is_ratio.shape == self.shape:
@@ -191,7 +191,7 @@ class _Terms:
         self.sampler = None if sampler is None else sampler.reshape(-1)
 
     def weights(self, max_length: int | None, num_items: Tensor | float | None) -> Tensor:
-        loss = self.objective.loss
+        loss = self.objective.row
         counts_items = loss.normaliser == "token_mean" and self.objective.loss_type != "bnpo"
         if num_items is not None and counts_items:
             ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

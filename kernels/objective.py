@@ -134,16 +134,21 @@ SPECIAL = tuple(dict.fromkeys(setting for loss in LOSSES.values() for setting in
 
 
 def loss_of(loss_type: str | LossType) -> LossType:
-    """The row of a name, ValueError if there is none; a LossType is its own."""
+    """The row of a name, ValueError if there is none; a loss of your own is its own.
+
+    "module:function" is one too. It stays a name until learn/losses.py loads it.
+    """
     if isinstance(loss_type, LossType):
         return loss_type
-    _one_of("loss_type", loss_type, (*LOSSES, "your own (docs/losses.md)"))
+    if ":" in loss_type:
+        return LossType(term=loss_type, whole_sequence=True, reads=SPECIAL)
+    _one_of("loss_type", loss_type, (*LOSSES, "'module:function'"))
     return LOSSES[loss_type]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Options of grpo_loss; its docstring has the formulas.
+    """Options of grpo_loss, whose module has the formulas. config.LossConfig has them as keys.
 
     Raises:
         ValueError: naming the option, what it must be and what it was.
@@ -151,66 +156,65 @@ class Objective:
 
     loss_type: str | LossType = "dapo"
     """A name of LOSSES, or a loss of your own."""
-
     normaliser: Normaliser | None = None
-    """What each token weighs, see NORMALISERS (verl's loss_agg_mode). None: the loss type's own."""
-
+    """What a token weighs, always of the whole update: sequence_mean, the mean over rollouts of
+    their token means; token_mean, over tokens; budget, a constant per rollout; sequence_sum, per
+    rollout (verl's loss_agg_mode). None: the loss type's own; token_mean for a loss of your own."""
     importance_sampling_level: Level = "token"
-    """token; sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands
-    for each; sequence_token: GSPO-token, the same value with each token's own gradient (TRL
-    experimental; verl's gspo)."""
-
+    """sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands for each;
+    sequence_token: GSPO-token, the same value with each token's own gradient (TRL experimental;
+    verl's gspo)."""
     epsilon: float | None = None
     """Lower clip range. None: 0.2; 0.4, in log space, for gmpo."""
-
     epsilon_high: float | None = None
     """Upper clip range; None: epsilon. For cispo the bound itself, not its distance from 1, and
     required there (ScaleRL: 5.0)."""
-
     delta: float | None = None
     """Two-sided clipping (INTELLECT-2): the unclipped ratio is bounded by delta too. None: off."""
-
     clip_ratio_c: float | None = None
-    """Dual clip (verl; arXiv:1912.09729): where A < 0 the loss is at most -clip_ratio_c * A. > 1.
-    verl's default is 3.0; None, ours and TRL's: off."""
-
+    """Dual clip (verl; arXiv:1912.09729): where A < 0 the loss is at most -clip_ratio_c A. Above 1;
+    verl's default is 3.0. None: off."""
     sapo_temperature_pos: float = 1.0
+    """Of the soft gate for tokens of positive advantage (sapo)."""
     sapo_temperature_neg: float = 1.05
-
+    """The same for negative advantage."""
     vespo_k_pos: float = 2.0
+    """Exponent of the weight for sequences of positive advantage (vespo)."""
     vespo_lambda_pos: float = 3.0
+    """Decay of that weight."""
     vespo_k_neg: float = 3.0
+    """Exponent for negative advantage."""
     vespo_lambda_neg: float = 2.0
-
+    """Decay for negative advantage."""
     beta: float = 0.0
-    """Weight of the KL penalty against the reference model; 0 reads no ref_logp."""
-
+    """Weight of the KL penalty against the reference model, in training the policy that it began
+    with: a frozen copy, or with lora the policy without its adapter. 0: none, and no copy."""
     kl_estimator: Estimator = "k3"
-    """k1: logp - ref; k2: its square / 2; k3: exp(ref - logp) - (ref - logp) - 1 (TRL's only one;
-    verl's kl_loss_type names kl, mse, low_var_kl)."""
-
+    """Of the penalty: k1 logp - ref; k2 half its square; k3 exp(ref - logp) - (ref - logp) - 1,
+    unbiased and never below 0 (TRL's only one; verl's kl_loss_type names kl, mse, low_var_kl)."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL by the unclipped ratio (DeepSeek-V3.2), gradient included."""
-
+    """Weight the penalty by the unclipped ratio (DeepSeek-V3.2): its gradient is the KL's."""
     entropy_coef: float = 0.0
-    """Entropy bonus: loss -= entropy_coef * sum entropy_weight * entropy."""
-
+    """Weight of the entropy bonus."""
     vllm_importance_sampling_correction: bool = True
-    """Weight the policy term by exp(old - sampler), bounded, where sampler_logp is given."""
-
+    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
     vllm_importance_sampling_mode: Correction = "token_truncate"
-    """{token, sequence, geometric}_{truncate, mask}: a ratio per token, the product of a
-    sequence's, or their geometric mean (Unsloth); bounded, or zeroed outside the bounds."""
-
+    """A ratio per token, the product of a sequence's, or their geometric mean (Unsloth); bounded,
+    or left out where it is outside the bounds."""
     vllm_importance_sampling_clip_max: float | None = 2.0
+    """Upper bound of the weight."""
     vllm_importance_sampling_clip_min: float | None = None
-
+    """Lower bound of the weight."""
     off_policy_mask_threshold: float | None = None
-    """DeepSeek-V3.2: drop the terms with A < 0 of sequences whose mean log(sampler / policy) is
-    above this. None: off."""
+    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
+    from the policy that sampled them (DeepSeek-V3.2). None: none are."""
 
     def __post_init__(self) -> None:
-        loss = self.loss
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError, see above."""
+        loss = self.row
         _one_of("normaliser", loss.normaliser, tuple(NORMALISERS))
         _one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
@@ -222,7 +226,9 @@ class Objective:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value}")
-        own_rule = loss.whole_sequence and isinstance(self.loss_type, str)
+        if self.beta < 0:
+            raise ValueError(f"beta: expected >= 0, got {self.beta}")
+        own_rule = loss.whole_sequence and self.loss_type in LOSSES
         if self.importance_sampling_level != "token" and own_rule:
             raise ValueError(
                 f"importance_sampling_level: {self.loss_type} weighs sequences by its own rule, "
@@ -237,14 +243,14 @@ class Objective:
             )
 
     @property
-    def loss(self) -> LossType:
+    def row(self) -> LossType:
         """What loss_type says, and normaliser."""
         loss = loss_of(self.loss_type)
         return loss if self.normaliser is None else replace(loss, normaliser=self.normaliser)
 
     @property
     def clip_low(self) -> float:
-        return self.loss.epsilon if self.epsilon is None else self.epsilon
+        return self.row.epsilon if self.epsilon is None else self.epsilon
 
     @property
     def clip_high(self) -> float:
@@ -253,7 +259,7 @@ class Objective:
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """Beyond which a term counts as clipped; (0, inf) where nothing is."""
-        bounds = self.loss.bounds
+        bounds = self.row.bounds
         return (0.0, math.inf) if bounds is None else bounds(self.clip_low, self.clip_high)
 
     @property
@@ -276,7 +282,7 @@ def needs_sequences(objective: Objective, has_sampler_logp: bool) -> bool:
     corrects = has_sampler_logp and objective.vllm_importance_sampling_correction
     return (
         objective.importance_sampling_level != "token"
-        or objective.loss.whole_sequence
+        or objective.row.whole_sequence
         or objective.off_policy_mask_threshold is not None
         or (corrects and objective.correction_level != "token")
     )
@@ -293,7 +299,7 @@ def _above(name: str, value: float | None, bound: float) -> None:
 
 
 def _check_clipping(objective: Objective) -> None:
-    loss, low, high = objective.loss, objective.clip_low, objective.clip_high
+    loss, low, high = objective.row, objective.clip_low, objective.clip_high
     if not low >= 0 or ("epsilon" in loss.reads and low > loss.largest_epsilon):
         raise ValueError(f"epsilon: expected 0 .. {loss.largest_epsilon:g}, got {low}")
     if not high >= 0:

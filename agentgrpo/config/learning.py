@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from agentgrpo.config.section import NotNegative, Positive, Section, refuse_unread
-from agentgrpo.kernels.objective import (
-    SPECIAL,
-    Correction,
-    Estimator,
-    Level,
-    LossType,
-    Normaliser,
-    Objective,
-    readers,
-)
+from agentgrpo.config.section import NotNegative, Positive, Section, describe, refuse_unread
+from agentgrpo.kernels.objective import SPECIAL, Objective, readers
 
 
 class RewardConfig(Section):
@@ -169,58 +159,18 @@ class LearnerConfig(Section):
         return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
 
 
-DEFAULT = Objective()
-"""Where the defaults of the options come from that the kernels know."""
-
-
-class LossConfig(Section):
+class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, says pydantic alone
     """The objective, under TRL's names (docs/losses.md has formulas and papers)."""
 
     loss_type: str = "dapo"
     """A name of the table in docs/losses.md, or `module:function`: a token loss of your own. Also
     chooses the normaliser."""
-    normaliser: Normaliser | None = DEFAULT.normaliser
-    """What a token weighs, always of the whole update: sequence_mean, the mean over rollouts of
-    their token means; token_mean, over tokens; budget, a constant per rollout; sequence_sum, per
-    rollout. None: the loss type's own; token_mean for a loss of your own."""
-    importance_sampling_level: Level = DEFAULT.importance_sampling_level
-    """sequence: GSPO."""
-    epsilon: float | None = DEFAULT.epsilon
-    """Lower clip range. None: 0.2 (0.4 in log space for gmpo)."""
-    epsilon_high: float | None = DEFAULT.epsilon_high
-    """Upper clip range; None: epsilon. For cispo the bound itself, and required."""
-    delta: float | None = DEFAULT.delta
-    """Bound of the unclipped ratio (two-sided clipping)."""
-    clip_ratio_c: float | None = DEFAULT.clip_ratio_c
-    """Dual clip (verl's name)."""
-    sapo_temperature_pos: float = DEFAULT.sapo_temperature_pos
-    """Of the soft gate for tokens of positive advantage (sapo)."""
-    sapo_temperature_neg: float = DEFAULT.sapo_temperature_neg
-    """The same for negative advantage."""
-    vespo_k_pos: float = DEFAULT.vespo_k_pos
-    """Exponent of the weight for sequences of positive advantage (vespo)."""
-    vespo_lambda_pos: float = DEFAULT.vespo_lambda_pos
-    """Decay of that weight."""
-    vespo_k_neg: float = DEFAULT.vespo_k_neg
-    """Exponent for negative advantage."""
-    vespo_lambda_neg: float = DEFAULT.vespo_lambda_neg
-    """Decay for negative advantage."""
-    beta: Annotated[float, Field(ge=0)] = DEFAULT.beta
-    """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
-    lora the policy without its adapter. 0: none, and no copy."""
-    kl_estimator: Estimator = DEFAULT.kl_estimator
-    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
-    use_bias_correction_kl: pydantic.StrictBool = DEFAULT.use_bias_correction_kl
-    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
-    entropy_coef: float = DEFAULT.entropy_coef
-    """Weight of the entropy bonus."""
+    use_bias_correction_kl: pydantic.StrictBool = True
+    vllm_importance_sampling_correction: pydantic.StrictBool = True
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Train on this share of the step's tokens only, those of highest entropy. Counted among the
     tokens that are laid out: those of rollouts without an advantage are not (TRL counts them)
     unless beta or entropy_coef is set."""
-    off_policy_mask_threshold: float | None = DEFAULT.off_policy_mask_threshold
-    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
-    from the policy that sampled them. None: none are."""
     num_iterations: Positive = 1
     """Passes over the rollouts of a step."""
     num_mini_batches: Positive = 1
@@ -231,21 +181,6 @@ class LossConfig(Section):
     (of the first forward pass if there is one update, else of an extra one); the difference to the
     sampler is corrected for below. sampler: as recorded, and never an extra pass; the difference is
     then a part of the ratio and clipped with it."""
-    vllm_importance_sampling_correction: pydantic.StrictBool = (
-        DEFAULT.vllm_importance_sampling_correction
-    )
-    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
-    vllm_importance_sampling_mode: Correction = DEFAULT.vllm_importance_sampling_mode
-    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
-    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = (
-        DEFAULT.vllm_importance_sampling_clip_max
-    )
-    """Upper bound of the weight."""
-    vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = (
-        DEFAULT.vllm_importance_sampling_clip_min
-    )
-    """Lower bound of the weight."""
-
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group, of the whole step, or not
     (Dr. GRPO). true and false are group and none, as in TRL."""
@@ -283,23 +218,14 @@ class LossConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> LossConfig:
-        read = self.objective.loss.reads
-        for key in SPECIAL:
-            need = f"loss.loss_type = {' or '.join(readers(key))}"
-            refuse_unread(self, "loss", key, unless=key in read, need=need)
-        return self
-
-    @property
-    def objective(self) -> Objective:
-        """The kernels' options; a loss of one's own is named there, and loaded by learn/losses.py.
-
-        Raises:
-            ValueError: they do not go together; names the key.
-        """
-        given = {field.name: getattr(self, field.name) for field in fields(Objective)}
-        if ":" in self.loss_type:
-            given["loss_type"] = LossType(term=self.loss_type, whole_sequence=True, reads=SPECIAL)
         try:
-            return Objective(**given)
+            self.check()
         except ValueError as error:
             raise ValueError(f"loss.{error}") from None
+        for key in SPECIAL:
+            need = f"loss.loss_type = {' or '.join(readers(key))}"
+            refuse_unread(self, "loss", key, unless=key in self.row.reads, need=need)
+        return self
+
+
+describe(LossConfig, Objective)

@@ -8,7 +8,7 @@ into batches changes a gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,13 @@ def objective_of(config: LossConfig) -> Objective:
         ValueError: there is no such function, it fails on three tokens, or gives no loss per token
             with a gradient; names the key.
     """
-    made = config.objective
-    if not isinstance(made.loss_type, LossType):
-        return made
+    if ":" not in config.loss_type:
+        return config
     function = load_callable(config.loss_type, key="loss.loss_type")
-    made = replace(made, loss_type=replace(made.loss_type, term=function))
+    options: dict[str, Any] = {
+        field.name: getattr(config, field.name) for field in fields(Objective)
+    }
+    made = Objective(**{**options, "loss_type": replace(config.row, term=function)})
     try:
         _try(made)
     except Exception as error:
@@ -60,7 +62,7 @@ def _try(objective: Objective) -> None:
 
 def reads_whole_rollouts(config: LossConfig) -> bool:
     """Whether a token's loss depends on the other tokens of its rollout, in whichever row."""
-    return needs_sequences(config.objective, has_sampler_logp=True)
+    return needs_sequences(config, has_sampler_logp=True)
 
 
 def is_trained(rollout: Rollout) -> bool:

@@ -106,7 +106,7 @@ def _update(samples: list[Group], config: TrainConfig, share_prefixes: bool) -> 
     loss, trained = config.loss, as_packed(samples, config)
     weights = token_weights(
         trained,
-        loss.objective.loss,
+        loss.row,
         config.rollout.max_sampled_tokens,
         num_samples=sum(len(group.rollouts) for group in samples),
     )

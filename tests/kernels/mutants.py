@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant("grpo_reference.py", "if x is not None and name not in folds", "if x is not None"),
     Mutant("grpo_reference.py", "log_w.clamp(max=0)", "log_w"),
     Mutant("grpo_reference.py", "batch.advantage >= 0, 0 * log_w", "batch.advantage >= 9, 0 * log_w"),
-    Mutant("grpo_reference.py", "if objective.loss.bounds_probability:", "if False:"),
+    Mutant("grpo_reference.py", "if objective.row.bounds_probability:", "if False:"),
     Mutant("grpo_reference.py", "batch.sequence_mean(one_sided, batch.factors.high_entropy)", "batch.sequence_mean(one_sided)"),
     Mutant("grpo_reference.py", "batch.mask.sum().clamp(min=1)", "len(x)"),
     # around it
