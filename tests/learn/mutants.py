@@ -84,7 +84,6 @@ MUTANTS = [
     Mutant("learn/advantages.py", "if all(rollout.solved", "if any(rollout.solved"),
     Mutant("learn/advantages.py", "if not any(rollout.num_sampled", "if any(rollout.num_sampled"),
     # normalisers
-    Mutant("learn/losses.py", "return rollout.trained and rollout.num_sampled > 0", "return rollout.trained"),
     Mutant("learn/losses.py", "return rollout.trained and rollout.num_sampled > 0", "return rollout.num_sampled > 0"),
     Mutant("learn/losses.py", "sum(r.scored for r in rollouts)", "sum(map(is_trained, rollouts))"),
     Mutant("learn/losses.py", "sum(r.scored for r in rollouts)", "len(rollouts)"),
@@ -173,7 +172,7 @@ MUTANTS = [
     Mutant("learn/optimizer.py", "(value.ndim or fused)", "True"),
     Mutant("engine/agreement.py", "parallel.largest(metrics[\"max_dlogp\"])", "metrics[\"max_dlogp\"]"),
     Mutant("engine/agreement.py", "for rank in ranks if not rank[0] <= threshold", "for rank in ranks[::-1]"),
-    Mutant("config/learning.py", "unless=key in read", "unless=True"),
+    Mutant("config/learning.py", "unless=key in self.row.reads", "unless=True"),
     Mutant("run/checkpoint.py", "if size != 8 + length + end:", "if False:"),
     Mutant("run/checkpoint.py", "state.keys() >= set(keys)", "set(keys)"),
     Mutant("run/checkpoint.py", "partial.rename(final)\n", "partial.rename(final); (final / 'config.json').touch()\n"),

@@ -131,7 +131,7 @@ def test_what_a_config_says_arrives_in_the_kernels() -> None:
         ({"loss_type": "cispo"}, r"loss\.epsilon_high: cispo needs it"),
         (
             {"loss_type": "gpro"},
-            r"loss\.loss_type: expected one of grpo, .* 'module:function',  got 'gpro'",
+            r"loss\.loss_type: expected one of grpo, .* 'module:function', got 'gpro'",
         ),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
