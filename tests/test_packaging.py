@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo import __version__
 from tests.view.runs import write_run
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +90,15 @@ def test_the_wheel_is_of_the_stable_abi_and_holds_every_file(wheel: Path) -> Non
         if (ROOT / name).exists():
             assert inside in names, f"{name} would not be installed"
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
+
+
+def test_the_version_is_said_in_one_place(wheel: Path) -> None:
+    """The package's own; setup.py reads it, and the changelog has it."""
+    assert wheel.name.startswith(f"agentgrpo-{__version__}-cp311-")
+    assert __version__ not in (ROOT / "setup.py").read_text()
+    assert re.search(
+        rf"^## .*\b{re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
 
 
 def interpreters() -> list[str]:

@@ -1,24 +1,11 @@
 # ruff: noqa: E501 - a table of source pieces
-"""Change what keeps token truth in small ways and see that the tests notice every one.
-
-python -m tests.rollout.mutants [WORD ...]      only mutants whose name or file has a WORD
-"""
+"""Change what keeps token truth in small ways and see that the tests notice every one."""
 
 from __future__ import annotations
 
-import os
-import sys
+from tests.mutation import Mutant
 
-from agentgrpo.machine.runtime import prepare_environment
-
-prepare_environment()
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch
-
-import hypothesis  # noqa: E402, F401 - what every fork would import again
-import transformers  # noqa: E402, F401
-
-from tests.mutation import Mutant, hunt  # noqa: E402
-
+FOLDER = "agentgrpo"
 TESTS = {
     "rollout/transcript.py": ["rollout/test_transcript.py"],
     "rollout/play.py": [
@@ -209,7 +196,3 @@ MUTANTS = [
     Mutant("verify.py", "1 / len(lengths) / config.rollout.max_sampled_tokens", "1 / len(lengths)"),
     Mutant("verify.py", "return 1 if report.faults else 0", "return 0"),
 ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(hunt(MUTANTS, "agentgrpo", TESTS, sys.argv[1:]))
