@@ -206,6 +206,8 @@ def test_a_ticket_needs_no_customer(shop: Path) -> None:
     assert (told.done, told.outputs) == (True, ("cancelled", ""))
     assert episode.finish(None) == {"solved": 1.0}
     assert env.reset(task).step(Say("hello?")).failed
+    place, upstream = task.spec["place"], env._upstream["train"][0]
+    assert env.gold(place, upstream) is env.gold(place, upstream)  # computed once
 
 
 @pytest.mark.parametrize(
