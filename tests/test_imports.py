@@ -50,7 +50,7 @@ WINGS = {
     "parallel": "",
     "sandbox": "",
     "kernels": "",
-    "config": "types",
+    "config": "types kernels",
     "actions": "types",
     "run": "types config parallel",
     "machine": "types config parallel run sandbox",

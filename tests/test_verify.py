@@ -21,7 +21,17 @@ from agentgrpo.rollout.transcript import Drift, Transcript
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.records import read_parquet, read_rollouts, rollout_record, write_parquet
-from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn
+from agentgrpo.types import (
+    Float32,
+    Group,
+    Int32,
+    PackedBatch,
+    Rollout,
+    SpanReward,
+    Status,
+    Treatment,
+    Turn,
+)
 from tests.conftest import TASK
 from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv
@@ -43,6 +53,7 @@ def write_run(folder: Path, *, seed: int = 0, **overrides: Any) -> TrainConfig:
         for rollout in (r for group in groups for r in group.rollouts):
             rollout.advantage = float(np.float32(rng.choice([0.0, 1.0, -0.5])))
             rollout.span_rewards = [SpanReward(1, 3, "early", 0.5)]
+        groups[0].rollouts[0].treatment = Treatment.MASK
         log.rollouts(step, groups[:1], split="heldout")
         learn(groups, config, step)
         log.rollouts(step, groups)
@@ -64,8 +75,9 @@ def learn(groups: list[Group], config: TrainConfig, step: int) -> None:
         {},
         {"loss.loss_type": "grpo", "loss.beta": 0.1},
         {"loss.loss_type": "dr_grpo", "loss.num_mini_batches": 2, "learner.max_tokens": 1024},
+        {"loss.loss_type": "dapo", "loss.normaliser": "sequence_sum"},
     ],
-    ids=["default", "grpo", "mini-batches"],
+    ids=["default", "grpo", "mini-batches", "normaliser"],
 )
 def test_what_the_sampler_recorded_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: dict[str, Any]

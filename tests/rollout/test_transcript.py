@@ -93,6 +93,27 @@ def test_only_what_was_sampled_counts_as_replaced() -> None:
     assert transcript.replaced == [9, 10]
 
 
+def test_a_turn_that_is_replaced_as_a_whole_is_still_one() -> None:
+    transcript = held()
+    assert transcript.rerender(ids(*range(1, 6))) is Drift.REALIGN
+    assert transcript.replaced == [6, 7, 8, 9, 10]
+    assert [(s.sampled, len(s.token_ids)) for s in transcript.segments] == [
+        (False, 3), (False, 2), (True, 0),
+    ]  # fmt: skip
+    assert transcript.rerender(ids(7)) is Drift.FORK
+    assert transcript.replaced == []
+
+
+def test_a_transcript_of_segments_goes_on_where_they_end() -> None:
+    transcript = held()
+    transcript.give(np.arange(3000, dtype=np.int32))
+    again = Transcript.of(transcript.segments)
+    assert again.ids.tolist() == transcript.ids.tolist()
+    assert again.turn_start == transcript.turn_start == 5
+    assert again.segments == transcript.segments
+    assert len(Transcript(np.arange(1500, dtype=np.int32)).ids) == 1500
+
+
 def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
     transcript = held()
     assert transcript.rerender(ids(1, 2, 50)) is Drift.FORK
