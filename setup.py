@@ -1,11 +1,16 @@
 """Build agentgrpo and its C extension. Tool settings are in pyproject.toml."""
 
 import os
+import re
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
 
 LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the buffer protocol
+
+# read, not imported: nothing that the package imports need be installed yet
+(version,) = re.findall(r'^__version__ = "(.+)"$', Path("agentgrpo/__init__.py").read_text(), re.M)
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
 cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
@@ -18,14 +23,14 @@ if sanitize:
 
 setup(
     name="agentgrpo",
-    version="0.1.0",
+    version=version,
     description="Train LLM agents with GRPO: vLLM, learner and sandbox in one process",
     license="Apache-2.0",
     python_requires=">=3.11",
     # namespace packages: kernels/ must not have an __init__.py (docs/house.md)
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
     package_data={
-        "agentgrpo": ["py.typed", "*.pyi", "configs/*.toml", "view/assets/*", "sandbox/guest/*.js"]
+        "agentgrpo": ["py.typed", "*.pyi", "*/*.toml", "view/assets/*", "sandbox/guest/*.js"]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
     install_requires=[

@@ -155,8 +155,8 @@ def bench_lists(rng: np.random.Generator) -> None:
     ids = rng.integers(0, 150_000, NUM_TOKENS).tolist()
     np.testing.assert_array_equal(ids_from_list(ids), np.array(ids, np.int32))
     variants = {
-        "ids": lambda: ids_from_list(ids),
-        "ids_numpy": lambda: np.array(ids, np.int32),
+        "lists": lambda: ids_from_list(ids),
+        "lists_numpy": lambda: np.array(ids, np.int32),
     }
     medians = [
         append_row(

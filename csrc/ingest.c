@@ -3,17 +3,6 @@
 
 #include "methods.h"
 
-/* Returns a bytearray of 4 bytes per element of list, uninitialised, or NULL if it is not a list.
- */
-static PyObject *
-allocate_for(PyObject *list)
-{
-    if (!PyList_Check(list)) {
-        return PyErr_Format(PyExc_TypeError, "expected a list, got %R", (PyObject *)Py_TYPE(list));
-    }
-    return PyByteArray_FromStringAndSize(NULL, 4 * PyList_Size(list));
-}
-
 PyDoc_STRVAR(
     ids_from_list_doc,
     "ids_from_list($module, ids, /)\n"
@@ -26,12 +15,15 @@ PyDoc_STRVAR(
 static PyObject *
 ids_from_list(PyObject *Py_UNUSED(module), PyObject *list)
 {
-    PyObject *result = allocate_for(list);
+    if (!PyList_Check(list)) {
+        return PyErr_Format(PyExc_TypeError, "expected a list, got %R", (PyObject *)Py_TYPE(list));
+    }
+    const Py_ssize_t size = PyList_Size(list);
+    PyObject *result = PyByteArray_FromStringAndSize(NULL, 4 * size);
     if (result == NULL) {
         return NULL;
     }
     int32_t *out = (int32_t *)PyByteArray_AsString(result);
-    const Py_ssize_t size = PyList_Size(list);
     for (Py_ssize_t i = 0; i < size; i++) {
         const Py_ssize_t value = PyLong_AsSsize_t(PyList_GetItem(list, i));
         if (value < 0 || value > INT32_MAX) {

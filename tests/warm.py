@@ -2,8 +2,9 @@
 
 `python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
 server makes them once, and a command is a fork of it, with an environment, streams, signals and an
-exit status of its own. A command's first seconds are tested elsewhere: test_run.py's whole run, a
-run under torchrun and a run of test_docs_commands.py are started as users do.
+exit status of its own. A command's first seconds are tested elsewhere: the whole run of
+end_to_end/test_run.py, a run under torchrun and a run of test_docs_commands.py are started as users
+do.
 """
 
 from __future__ import annotations

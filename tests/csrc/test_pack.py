@@ -209,8 +209,6 @@ def test_no_argument_crashes(anything: list[object], swaps: dict[int, object]) -
     for function, args in (
         (_C.TreePlan, anything),
         (_C.TreePlan, call),
-        (_C.block_mask, anything[:2]),
-        (_C.common_prefix, anything[:2]),
         (_C.ids_from_list, anything[:1]),
         (_C.TagScanner, anything[:2]),
     ):
