@@ -137,7 +137,7 @@ def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Rec
         ("t[:2] = t[1::-1]", "turn 0: sampled from token"),
         ("s[1]['token_ids'].pop(), s[1]['logprobs'].pop()", "tokens, but the engine sampled"),
         (
-            "b = s[1]; b['token_ids'].insert(0, s[0]['token_ids'].pop()); b['logprobs'].insert(0, -1)",
+            "s[1]['token_ids'].insert(0, s[0]['token_ids'].pop()), s[1]['logprobs'].insert(0, -1)",
             "turn 0: sampled from token",
         ),
         ("x['logprobs'][0] = 0.5", "logprobs has 0.5, not a log-probability"),
