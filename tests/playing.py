@@ -17,12 +17,6 @@ from tests.tiny import make_tokenizer
 TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
-THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def task(text: str = "Q", **spec: Any) -> Task:

@@ -21,7 +21,7 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
-from tests.playing import CHAT, EOT, THINKING, TOKENIZER, sampled, tasks
+from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import (
     Completion,
     Request,
@@ -32,7 +32,7 @@ from tests.rollout.stubs import (
     answer_to,
     code_in,
 )
-from tests.tiny import make_tokenizer
+from tests.tiny import THINKING, make_tokenizer
 
 AGENT = CodeAgent(AgentConfig(system_prompt="S"))
 PATIENCE_S = 60  # only ever waited for by a sampler that is wrong

@@ -15,8 +15,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status
 from tests.conftest import TASK
-from tests.playing import THINKING
-from tests.tiny import make_tokenizer
+from tests.tiny import THINKING, make_tokenizer
 
 
 def ids(*values: int) -> Int32:
