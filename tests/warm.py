@@ -86,7 +86,7 @@ class Command:
 
 def run(*arguments: str, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
     """A command, once it has ended."""
-    command = Command(*arguments, **env)
+    command = Command(*arguments, cwd=ROOT, **env)
     out, err = command.communicate(timeout)
     return subprocess.CompletedProcess(arguments, command.returncode or 0, out, err)
 
