@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,8 +135,29 @@ def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:
     ]
 
 
-def test_a_context_too_short_for_a_prompt(dry_run: DryRun) -> None:
-    refused(dry_run("engine.max_model_len=128"), "tokens, engine.max_model_len is")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("engine.max_model_len=128", "tokens, engine.max_model_len is"),
+        ("rollout.groupsize=3", "unknown config key"),
+        ('trackers=["wandb"]', "needs a package that is not installed"),
+        ("reward.kind=nosuchmodule:f", "reward: no module"),
+    ],
+)
+def test_a_setting_that_cannot_be(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(dry_run(setting), message)
+    assert "module 'json' has no 'nosuch'" in dry_run("reward.kind=json:nosuch")[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [("", "no rows"), ('{"prompt": "1+1", "target": "2"}', "no column")]
+)
+def test_data_that_cannot_be(dry_run: DryRun, tmp_path: Path, row: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n")
+    refused(dry_run(), message)
 
 
 def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> None:
@@ -175,33 +197,6 @@ def test_a_chat_template_without_tools(
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("nosuchmodule:f", "reward: no module 'nosuchmodule'"),
-        ("json:nosuch", "module 'json' has no 'nosuch'"),
-    ],
-)
-def test_a_reward_that_cannot_be_imported(dry_run: DryRun, kind: str, message: str) -> None:
-    status, _, err = dry_run(f"reward.kind={kind}")
-    assert status == 2
-    assert message in err
-    assert "`reward: no module`" in PAGE
-
-
-def test_an_empty_data_set(dry_run: DryRun, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n")
-    status, _, err = dry_run()
-    assert status == 2
-    assert "no rows" in err
-    assert "no rows" in PAGE
-
-
-def test_other_columns(dry_run: DryRun, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "target": "2"}\n')
-    refused(dry_run(), "no column")
-
-
 def test_a_reward_of_ones_own_reads_what_columns_it_likes(
     dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,15 +232,6 @@ def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.Monke
     monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.11.0", "vllm": "0.22.0"})
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
     refused(dry_run(), "is the CUDA build, and this machine shows no NVIDIA GPU")
-
-
-def test_a_slip_in_a_key(dry_run: DryRun) -> None:
-    refused(dry_run("rollout.groupsize=3"), "unknown config key")
-
-
-def test_a_tracker_that_is_not_installed(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    refused(dry_run('trackers=["wandb"]'), "needs a package that is not installed")
 
 
 @pytest.mark.parametrize(

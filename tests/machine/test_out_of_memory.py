@@ -236,22 +236,22 @@ def test_a_learner_that_finds_no_memory_says_what_fits(
 ) -> None:
     """The real one: it is tried what number of tokens does, and that number does."""
     learner = learner_on(engine, tiny_model)
-    config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**14)})
+    config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**13)})
     with (
-        room_for(GIB // 8),
+        room_for(GIB // 16),
         pytest.raises(OutOfMemory) as caught,
         explained("learning", lambda: to_learn(config, learner)),
     ):
         learner.rehearse(config.learner.max_tokens)
     said = re.match(
-        r"out of memory while learning: learner\.max_tokens is 16384, and (\d+) tokens do; fewer "
+        r"out of memory while learning: learner\.max_tokens is 8192, and (\d+) tokens do; fewer "
         r"learner\.trained_layers.*\(.*allocate memory.*\)$",
         str(caught.value),
     )
     assert said, caught.value
     fits = int(said[1])
-    assert 128 <= fits < 2**14
-    with room_for(GIB // 8):
+    assert 128 <= fits < 2**13
+    with room_for(GIB // 16):
         learner.rehearse(fits)
 
 
