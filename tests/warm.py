@@ -3,8 +3,8 @@
 `python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
 server makes them once, and a command is a fork of it, with an environment, streams, signals and an
 exit status of its own. A command's first seconds are tested elsewhere: the whole run of
-end_to_end/test_run.py, a run under torchrun and a run of test_docs_commands.py are started as users
-do.
+end_to_end/test_run.py and a run under torchrun are started as users do, and test_imports.py holds
+that no command imports torch before it has set its environment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Command:
         env: see environment().
     """
 
-    def __init__(self, *arguments: str, cwd: Path = ROOT, **env: str) -> None:
+    def __init__(self, *arguments: str, cwd: str | Path = ROOT, **env: str) -> None:
         assert allowed, (
             "a test that starts a command is slow: mark it, or let its fixture take dear"
         )
@@ -72,6 +72,11 @@ class Command:
     def send_signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    def interrupt(self) -> None:
+        """Ctrl-C as a terminal's: SIGINT to the command and to what it has started."""
+        assert self._process.pid is not None
+        os.killpg(self._process.pid, signal.SIGINT)
 
     def said(self) -> str:
         """What it has written to stdout so far."""
@@ -129,10 +134,13 @@ def _run_ranks(count: int, arguments: tuple[str, ...]) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
-def _work(arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: Path) -> None:
+def _work(
+    arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: str | Path
+) -> None:
     for number, stream in enumerate(streams, 1):
         with stream.open("w") as file:
             os.dup2(file.fileno(), number)
+    os.setsid()
     os.environ.clear()
     os.environ.update(ENVIRONMENT | env)  # as it was before the imports
     os.chdir(cwd)

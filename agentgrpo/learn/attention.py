@@ -5,9 +5,9 @@ k <= q < tout[k]. What runs:
 
 * CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
   from the root: no T x T mask, and no work on what a token does not see.
-* CUDA: FlexAttention with a BlockMask made from the intervals (packing.py); where nothing is
-  shared, FlashAttention's variable-length kernel, which takes 16-bit numbers. (Written and checked
-  on CPU as far as it can be: NEVER RUN ON A GPU yet.)
+* CUDA: FlexAttention with a BlockMask made from the intervals (flex_blocks of packing.py);
+  where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit numbers.
+  (Written and checked on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
 Models with other kinds of layers cannot share prefixes: see why_rows().
