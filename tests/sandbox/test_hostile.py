@@ -9,7 +9,7 @@ from agentgrpo.sandbox.hostile import CASES, LIMITS, Case, Skip, run_cases
 from agentgrpo.sandbox.zygote import LADDER, Rung
 from tests.isolation import need_isolation
 
-pytestmark = pytest.mark.nsjail
+pytestmark = [pytest.mark.nsjail, pytest.mark.slow]
 Endings = dict[str, BaseException | None]
 
 
