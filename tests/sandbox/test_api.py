@@ -1,6 +1,7 @@
 """The E2B-shaped API: what moves over by changing an import, and what is refused."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,12 @@ def start(sandbox: Sandbox, cmd: str, **options: Any) -> CommandHandle:
     handle = sandbox.commands.run(cmd, background=True, **options)
     assert isinstance(handle, CommandHandle)
     return handle
+
+
+def roots() -> int:
+    """Descriptors of this process for the root directories of sessions, which it sees as "/"."""
+    fds = map(int, os.listdir("/proc/self/fd"))
+    return sum(os.path.realpath(f"/proc/self/fd/{fd}") == "/" for fd in fds)
 
 
 def fail(_: OutputMessage) -> None:
@@ -145,6 +152,7 @@ class TestRunCode:
                 assert sandbox.run_code("a", language="js").text == "7"
 
     def test_contexts_have_states_of_their_own_and_share_files(self, sandbox: Sandbox) -> None:
+        held = roots()
         context = sandbox.create_code_context(language="python", cwd="/tmp")
         sandbox.run_code("y = 1; open('f', 'w').write('shared')", context=context)
         assert sandbox.run_code("'y' in dir(), open('/tmp/f').read()").text == "(False, 'shared')"
@@ -153,6 +161,7 @@ class TestRunCode:
         assert sandbox.run_code("import os; os._exit(1)", context=context).error is not None
         assert sandbox.run_code("1").text == "1", "a context that dies leaves the sandbox alive"
         sandbox.remove_code_context(context)
+        assert roots() == held, "its start let go of the session's root"
         with pytest.raises(NotFoundException):
             sandbox.run_code("1", context=context)
 
