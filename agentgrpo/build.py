@@ -11,9 +11,10 @@ from typing import IO, TYPE_CHECKING, Any
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
+from agentgrpo.engine.agreement import Probes, probe_prompts
 from agentgrpo.envs.base import Environment
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight, to_sample
+from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.room import memory_warnings, require_room_to_sample
 from agentgrpo.models.models import resolve_model
@@ -30,8 +31,7 @@ from agentgrpo.sandbox import SandboxPool
 from agentgrpo.stage import Stage, close_env, one_line, set_stage
 from agentgrpo.types import Task
 
-if TYPE_CHECKING:
-    from agentgrpo.engine.agreement import Probes
+if TYPE_CHECKING:  # they import vLLM and torch: seconds, after all that can fail quickly
     from agentgrpo.engine.engine import Engine
     from agentgrpo.learn.learner import Learner
 
@@ -79,7 +79,7 @@ class Parts(Player):
         """Write a checkpoint of everything as it stands; returns where."""
 
         def write(folder: Path) -> None:
-            self.learner.save_model(folder)
+            self.learner.policy.save(folder)
             if parallel.rank() == 0:
                 self.tokenizer.save_pretrained(folder)
             self.learner.save_state(
@@ -139,11 +139,9 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     if stage.adapter is not None and served:
         lora_rank = stage.adapter.rank
     try:
-        # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine.engine import Engine
 
-        with explained("starting vLLM", lambda: to_sample(config)):
-            engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
+        engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
             f"a package is missing or broken: {error}; `agentgrpo doctor` has the remedy"
@@ -151,9 +149,9 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     if engine.device == "cpu":
         stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
     if stage.adapter is not None:
-        from agentgrpo.learn.lora import put_in_place
+        from agentgrpo.learn.publish import play_with
 
-        put_in_place(engine, stage.adapter, stage.model)
+        play_with(engine, stage.adapter, stage.model)
     return Player(
         model=str(stage.adapter.folder) if stage.adapter else stage.model,
         engine=engine,
@@ -207,23 +205,28 @@ def _with_learner(
     log: RunLog,
     lock: IO[str],
 ) -> Parts:
-    from agentgrpo.engine.agreement import probe_prompts
     from agentgrpo.learn.learner import Learner
+    from agentgrpo.learn.publish import policy_on
 
     engine, progress = player.engine, player.progress
     agreement_threshold = config.engine.agreement_on(engine.device)
     with explained("making the learner", lambda: LESS_TO_TRAIN):
-        learner = Learner(
-            player.model,
+        policy, publisher = policy_on(
             engine,
+            player.model,
+            config.learner,
+            weights=config.engine.weights,
+            adapter=resumed if config.learner.lora.rank else None,
+        )
+        learner = Learner(
+            policy,
+            publisher,
             config.learner,
             config.loss,
             total_steps=config.steps,
             temperature=config.rollout.temperature,
-            weights=config.engine.weights,
             dlogp_limit=agreement_threshold,
             reference=resolve_model(config.model) if config.loss.beta else None,
-            adapter=resumed if config.learner.lora.rank else None,
         )
         if resumed is not None:
             learner.load_state(resumed / checkpoint.STATE)
@@ -248,7 +251,7 @@ def _with_learner(
         **{field.name: getattr(player, field.name) for field in fields(player)},
         learner=learner,
         tasks=tasks,
-        probes=probe_prompts(learner.vocab_size),
+        probes=probe_prompts(policy.vocab_size),
         agreement_threshold=agreement_threshold,
         log=log,
         lock=lock,

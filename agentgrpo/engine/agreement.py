@@ -154,5 +154,5 @@ def require_agreement(max_dlogp: float, threshold: float, *, where: str) -> None
         raise Disagreement(
             f"sampler and learner disagree {where}: max |delta logp| {max_dlogp:.3g} nats, allowed "
             f"{threshold:.3g} (engine.agreement_threshold). What was sampled is not what would be "
-            "trained; nothing was updated. Resume from the last checkpoint once the cause is known."
+            "trained; nothing was updated. Look for the cause before going on"
         )

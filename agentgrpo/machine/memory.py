@@ -69,7 +69,7 @@ def rss_bytes() -> int:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the host."""
-    if isinstance(error, MemoryError):  # Python's, numpy's, and C++'s std::bad_alloc
+    if isinstance(error, OutOfMemory | MemoryError):  # Python's, numpy's, C++'s std::bad_alloc
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
