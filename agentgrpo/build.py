@@ -16,7 +16,8 @@ from agentgrpo.envs.base import Environment
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
-from agentgrpo.machine.room import memory_warnings, require_room_to_sample
+from agentgrpo.machine.packages import require
+from agentgrpo.machine.room import room_checks
 from agentgrpo.models.models import resolve_model
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
@@ -116,8 +117,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.close)
-        for warning in memory_warnings(config, stage.model):
-            stage.progress.say(f"WARNING: {warning}")
+        require(room_checks(config, stage.model, trained=True), stage.progress.say)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
@@ -133,7 +133,7 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     Raises:
         As build().
     """
-    require_room_to_sample(config, stage.model)
+    require(room_checks(config, stage.model, trained=False))
     stage.progress.say(f"engine: starting vLLM on {stage.model}")
     served = config.learner.lora.serve == "adapter"
     if stage.adapter is not None and served:

@@ -273,7 +273,7 @@ def test_a_learner_that_finds_no_memory_says_what_fits(engine: Engine, tiny_mode
 
 def test_the_page_has_every_kind() -> None:
     for message in (
-        "no room for vLLM",
+        "room for vLLM",
         "out of memory while learning",
         "out of memory while generating",
         "out of memory while waking the engine",
