@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo.cli import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "agentgrpo"
 
@@ -91,6 +93,11 @@ def test_a_wing_imports_what_its_row_says(path: Path) -> None:
             assert wing_of(name) in ALLOWED[wing], f"{path} imports {name}"
 
 
+def test_every_wing_has_its_row() -> None:
+    there = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in OURS}
+    assert there - {"__init__"} == {*WINGS, *TOP} - {"kernels"}
+
+
 def test_the_rows_hold_no_circle() -> None:
     """A wing comes after all that it may import."""
     seen: set[str] = set()
@@ -168,8 +175,9 @@ def test_kernels_load_neither_vllm_nor_transformers() -> None:
 
 
 def test_what_runs_before_the_model_loads_no_torch() -> None:
-    early = ("agentgrpo", "agentgrpo.sandbox", "agentgrpo.envs.python")
-    loaded = modules_after(*early, "agentgrpo.train", "agentgrpo.build")
+    """A command sets the environment first, then imports torch."""
+    commands = [module for module, _ in COMMANDS.values()]
+    loaded = modules_after("agentgrpo.sandbox", "agentgrpo.envs.python", *commands)
     assert not loaded & {"torch", "vllm", "transformers", "triton"}
 
 
