@@ -81,7 +81,7 @@ class Learner:
         """What was chosen, for the record."""
         return {
             **self.policy.describe(),
-            **self._publisher.describe(),
+            **self._publisher.about,
             "ranks": parallel.world_size(),
             "kernels": backend_for(torch.device(self.device)),
         }

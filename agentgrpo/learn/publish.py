@@ -7,6 +7,7 @@ all else is copied in place. Never through disk, HTTP or a second process.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,28 +28,32 @@ if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
 class Publisher(Protocol):
     """What a Learner's policy is published by."""
 
+    about: Mapping[str, Any]
+    """How, for the record."""
+
     def publish(self) -> Metrics:
         """Make the sampler's policy the learner's, then forget its cached keys."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """How, for the record."""
         ...
 
 
 class Unpublished:
     """Of fine-tuning: nobody samples."""
 
+    about: Mapping[str, Any] = {}
+
     def publish(self) -> Metrics:
         return {}
 
-    def describe(self) -> dict[str, Any]:
-        return {}
 
+class Shared:
+    """To an engine whose tensors the policy's parameters are views of: an update is there already.
 
-class _ToEngine:
-    def __init__(self, engine: Engine, policy: Policy, *, num_packed: int) -> None:
-        self._engine, self._policy, self._num_packed = engine, policy, num_packed
+    Also what the other ways of publishing to an engine have in common.
+    """
+
+    def __init__(self, engine: Engine, policy: Policy) -> None:
+        self._engine, self._policy = engine, policy
+        self.about: Mapping[str, Any] = self._prepare()
 
     def publish(self) -> Metrics:
         started = time.perf_counter()
@@ -57,31 +62,21 @@ class _ToEngine:
         self._engine.reset_prefix_cache()
         return metrics | {"publish_s": time.perf_counter() - started}
 
-    def describe(self) -> dict[str, Any]:
-        return {"packed_frozen_layers": self._num_packed}
+    def _prepare(self) -> dict[str, Any]:
+        return {"packed_frozen_layers": self._engine.pack_frozen(self._policy.trained)}
 
     def _hand_over(self) -> Metrics:
         return {}
 
 
-class Shared(_ToEngine):
-    """The policy's parameters are views of the engine's tensors: an update is there already."""
-
-    def __init__(self, engine: Engine, policy: Policy) -> None:
-        super().__init__(engine, policy, num_packed=engine.pack_frozen(policy.trained))
-
-
-class Copied(_ToEngine):
+class Copied(Shared):
     """The policy has tensors of its own, which are copied into the engine's, a bucket at a time."""
 
-    def __init__(self, engine: Engine, policy: Policy) -> None:
-        super().__init__(engine, policy, num_packed=0)
-        engine.unpack()  # every weight is written to at each step
-        self._copy = InPlaceCopy(engine.model, engine.load_weights)
-
-    def describe(self) -> dict[str, Any]:
+    def _prepare(self) -> dict[str, Any]:
+        self._engine.unpack()  # every weight is written to at each step
+        self._copy = InPlaceCopy(self._engine.model, self._engine.load_weights)
         merged = {"adapter": "merged into the weights"} if self._policy.adapter else {}
-        return super().describe() | merged
+        return {"packed_frozen_layers": 0, **merged}
 
     def _hand_over(self) -> Metrics:
         started = time.perf_counter()
@@ -92,14 +87,12 @@ class Copied(_ToEngine):
         return {"publish_gb_per_s": copied / 1e9 / (time.perf_counter() - started)}
 
 
-class ServedAdapter(_ToEngine):
+class ServedAdapter(Shared):
     """The engine applies the policy's LoRA adapter itself, over weights that never change."""
 
-    def __init__(self, engine: Engine, policy: Policy) -> None:
-        super().__init__(engine, policy, num_packed=engine.pack_frozen(()))
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"adapter": "served as it is"}
+    def _prepare(self) -> dict[str, Any]:
+        packed = self._engine.pack_frozen(())
+        return {"packed_frozen_layers": packed, "adapter": "served as it is"}
 
     def _hand_over(self) -> Metrics:
         assert self._policy.adapter is not None

@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("learn/policy.py", "            checkpoint_layers(model)\n", "            pass\n"),
     Mutant("learn/publish.py", "        self._engine.reset_prefix_cache()\n", ""),
     Mutant("learn/publish.py", "self._copy(self._policy.to_publish())", "0"),
-    Mutant("learn/publish.py", "pack_frozen(policy.trained)", "pack_frozen(())"),
+    Mutant("learn/publish.py", "pack_frozen(self._policy.trained)", "pack_frozen(())"),
     Mutant("learn/publish.py", "self._engine.set_adapter(", "(lambda *_: None)("),
     Mutant("learn/learner.py", "tokens = sum(len(batch.input_ids_T)", "tokens = sum(len(batch.row_N)"),
     # what is kept of it
