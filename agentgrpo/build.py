@@ -6,20 +6,18 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
-from agentgrpo.envs.base import Environment
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.machine.room import room_checks
 from agentgrpo.models.models import resolve_model
-from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
@@ -28,9 +26,7 @@ from agentgrpo.run.folder import flat, locked, require_same_run, whole_checkpoin
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
-from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import Stage, close_env, one_line, set_stage
-from agentgrpo.types import Task
+from agentgrpo.stage import Stage, one_line, set_stage
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
     from agentgrpo.engine.engine import Engine
@@ -38,24 +34,20 @@ if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickl
 
 
 @dataclass(slots=True, kw_only=True)
-class Player:
+class Player(Stage):
     """What it takes to play tasks with a policy, without training it."""
 
-    model: str
-    """The model directory or hub name that was loaded, or the directory of an adapter to one."""
     engine: Engine
     sampler: AnySampler
-    pool: SandboxPool
-    env: Environment
-    reward: Scoring
-    heldout: list[Task]
-    tokenizer: Any
-    progress: Progress
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model."""
+        return self.chat.tokenizer
 
     def close(self) -> None:
-        """Stop the sandbox, what else the environment holds, and the engine."""
-        close_env(self.env)
-        self.pool.close()
+        """As a Stage's, and stop the engine."""
+        Stage.close(self)
         self.engine.shutdown()
 
 
@@ -94,6 +86,15 @@ class Parts(Player):
             return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
         write(config.out_dir)  # its part in gathering what rank 0 writes; nothing is written here
         return checkpoint.folder_of(config.out_dir, step)
+
+
+Made = TypeVar("Made", bound=Player)
+
+
+def _more(kind: type[Made], of: Stage, **more: Any) -> Made:
+    """What `of` has, and more."""
+    base = Player if isinstance(of, Player) else Stage
+    return kind(**{**{field.name: getattr(of, field.name) for field in fields(base)}, **more})
 
 
 def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
@@ -152,17 +153,9 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         from agentgrpo.learn.publish import play_with
 
         play_with(engine, stage.adapter, stage.model)
-    return Player(
-        model=str(stage.adapter.folder) if stage.adapter else stage.model,
-        engine=engine,
-        sampler=_sampler(config, stage, engine),
-        pool=stage.pool,
-        env=stage.env,
-        reward=stage.reward,
-        heldout=stage.heldout,
-        tokenizer=stage.chat.tokenizer,
-        progress=stage.progress,
-    )
+    model = str(stage.adapter.folder) if stage.adapter else stage.model
+    sampler = _sampler(config, stage, engine)
+    return _more(Player, stage, model=model, engine=engine, sampler=sampler)
 
 
 def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
@@ -224,8 +217,9 @@ def _with_learner(
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
             tried = preflight(engine, learner, max_tokens=config.learner.max_tokens)
         log.write(learner.step_count, preflight=tried)
-    return Parts(
-        **{field.name: getattr(player, field.name) for field in fields(player)},
+    return _more(
+        Parts,
+        player,
         learner=learner,
         tasks=tasks,
         probes=probe_prompts(learner.policy.vocab_size),

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from agentgrpo import parallel
-from agentgrpo.types import Float32, Int32, Metrics
+from agentgrpo.types import Completion, Float32, Int32, Metrics
 
 
 class Disagreement(Exception):
@@ -27,19 +27,10 @@ class ScoresTokens(Protocol):
     def score(self, token_ids: Int32) -> Float32: ...
 
 
-class Continuation(Protocol):
-    """The part of engine.Completion that is compared."""
-
-    @property
-    def token_ids(self) -> Int32: ...
-    @property
-    def logprobs(self) -> Float32: ...
-
-
 class Prober(Protocol):
     """The part of the engine that is compared."""
 
-    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> Sequence[Continuation]: ...
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> Sequence[Completion]: ...
 
 
 NUM_PROMPTS = 2

@@ -5,7 +5,7 @@ k <= q < tout[k]. What runs:
 
 * CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
   from the root: no T x T mask, and no work on what a token does not see.
-* CUDA: FlexAttention with a BlockMask made from the intervals (csrc/blocks.c); where nothing is
+* CUDA: FlexAttention with a BlockMask made from the intervals (packing.py); where nothing is
   shared, FlashAttention's variable-length kernel, which takes 16-bit numbers. (Written and checked
   on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
