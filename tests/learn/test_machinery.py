@@ -26,7 +26,17 @@ def test_checkpointed_layers_train_alike(
 ) -> None:
     updates = plan_updates(groups, run_config(DAPO), step=0)
     plain, checkpointed = make_learner(), make_learner(gradient_checkpointing=True)
-    assert plain.step(updates)["loss"] == checkpointed.step(updates)["loss"]
+    passes = {plain: 0, checkpointed: 0}
+
+    def counted(learner: Learner) -> float:
+        def count(*_: object) -> None:
+            passes[learner] += 1
+
+        learner.model.get_decoder().layers[0].mlp.register_forward_pre_hook(count)
+        return learner.step(updates)["loss"]
+
+    assert counted(plain) == counted(checkpointed)
+    assert passes[checkpointed] == 2 * passes[plain] > 0, "once more in the backward pass"
     for a, b in zip(plain.policy.trained, checkpointed.policy.trained, strict=True):
         assert torch.equal(a, b)
 

@@ -36,9 +36,10 @@ def test_shapes_are_those_of_the_real_model(size: str) -> None:
 
 
 def test_a_mixture_of_experts_by_hand() -> None:
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
-    config = Qwen3MoeConfig(**sizes, vocab_size=50, num_hidden_layers=1, num_experts=4,
-                            moe_intermediate_size=6, tie_word_embeddings=True)  # fmt: skip
+    config = Qwen3MoeConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4,
+        num_key_value_heads=1, num_experts=4, moe_intermediate_size=6, tie_word_embeddings=True,
+    )  # fmt: skip
     attention, norms = 8 * (8 + 4 + 4 + 8), 8 + 8 + 4 + 4 + 8
     assert count(shapes_of(config)) == 50 * 8 + attention + norms + 4 * 8 + 4 * 3 * 8 * 6
 
