@@ -11,9 +11,8 @@ out_dir/stage_k:
     rl/            the training run, as of agentgrpo.train
     stage.json     from which model to which checkpoint; written when the stage is done
 
-Kill it at any moment and repeat the command: finished parts are skipped, playing goes on behind the
-last whole chunk and training from its last checkpoint. Each part has a process of its own, so that
-each gets the device as a fresh run would.
+Kill it at any moment and repeat the command (parts.py): playing goes on behind the last whole chunk
+and training from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,36 +21,30 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.build import Player
+from agentgrpo.build import Player, build, start_engine
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.measures.measures import kind_of, quality_by
+from agentgrpo.measures.measures import kind_of
+from agentgrpo.measures.quality import quality_by
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
-from agentgrpo.recipe.sft import cli_errors
+from agentgrpo.recipe.parts import Part, command, run_parts
 from agentgrpo.rewards.scoring import score_all
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import flat, require_same_settings
 from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Group, Task
 
 MAY_CHANGE = {"curriculum.stages", "curriculum.steps"}
 """Settings of the curriculum that may be raised to go on; those of its runs, each run checks."""
-
-
-class PartFailed(ValueError):
-    """A part's process ended with an error, which it has printed itself."""
 
 
 def folder_of(recipe: RecipeConfig, stage: int) -> Path:
@@ -227,15 +220,27 @@ def difficulty_pools(recipe: RecipeConfig, tasks: Tasks) -> Tasks:
 # -- the order of the parts ------------------------------------------------------------------------
 
 
-def parts_left(recipe: RecipeConfig) -> Iterator[tuple[int, str]]:
-    """(stage, "select" or "train") for what is not done yet, in order; asks the disk each time."""
-    for stage in range(recipe.curriculum.stages):
-        folder = folder_of(recipe, stage)
-        if not (folder / "select.json").exists():
-            yield stage, "select"
-        trained = checkpoint.newest(folder / "rl")
-        if trained is None or checkpoint.step_of(trained) < recipe.curriculum.steps_of(stage):
-            yield stage, "train"
+def parts_of(recipe: RecipeConfig) -> list[Part]:
+    """Two of each stage, "K.select" and "K.train"; what is done of them is seen on disk."""
+
+    def selected(stage: int) -> bool:
+        return (folder_of(recipe, stage) / "select.json").exists()
+
+    def trained(stage: int) -> bool:
+        path = folder_of(recipe, stage) / "stage.json"
+        steps = json.loads(path.read_text())["steps"] if path.exists() else 0
+        return bool(steps >= recipe.curriculum.steps_of(stage))
+
+    return [
+        Part(
+            name=f"{stage}.{what}",
+            module="agentgrpo.recipe.curriculum",
+            more=partial(list, ["--part", f"{stage}.{what}"]),
+            done=partial(done, stage),
+        )
+        for stage in range(recipe.curriculum.stages)
+        for what, done in (("select", selected), ("train", trained))
+    ]
 
 
 def finish_stage(recipe: RecipeConfig, stage: int) -> None:
@@ -246,9 +251,7 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     """
     folder = folder_of(recipe, stage)
     selected = json.loads((folder / "select.json").read_text())
-    trained = checkpoint.newest(folder / "rl")
-    if trained is None:
-        raise ValueError(f"stage {stage} has no checkpoint in {folder / 'rl'}")
+    trained = Path(start_model(recipe, stage + 1))
     write_json(
         folder / "stage.json",
         {
@@ -270,32 +273,27 @@ def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
 
     Raises:
         PartFailed: a part did not end well.
+        ValueError: the folder holds stages of other settings.
     """
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
-    settings = flat({"curriculum": recipe.curriculum.model_dump(mode="json")})
-    require_same_settings(recipe.out_dir / "curriculum.json", settings, MAY_CHANGE)
-    for stage, part in parts_left(recipe):
-        command = [sys.executable, "-m", "agentgrpo.recipe.curriculum", *arguments]
-        status = subprocess.run([*command, "--part", f"{stage}.{part}"], check=False).returncode
-        if status:
-            raise PartFailed(f"stage {stage}: {part} ended with status {status}")
-        if part == "train":
-            finish_stage(recipe, stage)
+    run_parts(
+        recipe, parts_of(recipe), arguments, "curriculum.json",
+        include={"curriculum"}, may_change=MAY_CHANGE,
+    )  # fmt: skip
     return Path(start_model(recipe, recipe.curriculum.stages))
 
 
 def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     """One part, in this process; returns the exit status."""
-    from agentgrpo.build import build, start_engine
-    from agentgrpo.stage import set_stage
-
     if part == "train":
         from agentgrpo.train import run
 
-        return run(
+        status = run(
             training_config(recipe, stage),
             lambda config: build(config, draw=lambda tasks: difficulty_pools(recipe, tasks)),
         )
+        if status == 0:
+            finish_stage(recipe, stage)
+        return status
     config = recipe.of_run(model=start_model(recipe, stage))
     played = set_stage(config, trained=False)
     with contextlib.closing(start_engine(config, played)) as player:
@@ -303,20 +301,20 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     return 0
 
 
+def _work(recipe: RecipeConfig, args: argparse.Namespace) -> int:
+    if args.part:
+        stage, _, part = args.part.partition(".")
+        return run_part(recipe, int(stage), part)
+    print(f"done: {run_curriculum(recipe, [args.config, *args.overrides])}")  # noqa: T201
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Parse the command line, go through the stages. Returns the exit status."""
-    parser = config_parser("curriculum", __doc__)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args(arguments)
-    prepare_environment()
-    with cli_errors("The same command continues where it stopped.") as outcome:
-        recipe = load_config_of(RecipeConfig, args.config, args.overrides)
-        if args.part:
-            stage, _, part = args.part.partition(".")
-            return run_part(recipe, int(stage), part)
-        last = run_curriculum(recipe, [args.config, *args.overrides])
-        print(f"done: {last}")  # noqa: T201
-    return outcome.status
+    return command(
+        "curriculum", __doc__, arguments, _work,
+        lambda parser: parser.add_argument("--part", help=argparse.SUPPRESS),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ left out and begins again next time. Sampling depends on what else is in flight:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -34,22 +35,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
+from agentgrpo.build import start_engine
 from agentgrpo.config.recipe import FlywheelConfig, RecipeConfig
 from agentgrpo.engine.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.measures.measures import SOLVED_AT, Quality, quality_by
+from agentgrpo.measures.measures import SOLVED_AT
+from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
-from agentgrpo.recipe.sft import cli_errors
+from agentgrpo.recipe.parts import command
 from agentgrpo.recipe.trajectories import Budget, Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import require_same_settings
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import Stage
+from agentgrpo.stage import Stage, set_stage
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
@@ -372,32 +372,26 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
     Raises:
         ValueError, OSError, SandboxUnavailable: as build.build().
     """
-    from agentgrpo.build import start_engine
-    from agentgrpo.stage import set_stage
-
     recipe.require_sessions()
     config = recipe.of_run()
-    stage = set_stage(config, trained=False)
-    try:
+    with contextlib.ExitStack() as undo:
+        stage = set_stage(config, trained=False)
+        undo.callback(stage.close)
         tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
         player = start_engine(config, stage)
-        try:
-            summary = spin(recipe, stage, player.engine, tasks)
-        finally:
-            player.engine.shutdown()
-    finally:
-        stage.close()
+        undo.callback(player.engine.shutdown)
+        summary: dict[str, Any] = spin(recipe, stage, player.engine, tasks)
     stage.progress.say(f"kept {summary['kept']} of {summary['trajectories']} trajectories")
-    return dict(summary)
+    return summary
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, run the flywheel. Returns the exit status."""
-    args = config_parser("flywheel", __doc__).parse_intermixed_args(arguments)
-    prepare_environment()
-    with cli_errors("The same command continues where it stopped.") as outcome:
-        run(load_config_of(RecipeConfig, args.config, args.overrides))
-    return outcome.status
+
+    def work(recipe: RecipeConfig, args: object) -> None:
+        run(recipe)
+
+    return command("flywheel", __doc__, arguments, work)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.measures.measures import question_of, references
+from agentgrpo.measures.quality import question_of
 from agentgrpo.recipe.trajectories import Budget, PlayedTurn, Trajectory, TrajectoryPlayer
+from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.types import Segment, Task
 
 
@@ -232,7 +233,7 @@ def _step_in(reply: str, chosen: Chosen) -> int:
 def _prompt(template: str, chosen: Chosen) -> str:
     fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
     if "{accepted}" in template:
-        fields["accepted"] = ", ".join(references(chosen.task))
+        fields["accepted"] = ", ".join(accepted_answers(chosen.task))
     return template.format(**fields)
 
 

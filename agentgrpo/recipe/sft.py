@@ -21,7 +21,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,12 +30,10 @@ import numpy as np
 
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.recipe.parts import command
 from agentgrpo.run import checkpoint
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
@@ -364,41 +362,11 @@ class _Run:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
-    with cli_errors("The same command continues from the last checkpoint.") as outcome:
-        args = config_parser("sft", __doc__).parse_intermixed_args(arguments)
-        prepare_environment()
-        finetune(load_config_of(RecipeConfig, args.config, args.overrides))
-    return outcome.status
 
+    def work(recipe: RecipeConfig, args: object) -> None:
+        finetune(recipe)
 
-@dataclass(slots=True)
-class Outcome:
-    """How a command ended."""
-
-    status: int = 0
-
-
-@contextlib.contextmanager
-def cli_errors(then: str) -> Iterator[Outcome]:
-    """Say what stops a command, in one line and without a traceback, and note the exit status."""
-    from agentgrpo.actions import InfrastructureError
-    from agentgrpo.sandbox import SandboxUnavailable
-
-    outcome = Outcome()
-    try:
-        yield outcome
-    except (ValueError, OSError, SandboxUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        outcome.status = 2
-    except InfrastructureError as error:
-        print(f"error: {error}. {then}", file=sys.stderr)  # noqa: T201
-        outcome.status = 3
-    except FloatingPointError as error:
-        print(f"error: {error}. {then}", file=sys.stderr)  # noqa: T201
-        outcome.status = 1
-    except KeyboardInterrupt:
-        print(f"interrupted. {then}", file=sys.stderr)  # noqa: T201
-        outcome.status = 130
+    return command("sft", __doc__, arguments, work)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.measures.measures import TaskRow, report
+from agentgrpo.measures.measures import TaskRow
+from agentgrpo.measures.report import report
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.recipe.curriculum import PartFailed
+from agentgrpo.recipe.parts import PartFailed
 
-ORDER = ["prompting", "flywheel", "sft", "tuned", "curriculum", "trained"]
+ORDER = ["prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "trained"]
 QUALITY = {"prompting": (0, 1), "tuned": (1, 1), "trained": (2, 1)}
 """Of two tasks how many are solved, and calls of each."""
 
@@ -75,13 +76,15 @@ def leave(recipe: RecipeConfig, part: str) -> None:
         }
     elif part == "sft":
         files = {"sft/checkpoints/step_000003/model.json": {}}
+    elif part == "0.select":
+        files = {"stage_0/select.json": {}}
     else:
         stage = {"stage": 0, "candidates": 8, "mixed": 5, "selected": 4, "steps": 2}
         files = {"stage_0/rl/checkpoints/step_000002/model.json": {}, "stage_0/stage.json": stage}
     for name, value in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(json.dumps(value))
-    if part == "curriculum":
+    if part == "0.train":
         played = [("heldout", None), ("train", None), ("train", 0), ("train", 0)]
         lines = [json.dumps({"split": split, "parent": parent}) for split, parent in played]
         (out / "stage_0/rl/rollouts.jsonl").write_text("\n".join(lines) + "\n")
@@ -120,6 +123,8 @@ def test_parts_run_in_order_each_with_its_model(
     assert list(ran) == ORDER
     assert all(command[1:3] == ["r.toml", "seed=3"] for command in ran.values())
     assert ran["flywheel"] == ["agentgrpo.recipe.flywheel", "r.toml", "seed=3"]
+    select = ["agentgrpo.recipe.curriculum", "r.toml", "seed=3", "--part", "0.select"]
+    assert ran["0.select"] == select
     out = recipe.out_dir
     models = {
         "prompting": "base",
