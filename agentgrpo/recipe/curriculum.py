@@ -152,17 +152,24 @@ def _chunks(
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
-    recorded = _whole_chunks(path, c.group_size, c.chunk, c.candidates)
+    recorded = whole_lines(path)
     for start in range(0, c.candidates, c.chunk):
         tasks = stream.next(min(c.chunk, c.candidates - start))
-        if recorded:
-            groups = recorded.pop(0)
+        size = len(tasks) * c.group_size
+        if len(recorded) >= size:
+            rollouts = [read_rollout(json.loads(line)) for line in recorded[:size]]
+            recorded = recorded[size:]
+            played = [rollouts[i : i + c.group_size] for i in range(0, size, c.group_size)]
+            groups = [Group(task=members[0].task, rollouts=members) for members in played]
             for task, group in zip(tasks, groups, strict=True):
                 if task.id != group.task.id:
                     raise ValueError(
                         f"{path}: holds task {group.task.id!r} where this recipe plays {task.id!r}"
                     )
         else:
+            if recorded:  # of a chunk that is not whole
+                os.truncate(path, path.stat().st_size - sum(len(line) + 1 for line in recorded))
+                recorded = []
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
@@ -172,27 +179,6 @@ def _chunks(
                 f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
             )
         yield groups
-
-
-def _whole_chunks(path: Path, group_size: int, chunk: int, candidates: int) -> list[list[Group]]:
-    """What is recorded, in chunks; a partial one at the end is cut off the file."""
-    lines = whole_lines(path)
-    sizes = [min(chunk, candidates - start) * group_size for start in range(0, candidates, chunk)]
-    chunks, kept = [], 0
-    for size in sizes:
-        if kept + size > len(lines):
-            break
-        rollouts = [read_rollout(json.loads(line)) for line in lines[kept : kept + size]]
-        chunks.append(
-            [
-                Group(task=rollouts[i].task, rollouts=rollouts[i : i + group_size])
-                for i in range(0, size, group_size)
-            ]
-        )
-        kept += size
-    if lines[kept:]:
-        os.truncate(path, sum(len(line) + 1 for line in lines[:kept]))
-    return chunks
 
 
 def _row(task: Task) -> dict[str, Any]:
