@@ -41,6 +41,7 @@ from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.records import read_rollout, rollout_record
 from agentgrpo.stage import set_stage
+from agentgrpo.train import run
 from agentgrpo.types import Group, Task
 
 MAY_CHANGE = {"curriculum.stages", "curriculum.steps"}
@@ -271,8 +272,6 @@ def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
 def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     """One part, in this process; returns the exit status."""
     if part == "train":
-        from agentgrpo.train import run
-
         status = run(
             training_config(recipe, stage),
             lambda config: build(config, draw=lambda tasks: difficulty_pools(recipe, tasks)),

@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,10 @@ from agentgrpo.config import BranchConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.measures.measures import SOLVED_AT
 from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.recipe.parts import command
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
-from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import require_same_settings
 from agentgrpo.run.progress import Progress
@@ -57,33 +55,6 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = {"tasks", "concurrency", "keep"}
 """Settings of the flywheel that may be otherwise when it goes on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A trajectory in a question's buffer."""
-
-    trajectory: Trajectory
-    quality: float
-
-    @property
-    def right(self) -> bool:
-        return self.quality >= SOLVED_AT
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Better ones are smaller: by correctness, then by tool calls."""
-        return (-min(self.quality, SOLVED_AT), self.trajectory.rollout.stats["tool_calls"])
-
-    def record(self) -> dict[str, Any]:
-        """JSON values."""
-        record = self.trajectory.record()
-        record["flywheel"] |= {
-            "quality": self.quality,
-            "right": self.right,
-            "valid": well_formed(self.trajectory.rollout),
-        }
-        return record
 
 
 class Question:
@@ -102,7 +73,7 @@ class Question:
     ) -> None:
         self.task, self._shop, self._quality = task, shop, quality
         self._operators, self._seed = operators, seed
-        self.buffer: list[Judged] = []
+        self.buffer: list[Trajectory] = []
         self.log: list[dict[str, Any]] = []
 
     def work(self) -> None:
@@ -140,7 +111,7 @@ class Question:
         made, why = None, ""
         chosen = Chosen(
             task=self.task,
-            trajectory=self.buffer[index].trajectory,
+            trajectory=self.buffer[index],
             index=index,
             rng=random.Random(f"{self._seed}/{self.task.id}/{number}/{name}"),
         )
@@ -153,8 +124,7 @@ class Question:
         return made, why, time.perf_counter() - started
 
     def _take(self, trajectory: Trajectory) -> None:
-        quality = self._quality(trajectory.rollout)
-        self.buffer.append(Judged(trajectory=trajectory, quality=quality))
+        self.buffer.append(replace(trajectory, quality=self._quality(trajectory.rollout)))
 
     def record(self) -> dict[str, Any]:
         """A line of buffer.jsonl."""

@@ -8,6 +8,7 @@ episode, the world is as it was, and what the new turn does is answered anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -21,7 +22,9 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.measures.measures import SOLVED_AT
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.rewards.scoring import Scoring, score_all
 from agentgrpo.rollout.play import Play
@@ -60,6 +63,17 @@ class Trajectory:
     """What made it: "fresh", "redundant", ..."""
     parent: int | None = None
     """Which of the question's trajectories it was made from."""
+    quality: float = math.nan
+    """Of its answer, in [0, 1], once it is judged."""
+
+    @property
+    def right(self) -> bool:
+        return self.quality >= SOLVED_AT
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Better ones are smaller: by correctness, then by tool calls."""
+        return (-min(self.quality, SOLVED_AT), self.rollout.stats["tool_calls"])
 
     def record(self) -> dict[str, Any]:
         """JSON values that records.read_rollout() reads; `flywheel` says how it was made.
@@ -70,7 +84,14 @@ class Trajectory:
         for turn in self.turns:
             authors += [author for _, author in turn.pieces]
             authors += [None] * (turn.told is not None)
-        made = {"operator": self.operator, "parent": self.parent, "authors": authors}
+        made = {
+            "operator": self.operator,
+            "parent": self.parent,
+            "authors": authors,
+            "quality": self.quality,
+            "right": self.right,
+            "valid": well_formed(self.rollout),
+        }
         return {**rollout_record(self.rollout), "flywheel": made}
 
 
