@@ -110,7 +110,7 @@ def test_what_the_server_refuses_is_final(server: Any) -> None:
     server.answers = [lambda body: (400, b"no such model"), echo]
     with pytest.raises(InfrastructureError, match="HTTP 400: no such model"):
         endpoint(server).complete(USER)
-    assert len(server.seen) == 1
+    assert [key for _, key, _ in server.seen] == [None], "asked once, and without a key"
 
 
 @pytest.mark.parametrize(

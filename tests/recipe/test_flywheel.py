@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +15,21 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig
+from agentgrpo.config import AgentConfig, RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.engine.endpoints import EngineLoop
+from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.flywheel import kept, spin
+from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Task
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
+from tests.rollout.test_second_role import AGENT as TALKER
+from tests.rollout.test_second_role import Shop, speak
 
 WRONG, RIGHT = "<code>bad</code>", "<code>good</code>"
 HINT, LAST_HINT = "Wait, a tool. ", "No, a tool. "
@@ -369,6 +375,43 @@ def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
     assert kept(everything, 9) == [few_calls, short, long_]
     assert kept(everything, 1) == [few_calls]
     assert kept([wrong, malformed], 1) == []
+
+
+def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(
+    world: Callable[..., World],
+) -> None:
+    made = world(operators=("step_hint",))
+    made.spin(question("q"))
+    repaired = made.lines("rollouts.jsonl")[1]
+    made.engine.max_model_len = sum(len(part["token_ids"]) for part in repaired["segments"][:4])
+    made.spin(question("r"))
+    *_, last = made.lines("rollouts.jsonl")
+    assert last["status"] == "truncated_length"
+    assert texts(last, made)[-2:] == [(HINT, "hint"), ("", "generator")]
+
+
+def test_kept_turns_are_said_again_where_a_second_role_is_asked_too(tokenizer: Any) -> None:
+    loop = EngineLoop(StubEngine(tokenizer, speak))  # type: ignore[arg-type]
+    config = RolloutConfig(max_turns=9, max_turn_tokens=200, max_observation_tokens=200)
+    with EpisodeRunner(1) as worlds, ThreadPoolExecutor(1) as side:
+        player = TrajectoryPlayer(
+            loop, TALKER, Shop(), ChatTemplate(tokenizer), lambda r: {}, worlds, config
+        )
+
+        def work() -> tuple[Trajectory, Trajectory]:
+            first = player.play(question("Hello."), operator="fresh")
+            more: dict[str, Any] = {"kept": first.turns[:2], "begin": "Well, ", "author": "hint"}
+            return first, player.play(question("Hello."), operator="step_hint", **more)
+
+        playing = side.submit(work)
+        playing.add_done_callback(lambda _: loop.stop())
+        loop.serve()
+        first, again = playing.result()
+    assert [turn.text for turn in first.turns] == ["agent 0", "agent 1", "agent 2"]
+    assert [turn.text for turn in again.turns] == ["agent 0", "agent 1", "Well, agent 2"]
+    assert [turn.told_text for turn in again.turns] == ["customer 1", "customer 2", ""]
+    assert again.rollout.stats == first.rollout.stats
+    assert again.record()["segments"][:4] == first.record()["segments"][:4]
 
 
 def test_records_are_rollouts(world: Callable[..., World]) -> None:

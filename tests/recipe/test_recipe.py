@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.measures.measures import TaskRow
 from agentgrpo.measures.report import report
+from agentgrpo.recipe import parts
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.recipe.parts import PartFailed
+from agentgrpo.recipe.parts import CONTINUE, PartFailed, command
+from agentgrpo.rewards.rewards import RewardError
+from agentgrpo.sandbox import SandboxUnavailable
 
 ORDER = ["prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "trained"]
 QUALITY = {"prompting": (0, 1), "tuned": (1, 1), "trained": (2, 1)}
@@ -181,3 +186,36 @@ def test_other_settings_and_other_starts_are_refused(
         recipes.run(make_recipe(tmp_path, select=5), ["r.toml"])
     with pytest.raises(ValueError, match=r"curriculum\.start: .* 'sft', got 'model'"):
         recipes.run(make_recipe(tmp_path, start="model"), ["r.toml"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("no such"), 2, "error: no such"),
+        (FileNotFoundError("gone"), 2, "error: gone"),
+        (SandboxUnavailable("no cage"), 2, "error: no cage"),
+        (InfrastructureError("down"), 3, f"error: down. {CONTINUE}"),
+        (RewardError("f failed"), 3, f"error: f failed. {CONTINUE}"),
+        (FloatingPointError("nan"), 1, f"error: nan. {CONTINUE}"),
+        (KeyboardInterrupt(), 130, f"interrupted. {CONTINUE}"),
+    ],
+)
+def test_what_stops_a_command_is_one_line_and_a_status(
+    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
+) -> None:
+    def work(recipe: RecipeConfig, args: Any) -> int:
+        raise error
+
+    assert command("sft", None, ["quickstart"], work) == status
+    assert capsys.readouterr().err == f"{said}\n"
+    assert command("sft", None, ["quickstart"], lambda recipe, args: 7) == 7
+
+
+def test_every_command_has_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "planned", lambda config: f"PLAN of {config.out_dir}")
+    for name in ("sft", "flywheel", "curriculum", "recipe", "evaluate"):
+        main = importlib.import_module(f"agentgrpo.recipe.{name}").main
+        assert main(["recipe", "--dry-run", "out_dir=here"]) == 0
+        assert capsys.readouterr().out == "PLAN of here\n"
