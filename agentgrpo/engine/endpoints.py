@@ -123,7 +123,10 @@ class HttpEndpoint(Endpoint):
     def _client(self) -> openai.OpenAI:
         import openai
 
-        hooks = {"request": [self._ask], "response": [self._hear]}
+        hooks: dict[str, list[Callable[..., Any]]] = {
+            "request": [self._ask],
+            "response": [self._hear],
+        }
         return openai.OpenAI(
             base_url=self.config.url, api_key="none", timeout=self.config.timeout_s,
             max_retries=self.config.retries,

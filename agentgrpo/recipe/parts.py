@@ -102,7 +102,7 @@ def command(
     description: str | None,
     arguments: Sequence[str],
     work: Callable[[RecipeConfig, argparse.Namespace], int | None],
-    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> int:
     """One command of a recipe: parse, read the config, do the work; say what stops it.
 

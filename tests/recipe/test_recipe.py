@@ -26,11 +26,11 @@ QUALITY = {"prompting": (0, 1), "tuned": (1, 1), "trained": (2, 1)}
 """Of two tasks how many are solved, and calls of each."""
 
 
-def make_recipe(folder: Path, **curriculum: Any) -> RecipeConfig:
+def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConfig:
     return RecipeConfig.model_validate(
         {
             "model": "base",
-            "out_dir": folder / "out",
+            "out_dir": folder / out,
             "endpoints": {"c": {"kind": "script", "function": "m:f"}},
             "flywheel": {"critic": "c", "concurrency": 4},
             "curriculum": {"start": "sft", "stages": 1, "steps": [2], **curriculum},
@@ -182,6 +182,9 @@ def test_other_settings_and_other_starts_are_refused(
 ) -> None:
     fake_parts(make_recipe(tmp_path), monkeypatch)
     recipes.run(make_recipe(tmp_path), ["r.toml"])
+    (tmp_path / "out").rename(tmp_path / "moved")
+    recipes.run(make_recipe(tmp_path, "moved"), ["r.toml"])
+    (tmp_path / "moved").rename(tmp_path / "out")
     with pytest.raises(ValueError, match=r"curriculum\.select = 64, now it is 5"):
         recipes.run(make_recipe(tmp_path, select=5), ["r.toml"])
     with pytest.raises(ValueError, match=r"curriculum\.start: .* 'sft', got 'model'"):
