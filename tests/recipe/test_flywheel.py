@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.actions import InfrastructureError
+from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
@@ -414,6 +414,39 @@ def test_kept_turns_are_said_again_where_a_second_role_is_asked_too(tokenizer: A
     assert again.record()["segments"][:4] == first.record()["segments"][:4]
 
 
+def test_a_written_answer_is_closed_as_a_sampled_one_is(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = "Step: 1\nCorrected step:\nAnswer: 42"
+    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
+    made = world(operators=("redundant",))
+    made.spin(question("easy"))
+    *_, last = made.lines("rollouts.jsonl")
+    assert texts(last, made) == [("Answer: 42<|im_end|>", "critic")]
+    assert (last["answer"], last["status"]) == ("42", "completed")
+
+
+def test_a_kept_turn_is_told_what_the_fresh_world_says(world: Callable[..., World]) -> None:
+    made = world(operators=("step_hint",))
+    told = iter([Observation("out of bad"), Observation("", done=True, answer="42")])
+    made.env.answer = lambda code: next(told)
+    made.spin(question())
+    *_, last = made.lines("rollouts.jsonl")
+    assert texts(last, made) == [(f"Let me see. {WRONG}", "generator")], "it ended there"
+    assert last["answer"] == "42"
+
+
+def test_the_best_is_right_and_then_cheap(rollout: Callable[..., Rollout]) -> None:
+    graded = [
+        Trajectory(
+            turns=(), rollout=rollout(stats={"tool_calls": calls}), operator="fresh", quality=worth
+        )
+        for worth, calls in ((1.0, 2.0), (0.75, 1.0), (0.5, 0.0), (0.7, 3.0))
+    ]
+    assert [one.right for one in graded] == [True, True, False, False]
+    assert sorted(range(4), key=lambda i: graded[i].rank) == [1, 0, 3, 2]
+
+
 def test_records_are_rollouts(world: Callable[..., World]) -> None:
     made = world(operators=("step_hint",))
     made.spin(question())
@@ -421,5 +454,6 @@ def test_records_are_rollouts(world: Callable[..., World]) -> None:
         played = read_rollout(record)
         assert well_formed(played)
         assert played.task == question()
+        assert played.turns == [], "the engine's accounts are of turns that are all its own"
         sampled = [author == "generator" for author in record["flywheel"]["authors"]]
         assert [segment.sampled for segment in played.segments] == sampled
