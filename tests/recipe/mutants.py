@@ -1,23 +1,11 @@
 # ruff: noqa: E501 - a table of source pieces
-"""Change the recipe's modules in small ways and see that the tests notice every one.
-
-python -m tests.recipe.mutants [WORD ...]      only mutants whose name or file has a WORD
-"""
+"""Change the recipe's modules in small ways and see that the tests notice every one."""
 
 from __future__ import annotations
 
-import os
-import sys
+from tests.mutation import Mutant
 
-from agentgrpo.machine.runtime import prepare_environment
-
-prepare_environment()
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch
-
-import transformers  # noqa: E402, F401 - what every fork would import again
-
-from tests.mutation import Mutant, hunt  # noqa: E402
-
+FOLDER = "agentgrpo"
 TESTS = {
     "recipe/pareto.py": ["recipe/test_pareto.py"],
     "recipe/curriculum.py": ["recipe/test_curriculum.py"],
@@ -322,7 +310,3 @@ MUTANTS = [
     Mutant("recipe/recipe.py", "start_model(recipe, recipe.curriculum.stages))", "start_model(recipe, 0))"),
     Mutant("recipe/recipe.py", 'r["split"] == "train"', "True"),
 ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(hunt(MUTANTS, "agentgrpo", TESTS, sys.argv[1:]))
