@@ -92,6 +92,9 @@ def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) 
             },
         )
     ]
+    server.answers = [echo]
+    with pytest.raises(InfrastructureError, match="2 of 1 replies came"):
+        endpoint(server, extra={"n": 2}).complete(USER)
     monkeypatch.delenv("SOME_KEY")
     with pytest.raises(InfrastructureError, match="has no SOME_KEY"):
         asked.complete(USER)
