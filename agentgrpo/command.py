@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from agentgrpo.actions import InfrastructureError
+from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import config_parser
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
@@ -62,6 +63,7 @@ def command(
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     kind: type[Config],
+    as_run: Callable[[Config], TrainConfig],
 ) -> int:
     """Parse the command line, read the config, do the work or (--dry-run) say what it would be.
 
@@ -72,6 +74,7 @@ def command(
         work: given the settings and the parsed arguments; may return an exit status.
         options: adds options of its own to the parser.
         kind: which sections the config may have.
+        as_run: the training run in it, of which a dry run says the plan.
 
     Returns:
         The exit status: that of the work, or as told() has it.
@@ -88,7 +91,7 @@ def command(
     with told() as outcome:
         config = load_config_of(kind, args.config, args.overrides)
         if args.dry_run:
-            print(planned(config))  # noqa: T201
+            print(planned(as_run(config)))  # noqa: T201
         else:
             outcome.status = work(config, args) or 0
     return outcome.status

@@ -35,7 +35,8 @@ from agentgrpo.registry import (
     needs_answers,
     script_of,
 )
-from agentgrpo.rewards.rewards import expected_answer, try_reward
+from agentgrpo.rewards.answers import expected_number
+from agentgrpo.rewards.rewards import try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.run.progress import Progress
@@ -91,7 +92,7 @@ class Stage:
         kept = []
         for task in tasks:
             if needs_answers(config.reward, self.env):
-                expected_answer(task)
+                expected_number(task)
             require_recordable(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:

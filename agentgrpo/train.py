@@ -135,12 +135,11 @@ def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
-
-    def work(config: TrainConfig, _: object) -> int:
-        return run(config, build)
-
     about = "Train a policy. The same command continues what was stopped."
-    return command("train", about, arguments, work, kind=TrainConfig)
+    return command(
+        "train", about, arguments, lambda config, _: run(config, build),
+        kind=TrainConfig, as_run=lambda config: config,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
