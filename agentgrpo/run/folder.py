@@ -53,7 +53,7 @@ def require_same_run(config: TrainConfig) -> None:
         raise ValueError(f"{records} is of no run of ours (no run.json): choose another out_dir")
     then = flat(json.loads(described.read_text())["config"])
     now = flat(config.model_dump(mode="json"))
-    _require_same(f"out_dir {str(config.out_dir)!r} holds a run", then, now, MAY_CHANGE)
+    _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 
 def require_same_settings(
@@ -65,7 +65,7 @@ def require_same_settings(
         ValueError: a key that may not change has changed; names it.
     """
     if path.exists():
-        _require_same(f"{path} was written", json.loads(path.read_text()), now, may_change)
+        _require_same(f"{path} was written with", json.loads(path.read_text()), now, may_change)
     write_json(path, dict(now))
 
 
@@ -75,7 +75,7 @@ def _require_same(
     for key in sorted((then.keys() | now.keys()) - set(may_change)):
         if then.get(key) != now.get(key):
             raise ValueError(
-                f"{what} with {key} = {then.get(key)!r}, now it is {now.get(key)!r}: set it back "
+                f"{what} {key} = {then.get(key)!r}, now it is {now.get(key)!r}: set it back "
                 "to continue, or choose another out_dir"
             )
 

@@ -201,7 +201,7 @@ import agentgrpo.engine.engine  # what vLLM maps when it is imported is not to c
 from agentgrpo import train
 from agentgrpo.machine import hardware
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
-taken = hardware._kib("/proc/self/status")["VmSize"] * 1024
+taken = hardware.kib_of("/proc/self/status")["VmSize"] * 1024
 resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]), hard))
 sys.exit(train.main(sys.argv[2:]))
 """
@@ -242,7 +242,7 @@ def room_for(more: int) -> Iterator[None]:
     gc.unfreeze()
     gc.collect()  # what other tests left, else it is given back in between and is room as well
     before = resource.getrlimit(resource.RLIMIT_AS)
-    taken = hardware._kib("/proc/self/status")["VmSize"] * 1024
+    taken = hardware.kib_of("/proc/self/status")["VmSize"] * 1024
     resource.setrlimit(resource.RLIMIT_AS, (taken + more, before[1]))
     try:
         yield
