@@ -17,7 +17,7 @@ import pytest
 from agentgrpo.config.read import load_config
 from agentgrpo.machine import hardware, packages
 from agentgrpo.machine.footprint import GIB
-from agentgrpo.machine.room import memory_warnings
+from agentgrpo.machine.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.train import main
@@ -97,12 +97,13 @@ def test_a_run_that_would_be_killed_for_its_memory_is_warned(
 ) -> None:
     long_rows = "learner.max_tokens=10000000000"
     _, out, _ = dry_run(long_rows)
-    said = r"\d{5}\.\d GiB are needed at least, more than the \d+\.\d GiB that are free: fewer"
-    assert re.search(rf"WARNING +{said} learner\.trained_layers", out)
-    config = load_config(tmp_path / "c.toml", [long_rows])
-    (warning,) = memory_warnings(config, str(tiny_model))
-    assert re.match(said, warning)
-    assert memory_warnings(load_config(tmp_path / "c.toml"), str(tiny_model)) == []
+    said = r"= \d{5}\.\d GiB are needed, more than the \d+\.\d GiB that are free"
+    assert re.search(rf"WARNING +memory: .* {said}; remedy: fewer learner\.trained_layers", out)
+    for overrides, wrong in (([long_rows], ["memory"]), ([], [])):
+        config = load_config(tmp_path / "c.toml", overrides)
+        checks = list(room_checks(config, str(tiny_model), trained=True))
+        assert [check.name for check in checks] == ["room for vLLM", "memory", "disk"]
+        assert [check.name for check in checks if not check.ok] == wrong
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -112,12 +113,12 @@ def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
     """Weights of 0.0004 GiB and the cache, where 3 of 4 GiB are free: in a container, say."""
     monkeypatch.setattr(hardware, "memory_bytes", lambda: (4 * GIB, 3 * GIB))
     answer = dry_run("engine.kv_cache_gib=3.5", dry=dry)
-    refused(answer, "no room for vLLM")
+    refused(answer, "room for vLLM")
     weights = sum(p.numel() for p in tiny.make_model().parameters()) * 4 / GIB
     assert answer[2] == (
-        f"error: no room for vLLM: weights {weights:.2f} + KV cache 3.50 = 3.50 GiB are needed to "
-        "start it, and 3.00 of 4.00 GiB are free; a lower engine.kv_cache_gib (it is 3.5), or a "
-        "smaller model, needs less\n"
+        f"error: room for vLLM: weights {weights:.2f} + KV cache 3.50 = 3.50 GiB are needed to "
+        "start it, and 3.00 of 4.00 GiB are free; remedy: a lower engine.kv_cache_gib (it is "
+        "3.5), or a smaller model\n"
     )
     assert "starting vLLM" not in answer[1]
     assert dry_run("engine.kv_cache_gib=2.99")[0] == 0
@@ -163,8 +164,9 @@ def test_data_that_cannot_be(dry_run: DryRun, tmp_path: Path, row: str, message:
 def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> None:
     status, out, _ = dry_run("engine.max_model_len=256", "rollout.max_turn_tokens=100")
     assert status == 0
-    assert re.search(r"WARNING +the context is short: .* = 256 leaves \d+ tokens", out)
-    assert "WARNING    the context is short" in PAGE
+    cut = r"= 256 leaves \d+ tokens .*long rollouts are cut; remedy: \d+ would hold all"
+    assert re.search(rf"WARNING    context: .* {cut}", out)
+    assert "WARNING    context" in PAGE
 
 
 def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def tree_attention(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     outputs = []
+    # a run at a time: a T x T mask of a packed step would outgrow the activations
     for run in tree.runs:
         stretches = [*run.path, (run.start, run.end)]
         keys, values = (
@@ -207,7 +208,9 @@ def _attend(
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    # after the cap, which would make a finite score of -inf
     scores = scores.masked_fill(~mask, float("-inf"))
+    # exponents summed in float32 at least: in 16 bit a long row's sum stops growing
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
 
