@@ -160,7 +160,9 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
 ) -> None:
     """Killed in between it would be taken for somebody else's records, and never go on."""
     asked = config(Path("m"), out_dir=str(tmp_path), preflight="always")
-    learner = SimpleNamespace(step_count=0, vocab_size=300, describe=lambda: {"weights": "shared"})
+    learner = SimpleNamespace(step_count=0, describe=lambda: {"weights": "shared"})
+    policy = SimpleNamespace(vocab_size=300)
+    monkeypatch.setattr("agentgrpo.learn.publish.policy_on", lambda *_, **__: (policy, None))
     monkeypatch.setattr("agentgrpo.learn.learner.Learner", lambda *_, **__: learner)
 
     class Killed(BaseException):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentgrpo import _C
 from agentgrpo.types import Group, Int32, PackedBatch, Rollout, Segment
@@ -163,7 +164,7 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     end = -(-np.maximum.reduceat(tout_T, starts) // block_size)
     n = len(starts)
     kind: Any = np.int16 if n < 2**14 else np.int32  # the short one sorts faster
-    block = np.arange(n, dtype=kind)
+    block: NDArray[Any] = np.arange(n, dtype=kind)
     query, key = block[:, None], block
     whole = (query > key) & (query < whole_end.astype(kind))
     if block_size == 1:  # a token sees itself but nothing after it

@@ -127,10 +127,10 @@ def test_a_step_without_a_gradient_has_no_entropies_to_compare(
     loss = LossConfig(top_entropy_quantile=0.25, beta=beta, num_iterations=2)
     (update,) = plan_updates(groups, run_config(loss), step=0)
     learner = make_learner(loss)
-    before = [p.detach().clone() for p in learner.trained]
+    before = [p.detach().clone() for p in learner.policy.trained]
     metrics = learner.step([replace(update, batches=[])])
     assert (metrics["updates"], metrics["loss"], learner.step_count) == (0.0, 0.0, 1)
-    assert all(torch.equal(p, q) for p, q in zip(learner.trained, before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(learner.policy.trained, before, strict=True))
 
 
 def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(

@@ -7,7 +7,7 @@ from tests.mutation import Mutant
 
 FOLDER = "agentgrpo"
 TESTS = {
-    "rollout/transcript.py": ["rollout/test_transcript.py"],
+    "rollout/transcript.py": ["rollout/test_transcript.py", "rollout/test_sampler.py"],
     "rollout/play.py": [
         "rollout/test_sampler.py",
         "rollout/test_transcript.py",

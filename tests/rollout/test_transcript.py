@@ -15,7 +15,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status
 from tests.conftest import TASK
-from tests.tiny import make_tokenizer
+from tests.tiny import THINKING, make_tokenizer
 
 
 def ids(*values: int) -> Int32:
@@ -193,14 +193,6 @@ def test_a_forked_rollout_counts_once() -> None:
     assert terms == [(0, 6, 0), *[(1, i, 0) for i in (6, 7, 8, 9, 10)], (1, 60, 1), (1, 61, 1)]
     assert batch.weight_N.sum() == pytest.approx(1.0)
     assert batch.advantage_N[batch.sample_N == 1].tolist() == [2.0] * 7
-
-
-THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def test_a_template_that_drops_thoughts_forks_and_one_that_does_not_is_clean() -> None:
