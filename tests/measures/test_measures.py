@@ -78,6 +78,11 @@ def test_S3_10_answers_are_compared(
     assert compare(answer, accepted) == pytest.approx(expected)
 
 
+def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgrpo.rewards.answers.compare", None)
+    assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1_000.", "1001")] == [1.0, 1.0, 0.0]
+
+
 def test_S3_10_judge(rollout: MakeRollout) -> None:
     asked = []
 
