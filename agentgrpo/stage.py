@@ -51,6 +51,7 @@ class Stage:
     """All of a Player but its engine: what can be checked before the model is loaded."""
 
     model: str
+    """Its directory or hub name; of a Player that of an adapter to it, if there is one."""
     adapter: SavedAdapter | None
     """What the model is to be played with; never of a model that is trained."""
     pool: SandboxPool

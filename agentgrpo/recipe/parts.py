@@ -7,26 +7,18 @@ themselves. out_dir/recipe.json has the parts that ended well, with their second
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from agentgrpo.actions import InfrastructureError
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
+from agentgrpo.command import command as run_command
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.plan import planned
-from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import flat, require_same_settings
-from agentgrpo.sandbox import SandboxUnavailable
-
-CONTINUE = "The same command continues where it stopped."
 
 
 class PartFailed(ValueError):
@@ -97,47 +89,5 @@ def run_parts(
     return seconds
 
 
-def command(
-    name: str,
-    description: str | None,
-    arguments: Sequence[str],
-    work: Callable[[RecipeConfig, argparse.Namespace], int | None],
-    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
-) -> int:
-    """One command of a recipe: parse, read the config, do the work; say what stops it.
-
-    Args:
-        name: behind `agentgrpo`.
-        description: for `--help`.
-        arguments: of the command line.
-        work: given the settings and the parsed arguments; may return an exit status.
-        options: adds options of its own to the parser.
-
-    Returns:
-        The exit status: that of the work; 2 for what the user can change, 3 for a failure of the
-        machine or of a reward, 1 for numbers that are not finite, 130 after Ctrl-C.
-    """
-    parser = config_parser(name, description)
-    parser.add_argument("--dry-run", action="store_true", help="check everything; print the plan")
-    options(parser)
-    args = parser.parse_intermixed_args(arguments)
-    prepare_environment()
-    try:
-        recipe = load_config_of(RecipeConfig, args.config, args.overrides)
-        if args.dry_run:
-            print(planned(recipe.of_run()))  # noqa: T201
-            return 0
-        return work(recipe, args) or 0
-    except (ValueError, OSError, SandboxUnavailable) as error:
-        return _stopped(f"error: {error}", 2)
-    except (InfrastructureError, RewardError) as error:
-        return _stopped(f"error: {error}. {CONTINUE}", 3)
-    except FloatingPointError as error:
-        return _stopped(f"error: {error}. {CONTINUE}", 1)
-    except KeyboardInterrupt:
-        return _stopped(f"interrupted. {CONTINUE}", 130)
-
-
-def _stopped(said: str, status: int) -> int:
-    print(said, file=sys.stderr)  # noqa: T201
-    return status
+command = partial(run_command, kind=RecipeConfig, as_run=RecipeConfig.of_run)
+"""One command of a recipe, as agentgrpo.command has it."""

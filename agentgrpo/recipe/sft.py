@@ -21,9 +21,8 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,27 +39,8 @@ from agentgrpo.run.records import read_rollout
 from agentgrpo.stage import set_stage
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports torch, which a faulty config does without
     from agentgrpo.learn.learner import Learner
-
-
-@dataclass(frozen=True, slots=True)
-class Trainer:
-    """What a Learner reads of an engine when nothing is sampled: it keeps weights of its own."""
-
-    device: str
-    dtype: str
-    model: Any
-    """A module without weights: there is nothing to copy to."""
-    lora_rank: int = 0
-    """Nothing is served."""
-
-    def unpack(self) -> None:
-        """Nothing is packed."""
-
-    def load_weights(self, named: object) -> None:
-        """Not called: nothing is published."""
-        raise AssertionError("fine-tuning publishes no weights")
 
 
 def read_examples(
@@ -242,16 +222,18 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
     import torch
 
     from agentgrpo.learn.learner import Learner
+    from agentgrpo.learn.policy import Policy, load_frozen
+    from agentgrpo.learn.publish import Unpublished
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
     return Learner(
-        model,
-        cast(Any, Trainer(device, config.engine.dtype_on(device), torch.nn.Module())),
+        Policy(loaded, config.learner, weights="own"),
+        Unpublished(),
         config.learner,
         config.loss,
         total_steps=total_steps,
         temperature=1.0,
-        weights="copy",
         dlogp_limit=math.inf,
     )
 
@@ -302,7 +284,7 @@ def finetune(recipe: RecipeConfig) -> Path:
         say(f"fine-tuning on {len(examples)} examples, {sft.epochs} epochs")
 
         def write(folder: Path) -> None:
-            learner.save_model(folder)
+            learner.policy.save(folder)
             parts.chat.tokenizer.save_pretrained(folder)
             state = folder / checkpoint.STATE
             learner.save_state(state, log_offsets=log.offsets(), sft=about)

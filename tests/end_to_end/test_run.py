@@ -77,7 +77,7 @@ decay = "linear"
 
 
 def start(config: Path, *overrides: str, **env: str) -> Command:
-    return Command("-m", "agentgrpo.train", str(config), *overrides, **env)
+    return Command("-m", "agentgrpo.train", str(config), *overrides, cwd=ROOT, **env)
 
 
 def finish(process: Command) -> tuple[int | None, str, str]:

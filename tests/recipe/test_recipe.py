@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from agentgrpo.actions import InfrastructureError
+from agentgrpo.command import CONTINUE
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.measures.report import report
-from agentgrpo.recipe import parts
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.recipe.parts import CONTINUE, PartFailed, command
+from agentgrpo.recipe.parts import PartFailed, command
 from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.sandbox import SandboxUnavailable
 from tests.measures.test_measures import rows
@@ -194,7 +194,7 @@ def test_what_stops_a_command_is_one_line_and_a_status(
 def test_every_command_has_a_dry_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "planned", lambda config: f"PLAN of {config.out_dir}")
+    monkeypatch.setattr("agentgrpo.command.planned", lambda config: f"PLAN of {config.out_dir}")
     for name in ("sft", "flywheel", "curriculum", "recipe", "evaluate"):
         main = importlib.import_module(f"agentgrpo.recipe.{name}").main
         assert main(["recipe", "--dry-run", "out_dir=here"]) == 0
