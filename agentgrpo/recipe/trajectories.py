@@ -232,7 +232,7 @@ class _Continued:
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, seed: int | None,
         **options: Any,
     ) -> None:  # fmt: skip
-        _, _, turn, *second_role = request_id.split(".")  # as play.py names them
+        _, _, turn, *second_role = request_id.split(".")  # as rollout/play.py names them
         new = int(turn) - len(self._kept)
         self._request_id = request_id
         self._head = self._given if new == 0 and not second_role else self._given[:0]
