@@ -15,16 +15,13 @@ from typing import Any, cast
 from agentgrpo.actions import (
     Action,
     CallTools,
-    Finish,
-    Malformed,
     Message,
     Observation,
     Schema,
     ToolCall,
-    answer_in,
     as_json,
 )
-from agentgrpo.config import AgentConfig
+from agentgrpo.agents.text import AfterMalformed, PairAgent, Shots, Tag, Template
 from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
@@ -45,73 +42,80 @@ Raises ValueError with a message for the policy if it is not in the asked form.
 """
 
 
-class InlineAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings.
+class InlineAgent(PairAgent):
+    """See agents/base.py for the protocol.
 
     Args:
-        config: of the agent.
-        tools: what can be called for a task.
+        env: whose tools can be called.
+        system_prompt: None: what the agent says of itself, with the task's functions; "" says
+            nothing.
+        shots: worked examples, each a list of messages, shown before the task.
+        open_tag: begins a call.
+        close_tag: ends a call, and the turn.
+        observation: how a result is shown; {output} is replaced by it, {tag} by fn_results or
+            fn_error.
+        answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
+            answer. "": the whole reply is.
+        after_malformed: what becomes of a turn whose call cannot be read: the policy is told and
+            goes on ("tell"), or the rollout ends there without an answer.
+        call_form: how a call is written: python, `f("x", n=1)`; json, `{"name": "f", "arguments":
+            {...}}`; or your own `module:function`.
+
+    Raises:
+        ValueError: there is no such call_form; names the key.
     """
 
-    def __init__(self, config: AgentConfig, tools: Callable[[Task], Sequence[Schema]]) -> None:
-        self._config, self._tools_of = config, tools
-        self._open = config.open_tag or "<fn>"
-        self._close = config.close_tag or "</fn>"
-        self._prefix = "Answer:" if config.answer_prefix is None else config.answer_prefix
-        self._read: ReadCall = FORMS.get(config.call_form) or cast(
-            ReadCall, load_callable(config.call_form, key="agent.call_form")
+    acts = ("tools",)
+    error = "SyntaxError"
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        system_prompt: str | None = None,
+        shots: Shots = (),
+        open_tag: Tag = "<fn>",
+        close_tag: Tag = "</fn>",
+        observation: Template = OBSERVATION,
+        answer_prefix: str = "Answer:",
+        after_malformed: AfterMalformed = "tell",
+        call_form: str = "python",
+    ) -> None:
+        super().__init__(
+            system_prompt or "",
+            shots,
+            after_malformed,
+            open_tag=open_tag,
+            close_tag=close_tag,
+            answer_prefix=answer_prefix,
+            observation=observation,
         )
+        self._tools_of: Callable[[Task], Sequence[Schema]] = env.tools
+        self._read: ReadCall = FORMS.get(call_form) or cast(
+            ReadCall, load_callable(call_form, key="agent.options.call_form")
+        )
+        example = f"{open_tag}{EXAMPLES.get(call_form, '...')}{close_tag}"
+        self._prompt = PROMPT.format(example=example, prefix=answer_prefix, tools="{tools}")
+        self._prompts = system_prompt is None
         self._known: dict[str, Schema] = {}
-        self.stop = (self._close,)
 
     def messages(self, task: Task) -> list[Message]:
         """The system prompt with the task's functions, worked examples, the task's messages."""
         tools = self._tools_of(task)
         self._known.update({tool["function"]["name"]: tool for tool in tools})
-        c = self._config
-        system = c.system_prompt
-        if system is None:
-            example = EXAMPLES.get(c.call_form, "...")
-            system = PROMPT.format(
-                example=f"{self._open}{example}{self._close}",
-                prefix=self._prefix,
-                tools="\n".join(map(signature, tools)),
-            )
-        head: list[Message] = [{"role": "system", "content": system}] if system else []
-        shots = [message.model_dump() for shot in c.shots for message in shot]
-        return [*head, *shots, *task.messages]
+        told = super().messages(task)
+        if not self._prompts:
+            return told
+        listed = "\n".join(map(signature, tools))
+        return [{"role": "system", "content": self._prompt.replace("{tools}", listed)}, *told]
 
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None for the template: the functions are in the system prompt."""
-        return ()
-
-    def parse(self, text: str) -> Action:
-        """The call between the tags; else the text after the answer prefix; else no answer."""
-        _, opened, rest = text.partition(self._open)
-        body, closed, _ = rest.partition(self._close)
-        if opened and closed:
-            try:
-                return CallTools((self._read(body.strip(), self._known),))
-            except ValueError as error:
-                return self._malformed(f"SyntaxError: {error}")
-        if opened or self._close in text:
-            there, missing = (self._open, self._close) if opened else (self._close, self._open)
-            return self._malformed(f"SyntaxError: {there} without {missing}")
-        return Finish(answer_in(text, self._prefix))
-
-    def _malformed(self, message: str) -> Action:
-        return Finish(None) if self._config.after_malformed == "end" else Malformed(message)
+    def act(self, body: str) -> Action:
+        """The one call between the tags."""
+        return CallTools((self._read(body.strip(), self._known),))
 
     def observe(self, action: Action, observation: Observation) -> str:
         """The result in its tags, for the same message."""
-        tag = "fn_error" if observation.failed else "fn_results"
-        shown = self._config.observation or OBSERVATION
-        output = "\n".join(observation.outputs) if observation.outputs else observation.text
-        return shown.replace("{tag}", tag).replace("{output}", output)
+        return self.told(observation, tag="fn_error" if observation.failed else "fn_results")
 
 
 def read_python(body: str, known: Mapping[str, Schema]) -> ToolCall:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
 
-from agentgrpo.actions import Action, Finish, Message, Observation, RunCode, Schema
-from agentgrpo.config import AgentConfig
+from agentgrpo.actions import Action, Finish, Observation, RunCode
+from agentgrpo.agents.text import Shots, TextAgent
 from agentgrpo.types import Task
 
 PROMPT = (
@@ -27,33 +26,37 @@ PROMPT = (
 PROMPTS = (">>> ", "... ")
 
 
-class ReplAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings."""
+class ReplAgent(TextAgent):
+    """See agents/base.py for the protocol.
 
+    Args:
+        system_prompt: None: what the agent says of itself; "" says nothing.
+        shots: worked examples, each a list of messages, shown before the task.
+        banner: what the terminal shows before its first prompt. None: Python's own two lines.
+    """
+
+    acts = ("lines",)
+    home = "console"
     stop = ("\n",)
 
-    def __init__(self, config: AgentConfig) -> None:
-        system = PROMPT if config.system_prompt is None else config.system_prompt
-        self._head: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._head += [message.model_dump() for shot in config.shots for message in shot]
-        self._banner = python_banner() if config.banner is None else config.banner
-
-    def messages(self, task: Task) -> list[Message]:
-        """System prompt, worked examples, then the task's own messages."""
-        return [*self._head, *task.messages]
+    def __init__(
+        self,
+        *,
+        system_prompt: str | None = None,
+        shots: Shots = (),
+        banner: str | None = None,
+    ) -> None:
+        super().__init__(PROMPT if system_prompt is None else system_prompt, shots)
+        self._banner = python_banner() if banner is None else banner
 
     def prefill(self, task: Task) -> str:
         """The banner and the first prompt, but for its space."""
         return self._banner + PROMPTS[0].rstrip()
 
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None: the console is the only tool."""
-        return ()
-
     def parse(self, text: str) -> Action:
         r"""The line up to its newline. Without one the policy ended its message: its last line.
 
-        >>> agent = ReplAgent(AgentConfig(kind="repl"))
+        >>> agent = ReplAgent()
         >>> agent.parse(" print(1)\n\n")
         RunCode(code='print(1)', language='python')
         >>> agent.parse("  ")

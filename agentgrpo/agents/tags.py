@@ -8,32 +8,15 @@ r"""Thought, search, code and answer in tags, within one message (ToolStar, ARPO
 
 Only what the policy sampled in its present turn is parsed, so tags in a result, in the task or in
 the prompt's example mean nothing; and tags of the protocol within a result are shown broken up,
-so that the policy does not take a document's words for its own. Use it with envs/tagged.py:
-
-    [agent]
-    kind = "agentgrpo.agents.tags:TagAgent"
-    [env]
-    kind = "agentgrpo.envs.tagged:TaggedEnv"
-    options = { corpus = "corpus.jsonl" }
+so that the policy does not take a document's words for its own. envs/tagged.py answers it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from agentgrpo.actions import (
-    Action,
-    CallTools,
-    Finish,
-    Malformed,
-    Message,
-    Observation,
-    RunCode,
-    Schema,
-    ToolCall,
-)
-from agentgrpo.types import Task
+from agentgrpo.actions import Action, CallTools, Finish, Observation, RunCode, ToolCall
+from agentgrpo.agents.text import AfterMalformed, Shots, TextAgent
 
 PROMPT = (
     "Solve the task step by step. Think between <{think}> and </{think}>. To search, write a query "
@@ -43,7 +26,7 @@ PROMPT = (
 )
 
 
-class TagAgent:
+class TagAgent(TextAgent):
     r"""See agents/base.py for the protocol.
 
     Args:
@@ -55,10 +38,15 @@ class TagAgent:
         system_prompt: None: PROMPT with the tags' names.
         shots: worked examples, each a list of messages, shown before the task.
         boxed: an answer without \boxed{...} is none.
+        after_malformed: what becomes of a turn whose tags do not fit: the policy is told and goes
+            on ("tell"), or the rollout ends there without an answer.
 
     Raises:
         ValueError: a name that is no tag, or two of one name.
     """
+
+    acts = ("code", "search")
+    home = "tagged"
 
     def __init__(
         self,
@@ -69,13 +57,14 @@ class TagAgent:
         result: str = "result",
         answer: str = "answer",
         system_prompt: str | None = None,
-        shots: Sequence[Sequence[Message]] = (),
+        shots: Shots = (),
         boxed: bool = True,
+        after_malformed: AfterMalformed = "tell",
     ) -> None:
         names = [name for name in (think, search, python, result, answer) if name]
         bad = [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]
         if bad or len(set(names)) < len(names):
-            raise ValueError(f"agent.options: tags must be different names, got {names}")
+            raise ValueError(f"tags must be different names, got {names}")
         self._search, self._python, self._result, self._answer = search, python, result, answer
         self._boxed = boxed
         self._tools = [name for name in (search, python) if name]
@@ -84,23 +73,8 @@ class TagAgent:
             system_prompt = PROMPT.format(
                 think=think, search=search, python=python, result=result, answer=answer
             )
-        self._head: list[Message] = []
-        if system_prompt:
-            self._head.append({"role": "system", "content": system_prompt})
-        self._head += [message for shot in shots for message in shot]
+        super().__init__(system_prompt, shots, after_malformed)
         self.stop = tuple(f"</{name}>" for name in (*self._tools, answer))
-
-    def messages(self, task: Task) -> list[Message]:
-        """The system prompt, worked examples and the task's messages."""
-        return [*self._head, *task.messages]
-
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None for the template: the prompt says what there is."""
-        return ()
 
     def parse(self, text: str) -> Action:
         r"""What the turn's last pair of tags asks for; without one, no answer.
@@ -116,11 +90,11 @@ class TagAgent:
                 continue
             _, opened, body = head.rpartition(f"<{name}>")
             if not opened:
-                return Malformed(f"Error: </{name}> without <{name}>")
+                return self.malformed(f"Error: </{name}> without <{name}>")
             if name == self._answer:
                 return Finish(self._answer_in(body))
             if not body.strip():
-                return Malformed(f"Error: nothing between <{name}> and </{name}>")
+                return self.malformed(f"Error: nothing between <{name}> and </{name}>")
             if name == self._search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from agentgrpo.actions import (
     Action,
     CallTools,
     Finish,
-    Malformed,
     Message,
     Observation,
     ReadCalls,
@@ -22,43 +22,55 @@ from agentgrpo.actions import (
     answer_in,
     as_json,
 )
-from agentgrpo.config import AgentConfig
+from agentgrpo.agents.text import AfterMalformed, Shots, TextAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
 
 
-class ToolAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings.
+class ToolAgent(TextAgent):
+    """See agents/base.py for the protocol.
 
     A turn without a call is the answer, or where the environment has somebody to talk with, what
     is said to them. A turn in which one call cannot be read carries out none.
 
     Args:
-        config: of the agent.
-        tools: what can be called for a task.
-        read_calls: the parser of the model's family.
-        talks: the environment answers what is said.
+        env: whose tools can be called; if it `talks`, it answers what is said.
+        call_reader: from a parser's name to what reads the calls of a turn.
+        system_prompt: a task's own joins it; None: nothing is said.
+        shots: worked examples, each a list of messages, shown before the task.
+        observation_role: role of the message that carries a tool's answer.
+        answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
+            answer. "": the whole reply is.
+        after_malformed: what becomes of a turn whose calls cannot be read: the policy is told and
+            goes on ("tell"), or the rollout ends there without an answer.
+        parser: which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
+            llama3_json, mistral, pythonic ...
+        parallel_calls: carry out all calls of a turn. False: the first; the others are answered
+            with an error.
     """
 
-    stop: tuple[str, ...] = ()
+    acts = ("tools",)
 
     def __init__(
         self,
-        config: AgentConfig,
-        tools: Callable[[Task], Sequence[Schema]],
-        read_calls: ReadCalls,
+        env: Any,
+        call_reader: Callable[[str], ReadCalls],
         *,
-        talks: bool = False,
+        system_prompt: str | None = None,
+        shots: Shots = (),
+        observation_role: Literal["user", "tool"] = "tool",
+        answer_prefix: str = "",
+        after_malformed: AfterMalformed = "tell",
+        parser: str = "hermes",
+        parallel_calls: bool = False,
     ) -> None:
-        self._config, self._tools_of, self._read_calls = config, tools, read_calls
-        self._talks = talks
-        self._role = config.observation_role or "tool"
+        super().__init__(system_prompt or "", shots, after_malformed)
+        self._tools_of: Callable[[Task], Sequence[Schema]] = env.tools
+        self._talks = bool(getattr(env, "talks", False))
+        self._read_calls = call_reader(parser)
+        self._role, self._prefix, self._parallel = observation_role, answer_prefix, parallel_calls
         self._known: dict[str, Schema] = {}
-        self._head: list[Message] = []
-        if config.system_prompt:
-            self._head.append({"role": "system", "content": config.system_prompt})
-        self._head += [message.model_dump() for shot in config.shots for message in shot]
 
     def messages(self, task: Task) -> list[Message]:
         """System prompt (the task's own joins it), worked examples, the task's messages."""
@@ -68,11 +80,7 @@ class ToolAgent:
                 joined = f"{self._head[0]['content']}\n\n{first['content']}"
                 return [{"role": "system", "content": joined}, *self._head[1:], *rest]
             return [first, *self._head, *rest]
-        return [*self._head, *task.messages]
-
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
+        return super().messages(task)
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The task's tools, for the chat template."""
@@ -85,25 +93,22 @@ class ToolAgent:
         reading = self._read_calls(text, list(self._known.values()))
         if not reading.calls:
             if reading.attempted:
-                return self._malformed("Error: the tool call could not be read; no call was made")
+                return self.malformed("Error: the tool call could not be read; no call was made")
             if self._talks:
                 return Say(reading.content.strip())
-            return Finish(answer_in(reading.content, self._config.answer_prefix or ""))
+            return Finish(answer_in(reading.content, self._prefix))
         calls = []
         for number, (name, arguments) in enumerate(reading.calls):
             try:
                 values = as_json(json.loads(arguments or "{}"))
             except (ValueError, RecursionError) as error:
-                return self._malformed(f"Error: {name}: the arguments are not JSON: {error}")
+                return self.malformed(f"Error: {name}: the arguments are not JSON: {error}")
             if not isinstance(values, dict):
-                return self._malformed(f"Error: {name}: the arguments must be a JSON object")
+                return self.malformed(f"Error: {name}: the arguments must be a JSON object")
             calls.append(ToolCall(name, values, id=f"call_{number}"))
-        if self._config.parallel_calls:
+        if self._parallel:
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
-
-    def _malformed(self, message: str) -> Action:
-        return Finish(None) if self._config.after_malformed == "end" else Malformed(message)
 
     def observe(self, action: Action, observation: Observation) -> list[Message]:
         """One message per call, in order; what somebody said is a user's."""

@@ -65,6 +65,7 @@ class Tau2Env:
         ValueError: an argument is none of these, or the package is missing.
     """
 
+    answers = ("tools",)
     judges = True
 
     def __init__(

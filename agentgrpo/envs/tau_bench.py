@@ -60,6 +60,7 @@ class TauBenchEnv:
         ValueError: an argument is none of these, or the package is missing.
     """
 
+    answers = ("tools",)
     judges = True
 
     def __init__(

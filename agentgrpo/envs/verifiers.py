@@ -43,6 +43,7 @@ class VerifiersEnv:
             missing.
     """
 
+    answers = ("tools",)
     judges = True
     talks = True
 

@@ -14,7 +14,6 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.flywheel import kept, spin
@@ -76,7 +75,7 @@ class World:
         self.env = StubEnv()
         self.said: list[str] = []
         self.stage = SimpleNamespace(
-            agent=CodeAgent(AgentConfig()),
+            agent=CodeAgent(),
             env=self.env,
             chat=self.chat,
             reward=correct,

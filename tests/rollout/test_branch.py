@@ -14,7 +14,7 @@ import pytest
 
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, BranchConfig, RolloutConfig
+from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.engine.engine import token_entropies
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import (
@@ -48,7 +48,7 @@ def play(
     settings = {"max_turns": 4, "max_turn_tokens": 99, "max_retries": 0, **config}
     sampler = Sampler(
         cast(Any, engine),
-        CodeAgent(AgentConfig(system_prompt="S")),
+        CodeAgent(system_prompt="S"),
         env or StubEnv(),
         CHAT,
         RolloutConfig(group_size=group_size, branching=BranchConfig(**branching), **settings),
@@ -256,7 +256,7 @@ def test_without_the_option_nothing_branches() -> None:
 def test_an_evaluation_does_not_branch() -> None:
     engine = conversation(1)
     config = RolloutConfig(branching=BranchConfig(initial=1, probability=1.0), max_turn_tokens=99)
-    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    agent = CodeAgent(system_prompt="S")
     sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, config)
     groups, stats = sampler.play(tasks(1), 8, seed=0, temperature=0.0)
     assert len(groups[0].rollouts) == 8

@@ -12,7 +12,7 @@ import pytest
 
 from agentgrpo.actions import Action, CallTools, Malformed, RunCode, Say, ToolCall
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
 from agentgrpo.rollout.sampler import Sampler
@@ -38,7 +38,7 @@ def play(*turns: str | Turn, env: StubEnv | None = None, **config: Any) -> Rollo
     settings |= {"max_retries": 0, **config}
     sampler = Sampler(
         cast(Any, engine),
-        CodeAgent(AgentConfig(system_prompt="S")),
+        CodeAgent(system_prompt="S"),
         env or StubEnv(),
         CHAT,
         RolloutConfig(**settings),
@@ -240,7 +240,7 @@ def test_a_rollout_that_is_late_ends_wherever_it_is(monkeypatch: pytest.MonkeyPa
         engine = StubEngine(TOKENIZER, lambda n, _: script[n], on_step=passes(per_step))
         env = StubEnv(on_call=passes(in_tool))
         config = RolloutConfig(max_seconds=limit, max_turn_tokens=99)
-        agent = CodeAgent(AgentConfig(system_prompt="S"))
+        agent = CodeAgent(system_prompt="S")
         sampler = Sampler(cast(Any, engine), agent, env, CHAT, config)
         played = sampler.play([TASK], 1, seed=0)[0][0].rollouts[0]
         assert not engine.running
@@ -332,7 +332,7 @@ def test_without_limits_only_the_context_ends_a_rollout() -> None:
 
 def test_another_try_draws_anew() -> None:
     engine = StubEngine(TOKENIZER, lambda n, _: Turn([BROKEN, DONE][n]))
-    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    agent = CodeAgent(system_prompt="S")
     sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, RolloutConfig(max_turn_tokens=99))
     sampler.play([TASK], 1, seed=0)
     first, second = engine.requests
