@@ -121,8 +121,8 @@ def test_a_missing_config_names_the_nearest_shipped_one(name: str, hint: str) ->
 def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) -> None:
     for name, text in {
         "a.toml": LEAST + "[loss]\nbeta = 0.1\n[env]\nkind = 'x:Y'\noptions = { a = 1, b = 2 }\n",
-        "b.toml": "extends = 'a.toml'\nsteps = 3\n[loss]\nepsilon_high = 0.4\n[env.options]\nb = 3\n",
-        "in/c.toml": "extends = '../b.toml'\nout_dir = 'c'\n[env]\nkind = 'z:Z'\noptions = { c = 4 }\n",
+        "b.toml": "extends = 'a.toml'\nsteps = 3\nloss.epsilon_high = 0.4\nenv.options.b = 3\n",
+        "in/c.toml": "extends = '../b.toml'\nenv.kind = 'z:Z'\nenv.options.c = 4\n",
         "d.toml": "extends = 'quickstart'\nout_dir = 'd'\n[rollout]\ngroup_size = 4\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) 
     b, c = load_config(tmp_path / "b.toml"), load_config(tmp_path / "in/c.toml", ["loss.beta=0.2"])
     assert (b.model, b.steps, b.loss.beta, b.loss.epsilon_high) == ("m", 3, 0.1, 0.4)
     assert b.env.options == {"a": 1, "b": 3}
-    assert (c.steps, str(c.out_dir), c.loss.beta, c.loss.epsilon_high) == (3, "c", 0.2, 0.4)
+    assert (c.steps, c.loss.beta, c.loss.epsilon_high) == (3, 0.2, 0.4)
     assert c.env.options == {"c": 4}, "the options of another kind are not inherited"
     changes = ["out_dir=d", "rollout.group_size=4"]
     assert load_config(tmp_path / "d.toml") == load_config("quickstart", changes)
@@ -141,7 +141,7 @@ def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) 
     [
         (
             "'nosuch.toml'",
-            r"c\.toml: extends: config 'nosuch\.toml' is neither a file nor .*shipped",
+            r"c\.toml: extends: config 'nosuch\.toml' is neither a file nor ",
         ),
         ("'quickstrat'", r"c\.toml: extends: config 'quickstrat' .*; did you mean quickstart\?"),
         ("3", r"c\.toml: extends: expected the name of a shipped config or a path, got 3"),
