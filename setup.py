@@ -20,7 +20,7 @@ setup(
     description="Train LLM agents with GRPO: vLLM, learner and sandbox in one process",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # namespace packages: kernels/ must not have an __init__.py (README, "Files")
+    # namespace packages: kernels/ must not have an __init__.py (docs/house.md)
     packages=find_namespace_packages(include=["agentgrpo", "agentgrpo.*"]),
     package_data={
         "agentgrpo": ["py.typed", "*.pyi", "configs/*.toml", "view/assets/*", "sandbox/guest/*.js"]

@@ -21,6 +21,8 @@ from agentgrpo.registry import KINDS
 from agentgrpo.sandbox.hostile import CASES
 from agentgrpo.settings import options
 from agentgrpo.types import Rollout
+from tests import house
+from tests.test_imports import TOP, WINGS
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
@@ -133,13 +135,29 @@ def test_files_named_in_backticks_are_there(page: Path) -> None:
         assert there or name in READERS, f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize(
-    ("page", "folder"), [("README.md", "agentgrpo"), ("docs/sandbox.md", "agentgrpo/sandbox")]
-)
-def test_the_table_of_files_names_every_module(page: str, folder: str) -> None:
-    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
-    table = " ".join(row.split("|")[1] for row in rows)
-    there = {path.name for path in (ROOT / folder).iterdir() if path.suffix in ("", ".py")}
+def test_the_picture_of_the_house_is_what_the_table_makes() -> None:
+    _, inside, _ = house.between_the_marks(house.PAGE.read_text())
+    assert inside == house.picture(), "python -m tests.house --write"
+
+
+def test_every_wing_and_module_of_the_top_says_what_it_is_for() -> None:
+    assert {
+        name: house.clause(name) for name in (*WINGS, *TOP) if len(house.clause(name)) < 20
+    } == {}
+
+
+def test_the_files_beside_the_picture_of_a_step_are_there() -> None:
+    page = PAGES[0].read_text()
+    picture = page[page.index("    tasks ──> groups") : page.index("* **One weight replica.**")]
+    named = re.findall(r"(?<=\s)(?:[a-z_]+/)+(?:[a-z_]+\.py)?(?=\s)", picture)
+    assert len(named) > 10
+    assert {n for n in named if not any((ROOT / p / n).exists() for p in PLACES)} == set()
+
+
+def test_the_table_of_the_sandbox_names_every_module() -> None:
+    rows = (ROOT / "docs/sandbox.md").read_text().splitlines()
+    table = " ".join(row.split("|")[1] for row in rows if row.startswith("| `"))
+    there = {p.name for p in (ROOT / "agentgrpo/sandbox").iterdir() if p.suffix in ("", ".py")}
     named = {name for name in there if re.search(rf"[`/]{re.escape(name)}[`/]", table)}
     assert {name for name in there - named if not name.startswith("_")} == set()
 

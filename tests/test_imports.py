@@ -91,6 +91,11 @@ def test_a_wing_imports_what_its_row_says(path: Path) -> None:
             assert wing_of(name) in ALLOWED[wing], f"{path} imports {name}"
 
 
+def test_every_wing_has_its_row() -> None:
+    there = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in OURS}
+    assert there - {"__init__"} == {*WINGS, *TOP} - {"kernels"}
+
+
 def test_the_rows_hold_no_circle() -> None:
     """A wing comes after all that it may import."""
     seen: set[str] = set()

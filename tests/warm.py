@@ -3,7 +3,7 @@
 `python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
 server makes them once, and a command is a fork of it, with an environment, streams, signals and an
 exit status of its own. A command's first seconds are tested elsewhere: test_run.py's whole run, a
-run under torchrun and all commands of the docs are started as users do.
+run under torchrun and a run of test_docs_commands.py are started as users do.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class Command:
 
     Args:
         arguments: as Python's own.
+        cwd: the directory that it runs in.
         env: see environment().
     """
 
-    def __init__(self, *arguments: str, **env: str) -> None:
+    def __init__(self, *arguments: str, cwd: Path = ROOT, **env: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
-        work = (arguments, environment(**env), self._streams)
+        work = (arguments, environment(**env), self._streams, cwd)
         self._process = SERVER.Process(target=_work, args=work, daemon=True)
         self._process.start()
 
@@ -59,6 +60,10 @@ class Command:
     def send_signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    def said(self) -> str:
+        """What it has written to stdout so far."""
+        return self._streams[0].read_text() if self._streams[0].exists() else ""
 
     def kill(self) -> None:
         self._process.kill()
@@ -102,13 +107,13 @@ def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
-def _work(arguments: tuple[str, ...], env: dict[str, str], streams: list[Path]) -> None:
+def _work(arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: Path) -> None:
     for number, stream in enumerate(streams, 1):
         with stream.open("w") as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(ENVIRONMENT | env)  # as it was before the imports
-    os.chdir(ROOT)
+    os.chdir(cwd)
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(":") if path]
     subprocess.run = _run_own  # type: ignore[assignment]
     sys.exit(_main(arguments))
