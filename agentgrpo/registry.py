@@ -111,7 +111,7 @@ def _args(factory: Factory) -> str:
 
 def _hints(factory: Factory) -> dict[str, Any]:
     """The annotations of its arguments; a name that only type checkers know leaves it unchecked."""
-    function = factory.__init__ if inspect.isclass(factory) else factory  # type: ignore[misc]
+    function = factory.__init__ if inspect.isclass(factory) else factory
     found = {}
     for name, hint in getattr(function, "__annotations__", {}).items():
         try:

@@ -117,7 +117,9 @@ def test_settings_named_in_backticks_exist() -> None:
             text = "\n".join(line.split("|")[2] for line in text.splitlines() if line[:1] == "|")
         for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: ?=[^`]*)?`", text):
             if name.partition(".")[0] in sections and not name.endswith((".py", ".json", ".md")):
-                of_rollout = name.startswith("rollout.") and name[8:] in Rollout.__annotations__
+                of_rollout = (
+                    name.startswith("rollout.") and name.split(".")[1] in Rollout.__annotations__
+                )
                 assert name in KEYS or of_rollout, f"{page.name}: there is no setting {name}"
 
 

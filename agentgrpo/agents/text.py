@@ -25,10 +25,9 @@ Template = Annotated[str, Field(pattern=r"\{output\}")]
 AfterMalformed = Literal["tell", "end"]
 
 
+@pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
 class ExampleMessage(TypedDict):
     """One message of a worked example."""
-
-    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[misc]
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str

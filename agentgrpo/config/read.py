@@ -90,9 +90,9 @@ def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]
     other = "kind" in table and table["kind"] != base.get("kind")
     made = {key: value for key, value in base.items() if not (other and key == "options")}
     for key, value in table.items():
-        inner = made.get(key)
-        both = isinstance(inner, dict) and isinstance(value, dict)
-        made[key] = _merged(inner, value) if both else value
+        below = made.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        made[key] = _merged(cast(dict[str, Any], below), value) if both else value
     return made
 
 

@@ -49,7 +49,7 @@ out_dir = "{folder / "run"}"
 steps = {STEPS}
 save_every = 1
 eval_every = 3
-[agent]
+[agent.options]
 system_prompt = "S"
 [rollout]
 tasks_per_step = 3

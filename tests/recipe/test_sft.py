@@ -173,7 +173,7 @@ def recipe(folder: Path, model: Path, **sft: Any) -> RecipeConfig:
             "out_dir": folder / "out",
             "save_every": 2,
             "engine": {"max_model_len": 256},
-            "agent": {"system_prompt": "S"},
+            "agent": {"options": {"system_prompt": "S"}},
             "learner": {"learning_rate": 1e-2},
             "sft": {"data": str(folder / "data.jsonl"), **sft},
         }

@@ -7,7 +7,6 @@ documented in docs/agents.md. A test's name says which kind it probes, and one t
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,7 +217,8 @@ def test_every_shipped_environment_and_reward_is_probed() -> None:
     for kind in ENVIRONMENTS:
         found = any(name.startswith(f"test_env_{kind}") for name in probes)
         own = Path(__file__).parents[1] / "envs" / f"test_{kind}.py"
-        found = found or (own.exists() and re.search(r"def test_\w*cheating", own.read_text()))
+        if own.exists():
+            found = found or "def test_what_cheating_pays" in own.read_text()
         assert found, f"no probe of env.kind {kind!r}"
     for kind in REWARDS:
         assert any(name.startswith(f"test_reward_{kind}") for name in probes), kind
