@@ -7,11 +7,14 @@ docstring. What a run has, it is given if it asks for it by name (`GIVEN`).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import inspect
 import re
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -95,30 +98,35 @@ class Option:
 
 def options_of(section: str, factory: Factory) -> list[Option]:
     """What `agent.options` or `env.options` may hold for a class."""
-    hints = _hints(factory)
-    said = dict(re.findall(r"^    (\w+): ((?:.*\n)(?:      .*\n)*)", _args(factory), re.M))
+    hints, said = _hints(factory), _said(factory)
     return [
-        Option(name, hints.get(name, Any), p.default, " ".join(said.get(name, "").split()))
+        Option(name, hints.get(name, Any), p.default, said.get(name, ""))
         for name, p in inspect.signature(factory).parameters.items()
         if name not in GIVEN[section] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
 
 
-def _args(factory: Factory) -> str:
-    text = inspect.getdoc(factory) or ""
-    return text.partition("\nArgs:\n")[2].partition("\n\n")[0] + "\n"
+def _said(factory: Factory) -> dict[str, str]:
+    """What the docstring, or that of a class above it, says under `Args:`."""
+    found = {}
+    for owner in reversed(getattr(factory, "__mro__", [factory])):
+        text = inspect.cleandoc(owner.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for name, said in re.findall(r"^    (\w+): (.*\n(?:      .*\n)*)", f"{text}\n", re.M):
+            found[name] = " ".join(said.split())
+    return found
 
 
 def _hints(factory: Factory) -> dict[str, Any]:
     """The annotations of its arguments; a name that only type checkers know leaves it unchecked."""
-    function = factory.__init__ if inspect.isclass(factory) else factory
+    owners: Iterable[Any] = [factory.__init__ if inspect.isclass(factory) else factory]
+    if dataclasses.is_dataclass(factory):
+        owners = reversed(inspect.getmro(cast(type, factory)))
     found = {}
-    for name, hint in getattr(function, "__annotations__", {}).items():
-        try:
-            names = getattr(function, "__globals__", {})
-            found[name] = eval(hint, names) if isinstance(hint, str) else hint
-        except NameError:
-            continue
+    for owner in owners:
+        names = vars(sys.modules[owner.__module__]) if hasattr(owner, "__module__") else {}
+        for name, hint in inspect.get_annotations(owner).items():
+            with contextlib.suppress(NameError):
+                found[name] = eval(hint, names) if isinstance(hint, str) else hint
     return found
 
 

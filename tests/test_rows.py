@@ -133,7 +133,7 @@ def read(text: str, tools: Any) -> Reading:
 def talk(tasks: Sequence[Task], n: int) -> tuple[Any, list[list[Rollout]]]:
     """Groups of rollouts of up to three turns, one of them with two calls."""
     env = ToolEnv([calculate])
-    agent = ToolAgent(env, lambda parser: read, parallel_calls=True)
+    agent = ToolAgent(env=env, call_reader=lambda parser: read, parallel_calls=True)
 
     def policy(number: int, prompt: str) -> Turn:
         turns = prompt.count("<|im_start|>assistant") - 1

@@ -6,10 +6,11 @@ The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Message, Observation, RunCode
-from agentgrpo.agents.text import AfterMalformed, PairAgent, Shots, Tag, Template
+from agentgrpo.agents.text import PairAgent
 
 PROMPT = (
     "Solve the problem with {language}. Write code between {open} and {close}; you will see what "
@@ -19,6 +20,7 @@ TOOLS_PROMPT = "These functions are loaded already; call them without importing 
 LANGUAGES = {"python": "Python", "bash": "bash", "node": "JavaScript"}
 
 
+@dataclass(kw_only=True, eq=False)
 class CodeAgent(PairAgent):
     """See agents/base.py for the protocol.
 
@@ -26,17 +28,8 @@ class CodeAgent(PairAgent):
         env: what runs the code; asked whether it runs the language, if it can say.
         tools_script: source of the script that the environment loads before the policy's first
             code; None: there is none.
-        system_prompt: None: what the agent says of itself, and asks for a number; "" says nothing.
-        shots: worked examples, each a list of messages, shown before the task.
-        open_tag: begins the code.
-        close_tag: ends the code, and the turn.
-        observation: how the output is shown; {output} is replaced by it.
         observation_role: role of the message that carries the output. assistant: no message, the
             text goes into the policy's own one, and its turn goes on.
-        answer_prefix: a reply that has this text and no code ends the rollout; what follows is the
-            answer. "": the whole reply is.
-        after_malformed: what becomes of a turn with one tag but not the other: the policy is told
-            and goes on ("tell"), or the rollout ends there without an answer.
         language: what the policy writes between the tags.
         show_tools: what of sandbox.tools the system prompt shows: all, or def lines and docstrings.
 
@@ -46,48 +39,33 @@ class CodeAgent(PairAgent):
     """
 
     acts = ("code",)
+    env: Any = None
+    tools_script: str | None = None
+    observation_role: Literal["user", "tool", "assistant"] = "user"
+    language: Literal["python", "bash", "node"] = "python"
+    show_tools: Literal["source", "signatures", "no"] = "source"
 
-    def __init__(
-        self,
-        env: Any = None,
-        tools_script: str | None = None,
-        *,
-        system_prompt: str | None = None,
-        shots: Shots = (),
-        open_tag: Tag = "<code>",
-        close_tag: Tag = "</code>",
-        observation: Template = "{output}",
-        observation_role: Literal["user", "tool", "assistant"] = "user",
-        answer_prefix: str = "Answer:",
-        after_malformed: AfterMalformed = "tell",
-        language: Literal["python", "bash", "node"] = "python",
-        show_tools: Literal["source", "signatures", "no"] = "source",
-    ) -> None:
-        require_language = getattr(env, "require_language", None)
+    def __post_init__(self) -> None:
+        require_language = getattr(self.env, "require_language", None)
         if require_language is not None:
-            require_language(language)
-        if system_prompt is None:
-            named = {"language": LANGUAGES[language], "prefix": answer_prefix}
-            system_prompt = PROMPT.format(open=open_tag, close=close_tag, **named)
-        if tools_script and show_tools != "no":
-            if language != "python":
-                raise ValueError(
-                    f"language: the functions of sandbox.tools are Python's, got {language!r}; "
-                    "with show_tools = 'no' the script is run and not shown"
-                )
-            shown = tools_script if show_tools == "source" else signatures(tools_script)
+            require_language(self.language)
+        script = self.tools_script if self.show_tools != "no" else None
+        if script and self.language != "python":
+            raise ValueError(
+                f"language: the functions of sandbox.tools are Python's, got {self.language!r}; "
+                "with show_tools = 'no' the script is run and not shown"
+            )
+        if self.system_prompt is None:
+            self.system_prompt = PROMPT.format(
+                language=LANGUAGES[self.language],
+                open=self.open_tag,
+                close=self.close_tag,
+                prefix=self.answer_prefix,
+            )
+        if script:
+            shown = script if self.show_tools == "source" else signatures(script)
             tools = TOOLS_PROMPT.format(tools=shown.strip())
-            system_prompt = f"{system_prompt}\n{tools}".strip()
-        super().__init__(
-            system_prompt,
-            shots,
-            after_malformed,
-            open_tag=open_tag,
-            close_tag=close_tag,
-            answer_prefix=answer_prefix,
-            observation=observation,
-        )
-        self._role, self._language = observation_role, language
+            self.system_prompt = f"{self.system_prompt}\n{tools}".strip()
 
     def act(self, body: str) -> Action:
         """The code, without the newlines around it.
@@ -100,12 +78,12 @@ class CodeAgent(PairAgent):
         >>> agent.parse("forty-two")
         Finish(answer=None)
         """
-        return RunCode(body.strip("\n"), self._language)
+        return RunCode(body.strip("\n"), self.language)
 
     def observe(self, action: Action, observation: Observation) -> list[Message] | str:
         """The observation as one chat message, or as text of the policy's own message."""
-        content = self.told(observation)
-        return content if self._role == "assistant" else [{"role": self._role, "content": content}]
+        content, role = self.told(observation), self.observation_role
+        return content if role == "assistant" else [{"role": role, "content": content}]
 
 
 def signatures(source: str) -> str:

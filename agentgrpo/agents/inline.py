@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from agentgrpo.actions import (
@@ -21,7 +22,7 @@ from agentgrpo.actions import (
     ToolCall,
     as_json,
 )
-from agentgrpo.agents.text import AfterMalformed, PairAgent, Shots, Tag, Template
+from agentgrpo.agents.text import PairAgent, Tag, Template
 from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
@@ -42,22 +43,14 @@ Raises ValueError with a message for the policy if it is not in the asked form.
 """
 
 
+@dataclass(kw_only=True, eq=False)
 class InlineAgent(PairAgent):
     """See agents/base.py for the protocol.
 
     Args:
         env: whose tools can be called.
-        system_prompt: None: what the agent says of itself, with the task's functions; "" says
-            nothing.
-        shots: worked examples, each a list of messages, shown before the task.
-        open_tag: begins a call.
-        close_tag: ends a call, and the turn.
         observation: how a result is shown; {output} is replaced by it, {tag} by fn_results or
             fn_error.
-        answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
-            answer. "": the whole reply is.
-        after_malformed: what becomes of a turn whose call cannot be read: the policy is told and
-            goes on ("tell"), or the rollout ends there without an answer.
         call_form: how a call is written: python, `f("x", n=1)`; json, `{"name": "f", "arguments":
             {...}}`; or your own `module:function`.
 
@@ -67,47 +60,30 @@ class InlineAgent(PairAgent):
 
     acts = ("tools",)
     error = "SyntaxError"
+    env: Any
+    open_tag: Tag = "<fn>"
+    close_tag: Tag = "</fn>"
+    observation: Template = OBSERVATION
+    call_form: str = "python"
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        system_prompt: str | None = None,
-        shots: Shots = (),
-        open_tag: Tag = "<fn>",
-        close_tag: Tag = "</fn>",
-        observation: Template = OBSERVATION,
-        answer_prefix: str = "Answer:",
-        after_malformed: AfterMalformed = "tell",
-        call_form: str = "python",
-    ) -> None:
-        super().__init__(
-            system_prompt or "",
-            shots,
-            after_malformed,
-            open_tag=open_tag,
-            close_tag=close_tag,
-            answer_prefix=answer_prefix,
-            observation=observation,
+    def __post_init__(self) -> None:
+        self._read: ReadCall = FORMS.get(self.call_form) or cast(
+            ReadCall, load_callable(self.call_form, key="agent.options.call_form")
         )
-        self._tools_of: Callable[[Task], Sequence[Schema]] = env.tools
-        self._read: ReadCall = FORMS.get(call_form) or cast(
-            ReadCall, load_callable(call_form, key="agent.options.call_form")
-        )
-        example = f"{open_tag}{EXAMPLES.get(call_form, '...')}{close_tag}"
-        self._prompt = PROMPT.format(example=example, prefix=answer_prefix, tools="{tools}")
-        self._prompts = system_prompt is None
         self._known: dict[str, Schema] = {}
 
     def messages(self, task: Task) -> list[Message]:
-        """The system prompt with the task's functions, worked examples, the task's messages."""
-        tools = self._tools_of(task)
-        self._known.update({tool["function"]["name"]: tool for tool in tools})
-        told = super().messages(task)
-        if not self._prompts:
-            return told
-        listed = "\n".join(map(signature, tools))
-        return [{"role": "system", "content": self._prompt.replace("{tools}", listed)}, *told]
+        """The same as of every agent; the task's functions are known from then on."""
+        self._known.update({tool["function"]["name"]: tool for tool in self.env.tools(task)})
+        return super().messages(task)
+
+    def prompt(self, task: Task) -> str:
+        """How a call is written, and the task's functions."""
+        return PROMPT.format(
+            example=f"{self.open_tag}{EXAMPLES.get(self.call_form, '...')}{self.close_tag}",
+            prefix=self.answer_prefix,
+            tools="\n".join(map(signature, self.env.tools(task))),
+        )
 
     def act(self, body: str) -> Action:
         """The one call between the tags."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import dataclass
 
 from agentgrpo.actions import Action, Finish, Observation, RunCode
-from agentgrpo.agents.text import Shots, TextAgent
+from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
 
 PROMPT = (
@@ -26,32 +27,31 @@ PROMPT = (
 PROMPTS = (">>> ", "... ")
 
 
+@dataclass(kw_only=True, eq=False)
 class ReplAgent(TextAgent):
     """See agents/base.py for the protocol.
 
     Args:
-        system_prompt: None: what the agent says of itself; "" says nothing.
-        shots: worked examples, each a list of messages, shown before the task.
         banner: what the terminal shows before its first prompt. None: Python's own two lines.
     """
 
     acts = ("lines",)
     home = "console"
-    stop = ("\n",)
+    banner: str | None = None
 
-    def __init__(
-        self,
-        *,
-        system_prompt: str | None = None,
-        shots: Shots = (),
-        banner: str | None = None,
-    ) -> None:
-        super().__init__(PROMPT if system_prompt is None else system_prompt, shots)
-        self._banner = python_banner() if banner is None else banner
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end of a line."""
+        return ("\n",)
+
+    def prompt(self, task: Task) -> str:
+        """What the console is for."""
+        return PROMPT
 
     def prefill(self, task: Task) -> str:
         """The banner and the first prompt, but for its space."""
-        return self._banner + PROMPTS[0].rstrip()
+        banner = python_banner() if self.banner is None else self.banner
+        return banner + PROMPTS[0].rstrip()
 
     def parse(self, text: str) -> Action:
         r"""The line up to its newline. Without one the policy ended its message: its last line.

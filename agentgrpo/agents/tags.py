@@ -14,9 +14,11 @@ so that the policy does not take a document's words for its own. envs/tagged.py 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from agentgrpo.actions import Action, CallTools, Finish, Observation, RunCode, ToolCall
-from agentgrpo.agents.text import AfterMalformed, Shots, TextAgent
+from agentgrpo.agents.text import FormAgent
+from agentgrpo.types import Task
 
 PROMPT = (
     "Solve the task step by step. Think between <{think}> and </{think}>. To search, write a query "
@@ -26,7 +28,8 @@ PROMPT = (
 )
 
 
-class TagAgent(TextAgent):
+@dataclass(kw_only=True, eq=False)
+class TagAgent(FormAgent):
     r"""See agents/base.py for the protocol.
 
     Args:
@@ -35,11 +38,7 @@ class TagAgent(TextAgent):
         python: name of the tag of code; "": there is no interpreter.
         result: name of the tag of what comes of them.
         answer: name of the tag of the answer.
-        system_prompt: None: PROMPT with the tags' names.
-        shots: worked examples, each a list of messages, shown before the task.
         boxed: an answer without \boxed{...} is none.
-        after_malformed: what becomes of a turn whose tags do not fit: the policy is told and goes
-            on ("tell"), or the rollout ends there without an answer.
 
     Raises:
         ValueError: a name that is no tag, or two of one name.
@@ -47,34 +46,29 @@ class TagAgent(TextAgent):
 
     acts = ("code", "search")
     home = "tagged"
+    think: str = "think"
+    search: str = "search"
+    python: str = "python"
+    result: str = "result"
+    answer: str = "answer"
+    boxed: bool = True
 
-    def __init__(
-        self,
-        *,
-        think: str = "think",
-        search: str = "search",
-        python: str = "python",
-        result: str = "result",
-        answer: str = "answer",
-        system_prompt: str | None = None,
-        shots: Shots = (),
-        boxed: bool = True,
-        after_malformed: AfterMalformed = "tell",
-    ) -> None:
-        names = [name for name in (think, search, python, result, answer) if name]
+    def __post_init__(self) -> None:
+        names = [n for n in (self.think, self.search, self.python, self.result, self.answer) if n]
         bad = [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]
         if bad or len(set(names)) < len(names):
             raise ValueError(f"tags must be different names, got {names}")
-        self._search, self._python, self._result, self._answer = search, python, result, answer
-        self._boxed = boxed
-        self._tools = [name for name in (search, python) if name]
+        self._acts = [name for name in (self.search, self.python) if name]
         self._tag = re.compile(rf"<(/?(?:{'|'.join(names)}))>")
-        if system_prompt is None:
-            system_prompt = PROMPT.format(
-                think=think, search=search, python=python, result=result, answer=answer
-            )
-        super().__init__(system_prompt, shots, after_malformed)
-        self.stop = tuple(f"</{name}>" for name in (*self._tools, answer))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end tags of search, code and answer."""
+        return tuple(f"</{name}>" for name in (*self._acts, self.answer))
+
+    def prompt(self, task: Task) -> str:
+        """What each tag is for."""
+        return PROMPT.format_map(vars(self))
 
     def parse(self, text: str) -> Action:
         r"""What the turn's last pair of tags asks for; without one, no answer.
@@ -84,18 +78,18 @@ class TagAgent(TextAgent):
         >>> TagAgent().parse(r"<answer> It is \[ \boxed{42} \] </answer>")
         Finish(answer='42')
         """
-        for name in (*self._tools, self._answer):
+        for name in (*self._acts, self.answer):
             head, closed, _ = text.partition(f"</{name}>")
             if not closed:
                 continue
             _, opened, body = head.rpartition(f"<{name}>")
             if not opened:
                 return self.malformed(f"Error: </{name}> without <{name}>")
-            if name == self._answer:
+            if name == self.answer:
                 return Finish(self._answer_in(body))
             if not body.strip():
                 return self.malformed(f"Error: nothing between <{name}> and </{name}>")
-            if name == self._search:
+            if name == self.search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))
         return Finish(None)
@@ -104,11 +98,11 @@ class TagAgent(TextAgent):
         """The result between its tags, for the same message; tags within it broken up."""
         text = "\n".join(observation.outputs) or observation.text
         shown = self._tag.sub(lambda tag: f"<\u200b{tag[1]}>", text)
-        return f" <{self._result}>\n{shown}\n</{self._result}>"
+        return f" <{self.result}>\n{shown}\n</{self.result}>"
 
     def _answer_in(self, body: str) -> str | None:
         found = boxed(body)
-        return found if self._boxed else (body.strip() if found is None else found)
+        return found if self.boxed else (body.strip() if found is None else found)
 
 
 def boxed(text: str) -> str | None:

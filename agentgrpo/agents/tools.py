@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentgrpo.actions import (
@@ -22,13 +23,14 @@ from agentgrpo.actions import (
     answer_in,
     as_json,
 )
-from agentgrpo.agents.text import AfterMalformed, Shots, TextAgent
+from agentgrpo.agents.text import FormAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
 
 
-class ToolAgent(TextAgent):
+@dataclass(kw_only=True, eq=False)
+class ToolAgent(FormAgent):
     """See agents/base.py for the protocol.
 
     A turn without a call is the answer, or where the environment has somebody to talk with, what
@@ -37,13 +39,10 @@ class ToolAgent(TextAgent):
     Args:
         env: whose tools can be called; if it `talks`, it answers what is said.
         call_reader: from a parser's name to what reads the calls of a turn.
-        system_prompt: a task's own joins it; None: nothing is said.
-        shots: worked examples, each a list of messages, shown before the task.
+        system_prompt: what the policy is told first; a task's own system message joins it.
         observation_role: role of the message that carries a tool's answer.
         answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
             answer. "": the whole reply is.
-        after_malformed: what becomes of a turn whose calls cannot be read: the policy is told and
-            goes on ("tell"), or the rollout ends there without an answer.
         parser: which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
             llama3_json, mistral, pythonic ...
         parallel_calls: carry out all calls of a turn. False: the first; the others are answered
@@ -51,40 +50,32 @@ class ToolAgent(TextAgent):
     """
 
     acts = ("tools",)
+    env: Any
+    call_reader: Callable[[str], ReadCalls]
+    observation_role: Literal["user", "tool"] = "tool"
+    answer_prefix: str = ""
+    parser: str = "hermes"
+    parallel_calls: bool = False
 
-    def __init__(
-        self,
-        env: Any,
-        call_reader: Callable[[str], ReadCalls],
-        *,
-        system_prompt: str | None = None,
-        shots: Shots = (),
-        observation_role: Literal["user", "tool"] = "tool",
-        answer_prefix: str = "",
-        after_malformed: AfterMalformed = "tell",
-        parser: str = "hermes",
-        parallel_calls: bool = False,
-    ) -> None:
-        super().__init__(system_prompt or "", shots, after_malformed)
-        self._tools_of: Callable[[Task], Sequence[Schema]] = env.tools
-        self._talks = bool(getattr(env, "talks", False))
-        self._read_calls = call_reader(parser)
-        self._role, self._prefix, self._parallel = observation_role, answer_prefix, parallel_calls
+    def __post_init__(self) -> None:
+        self._talks = bool(getattr(self.env, "talks", False))
+        self._read_calls = self.call_reader(self.parser)
         self._known: dict[str, Schema] = {}
 
     def messages(self, task: Task) -> list[Message]:
         """System prompt (the task's own joins it), worked examples, the task's messages."""
-        if self._head and task.messages and task.messages[0]["role"] == "system":
-            first, *rest = task.messages
-            if self._head[0]["role"] == "system":
-                joined = f"{self._head[0]['content']}\n\n{first['content']}"
-                return [{"role": "system", "content": joined}, *self._head[1:], *rest]
-            return [first, *self._head, *rest]
-        return super().messages(task)
+        if not task.messages or task.messages[0]["role"] != "system":
+            return super().messages(task)
+        own, *rest = task.messages
+        told = super().messages(replace(task, messages=tuple(rest)))
+        if not self.system_prompt:
+            return [own, *told]
+        joined = f"{self.system_prompt}\n\n{own['content']}"
+        return [{"role": "system", "content": joined}, *told[1:]]
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The task's tools, for the chat template."""
-        tools = self._tools_of(task)
+        tools: Sequence[Schema] = self.env.tools(task)
         self._known.update({tool["function"]["name"]: tool for tool in tools})
         return tools
 
@@ -96,7 +87,7 @@ class ToolAgent(TextAgent):
                 return self.malformed("Error: the tool call could not be read; no call was made")
             if self._talks:
                 return Say(reading.content.strip())
-            return Finish(answer_in(reading.content, self._prefix))
+            return Finish(answer_in(reading.content, self.answer_prefix))
         calls = []
         for number, (name, arguments) in enumerate(reading.calls):
             try:
@@ -106,23 +97,18 @@ class ToolAgent(TextAgent):
             if not isinstance(values, dict):
                 return self.malformed(f"Error: {name}: the arguments must be a JSON object")
             calls.append(ToolCall(name, values, id=f"call_{number}"))
-        if self._parallel:
+        if self.parallel_calls:
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
 
     def observe(self, action: Action, observation: Observation) -> list[Message]:
         """One message per call, in order; what somebody said is a user's."""
-        if isinstance(action, Say):
-            return [{"role": "user", "content": observation.text}]
+        role = "user" if isinstance(action, Say) else self.observation_role
         if not isinstance(action, CallTools):
-            return [{"role": self._role, "content": observation.text}]
+            return [{"role": role, "content": observation.text}]
         texts = observation.outputs or (observation.text,)
-        told = [
-            {"role": self._role, "content": text, "name": call.name, "tool_call_id": call.id}
-            for call, text in zip(action.calls, texts, strict=True)
+        made = list(zip(action.calls, texts, strict=True))
+        return [
+            {"role": role, "content": text, "name": call.name, "tool_call_id": call.id}
+            for call, text in [*made, *((call, ONE_CALL) for call in action.refused)]
         ]
-        told += [
-            {"role": self._role, "content": ONE_CALL, "name": call.name, "tool_call_id": call.id}
-            for call in action.refused
-        ]
-        return told  # type: ignore[return-value]

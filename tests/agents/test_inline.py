@@ -30,7 +30,7 @@ def weather(city: str, days: int = 1) -> str:
 
 
 ENV = ToolEnv([weather])
-AGENT = InlineAgent(ENV)
+AGENT = InlineAgent(env=ENV)
 AGENT.messages(task())
 
 
@@ -118,13 +118,13 @@ def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:
 def test_half_a_call_is_told_as_such() -> None:
     assert AGENT.parse("<fn>weather(") == Malformed("SyntaxError: <fn> without </fn>")
     assert AGENT.parse("weather()</fn>") == Malformed("SyntaxError: </fn> without <fn>")
-    ends = InlineAgent(ENV, after_malformed="end")
+    ends = InlineAgent(env=ENV, after_malformed="end")
     assert ends.parse("<fn>weather(") == Finish(None)
 
 
 def test_the_calling_convention_is_the_users() -> None:
     agent = InlineAgent(
-        ENV,
+        env=ENV,
         open_tag="[[",
         close_tag="]]",
         call_form="json",
@@ -136,10 +136,10 @@ def test_the_calling_convention_is_the_users() -> None:
     assert "]]<fn_results>Bonn: sunny for 2</fn_results><answer>" in shown(played)
     assert played.answer == "ok"
     assert agent.stop == ("]]",)
-    own = InlineAgent(ENV, call_form=f"{__name__}:shout")
+    own = InlineAgent(env=ENV, call_form=f"{__name__}:shout")
     assert own.parse("<fn>BONN</fn>") == CallTools((ToolCall("weather", {"city": "BONN"}),))
     with pytest.raises(ValueError, match=r"agent\.options\.call_form: module .* has no 'nothing'"):
-        InlineAgent(ENV, call_form=f"{__name__}:nothing")
+        InlineAgent(env=ENV, call_form=f"{__name__}:nothing")
 
 
 def shout(body: str, known: Any) -> ToolCall:

@@ -79,7 +79,7 @@ def hermes() -> ReadCalls:
 
 def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
     env = SimpleNamespace(tools=ENV.tools, talks=talks)
-    made = ToolAgent(env, lambda parser: read, **config)
+    made = ToolAgent(env=env, call_reader=lambda parser: read, **config)
     made.tools(task())
     return made
 
@@ -176,7 +176,7 @@ def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
         return f"{name.encode()!r} \ud800"
 
     env = ToolEnv([half])
-    made = ToolAgent(env, lambda parser: hermes)
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
     turn = '<tool_call>{"name": "half", "arguments": {"name": "\\ud800"}}</tool_call>'
     played = play(made, env, turn + EOT, f"ok{EOT}")
     assert f"tool\nb'?' \ufffd{EOT}" in shown(played)
@@ -335,7 +335,7 @@ def test_coroutines_of_a_turn_run_at_once_and_answer_in_order(hermes: ReadCalls)
 
     env = ToolEnv([meet, add])
     turn = f"{call('meet', n=1)}{call('meet', n=2)}{call('add', a=3)}{EOT}"
-    made = ToolAgent(env, lambda parser: hermes, parallel_calls=True)
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes, parallel_calls=True)
     played = play(made, env, turn, f"ok{EOT}")
     assert f"tool\n1{EOT}\n<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n4{EOT}" in shown(played)
 
@@ -346,6 +346,6 @@ def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:
         raise InfrastructureError("disk on fire")
 
     env = ToolEnv([broken])
-    made = ToolAgent(env, lambda parser: hermes)
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
     played = play(made, env, f"{call('broken')}{EOT}", max_retries=0)
     assert (played.status, played.error) == (Status.INFRA_ERROR, "disk on fire")

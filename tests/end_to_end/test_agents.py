@@ -69,9 +69,11 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
                 ReplAgent(banner="", system_prompt=""),
                 ConsoleEnv(pool, 2.0),
             ),
-            "inline": lambda: (InlineAgent(TOOLS, **tags), TOOLS),
+            "inline": lambda: (InlineAgent(env=TOOLS, **tags), TOOLS),
             "tools": lambda: (
-                ToolAgent(TOOLS, lambda parser: tool_call_reader(parser, tokenizer)),
+                ToolAgent(
+                    env=TOOLS, call_reader=lambda parser: tool_call_reader(parser, tokenizer)
+                ),
                 TOOLS,
             ),
         }[kind]()

@@ -209,7 +209,7 @@ def no_calls(text: str, tools: Any) -> Reading:
 
 def test_agent_and_customer_share_an_engine_and_only_the_agent_is_trained_on() -> None:
     env = Tau2Env("airline", mode="model", customer_tokens=50)
-    agent = ToolAgent(env, lambda parser: no_calls)
+    agent = ToolAgent(env=env, call_reader=lambda parser: no_calls)
 
     def speak(number: int, prompt: str) -> Turn:
         customer = "User Simulation Guidelines" in prompt

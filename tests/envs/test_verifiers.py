@@ -232,7 +232,7 @@ def read(text: str, tools: Any) -> Reading:
 def test_a_policy_plays_it_and_is_paid() -> None:
     world = env("tools")
     task, *_ = world.tasks("train")
-    agent = ToolAgent(world, lambda parser: read)
+    agent = ToolAgent(env=world, call_reader=lambda parser: read)
     played = play(agent, world, json.dumps({"a": 0, "b": 4}) + EOT, f"4{EOT}", given=task)
     score(Group(task=task, rollouts=[played]), make_reward(RewardConfig(format=0), world))
     assert (played.reward, played.answer, played.stats["tool_calls"]) == (1.25, "4", 1.0)

@@ -197,7 +197,7 @@ def test_env_reasoning_gym_pays_only_what_its_verifier_accepts(pool: SandboxPool
 def test_env_gymnasium_pays_only_the_goal() -> None:
     pytest.importorskip("gymnasium")
     env = GymnasiumEnv("FrozenLake-v1", kwargs={"is_slippery": False})
-    agent = InlineAgent(env)
+    agent = InlineAgent(env=env)
     given = env.tasks("train")[0]
 
     def earned(*actions: int, last: str = EOT) -> float:
@@ -240,7 +240,7 @@ CALLS = [
 
 
 def play_calls(env: Any, turns: list[str], call: str, given: Task) -> float:
-    agent = InlineAgent(env)
+    agent = InlineAgent(env=env)
     said = [turn.replace('{call("6*7")}', call.format("6*7")) for turn in turns]
     said = [turn.replace('{call("x")}', call.format("x")) for turn in said]
     played = play(agent, env, *said, given=given, max_turns=3, max_turn_tokens=2000)
@@ -281,7 +281,7 @@ class Vault:
 )
 def test_env_factory_pays_what_its_class_says(turns: list[str], expected: float) -> None:
     env = FactoryEnv(Vault)
-    agent = InlineAgent(env)
+    agent = InlineAgent(env=env)
     assert worth(play(agent, env, *turns, max_turns=3, max_turn_tokens=2000), env) == expected
 
 
@@ -343,7 +343,7 @@ def test_env_search_with_the_text_reward(
     corpus = tmp_path / "texts.jsonl"
     write_lines(corpus, TEXTS)
     env = SearchEnv(corpus)
-    agent = InlineAgent(env)
+    agent = InlineAgent(env=env)
     played = play(
         agent, env, *turns, *[EOT][: 3 - len(turns)], given=task(answer="Oslo"),
         max_turns=3, max_turn_tokens=3000,

@@ -57,8 +57,8 @@ class ShopEpisode:
 
 
 AGENT = ToolAgent(
-    SimpleNamespace(tools=lambda task: (), talks=True),
-    lambda parser: lambda text, tools: Reading(text, (), attempted=False),
+    env=SimpleNamespace(tools=lambda task: (), talks=True),
+    call_reader=lambda parser: lambda text, tools: Reading(text, (), attempted=False),
 )
 
 
