@@ -1,4 +1,5 @@
 # Two commands do everything, from a fresh clone: `make quickstart` and `make test`.
+# Before each commit: `make fast`. Before a release: `make check`, and `make mutants` for what changed.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
@@ -9,8 +10,11 @@ SET    ?= $(FOUND)
 BASE   := $(VENV)/.installed-$(SET)
 DEV    := $(VENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
+# processes of the tests, each with an engine of its own: a GPU has room for one
+JOBS   ?= $(if $(filter gpu,$(SET)),0,2)
+TEST   := $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart recipe-demo test view-test check lint types asan bench docs clean
+.PHONY: quickstart recipe-demo fast test view-test check mutants warnings lint types asan bench docs clean
 
 quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
@@ -20,15 +24,28 @@ recipe-demo: $(BASE) $(EXT)
 	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
 	@$(PY) -m agentgrpo.recipe.recipe recipe $(ARGS)
 
+fast: $(DEV) $(EXT) lint types
+	@echo "== tests that start no engine and no whole run"
+	$(TEST) -m "not slow" --timeout 60
+
 test: $(DEV) $(EXT) lint types
 	@echo "== tests"
-	$(PY) -m pytest
+	$(TEST)
 
 view-test: $(DEV) $(EXT)
 	@echo "== the viewer in a headless Chromium, which must be there"
 	AGENTGRPO_REQUIRE_BROWSER=1 $(PY) -m pytest tests/view
 
-check: lint types asan test
+check: export AGENTGRPO_WERROR = 1
+check: lint types warnings asan test
+
+warnings: $(DEV)
+	@echo "== the C extension compiles without a warning"
+	$(PY) setup.py --quiet build_ext --force --inplace
+
+mutants: $(DEV) $(EXT)
+	@echo "== mutants: each must be caught by a test (WORDS='word ...': those whose list, file or piece has one)"
+	$(PY) -m tests.mutation $(WORDS)
 
 lint: $(DEV)
 	@echo "== lint"

@@ -210,8 +210,8 @@ class Rollout:
     def solved(self) -> bool | None:
         """Whether the task was solved, by whoever says so first; None: nobody does.
 
-        reward.solved_at (scoring.py counts it in `stats`), then a part `solved`, then a part
-        `answer`: above 0.
+        reward.solved_at (rewards/scoring.py counts it in `stats`), then a part `solved`, then a
+        part `answer`: above 0.
         """
         said = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
         return next((value > 0 for value in said if value is not None), None)

@@ -25,7 +25,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from agentgrpo.learn.packing import Batches, flex_blocks, pack_tree
-from agentgrpo.models.encoding import ids_from_list, logprobs_from_list
+from agentgrpo.models.encoding import ids_from_list
 from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, Segment, Status, Task
 from bench.harness import append_row, cpu_seconds
 
@@ -151,19 +151,17 @@ def bench_flat(prompt: int, groups: list[Group]) -> None:
 
 
 def bench_lists(rng: np.random.Generator) -> None:
-    """One engine output: the ids and log-probabilities of 4096 tokens."""
+    """One engine output: the ids of 4096 tokens."""
     ids = rng.integers(0, 150_000, NUM_TOKENS).tolist()
-    logprobs = (-rng.random(NUM_TOKENS)).tolist()
     np.testing.assert_array_equal(ids_from_list(ids), np.array(ids, np.int32))
-    np.testing.assert_array_equal(logprobs_from_list(logprobs), np.array(logprobs, np.float32))
     variants = {
-        "lists": lambda: (ids_from_list(ids), logprobs_from_list(logprobs)),
-        "lists_numpy": lambda: (np.array(ids, np.int32), np.array(logprobs, np.float32)),
+        "lists": lambda: ids_from_list(ids),
+        "lists_numpy": lambda: np.array(ids, np.int32),
     }
     medians = [
         append_row(
             "packing", name, [1e6 * t for t in cpu_seconds(fn, repeats=301)],
-            unit="us", shape={"tokens": NUM_TOKENS}, note="ids and logprobs",
+            unit="us", shape={"tokens": NUM_TOKENS}, note="ids",
         )
         for name, fn in variants.items()
     ]  # fmt: skip

@@ -20,7 +20,6 @@ typedef struct {
     Path *paths;
     Leaf *leaves;
     Bin *bins;
-    int32_t *open;
     Py_ssize_t num_views, num_segments;
     int32_t num_rows, num_paths, num_bins, max_tokens;
     int drop_zero, share, whole;

@@ -298,7 +298,7 @@ sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds 
     const int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
     struct pollfd watched[] = {{.fd = signals, .events = POLLIN},
                                {.fd = CONTROL, .events = POLLIN}};
-    for (int more = 0;;) {
+    for (int more = 1;;) { /* setting SIGCHLD above has discarded that of an early end */
         if (poll(watched, 2, more ? 0 : -1) < 0 && errno != EINTR) {
             leave(SANDBOX_EXIT_SETUP);
         }

@@ -11,7 +11,7 @@
 
 #include "sandbox.h"
 
-/* The order is that of Ending in agentgrpo/sandbox/session.py. */
+/* The order is that of Ending in agentgrpo/sandbox/outcome.py. */
 enum ending {
     RUNNING,
     ANSWERED,

@@ -1,20 +1,24 @@
 # ruff: noqa: T201 - a program
 """Change source in small ways and see that the tests notice every one.
 
+    python -m tests.mutation [WORD ...]      only mutants whose list, file or piece has a WORD
+
 A mutant replaces one piece of source in a copy of the tree, in which the tests named for its file
 are run to their first failure. A mutant that survives is printed and sets the exit status. A piece
-that no longer occurs as often as said is an error: the lists must follow the code.
+that no longer occurs as often as said is an error: the lists must follow the code. A list is a
+file tests/*/mutants.py with MUTANTS, TESTS (of each file, relative to tests/) and FOLDER.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,26 +28,35 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Mutant(NamedTuple):
-    """Replace the `nth` occurrence of `old` by `new` in `file`."""
+    """Replace the `nth` occurrence of `old` by `new` in `file`, which its list's FOLDER holds."""
 
     file: str
     old: str
     new: str
     nth: int = 0
 
+    def apply(self, text: str) -> str:
+        """The text with the piece replaced; ValueError where it does not occur that often."""
+        parts = text.split(self.old)
+        if len(parts) < self.nth + 2:
+            raise ValueError(f"{self.file} has no occurrence {self.nth} of {self.old!r}")
+        before, after = parts[: self.nth + 1], parts[self.nth + 1 :]
+        return self.old.join(before) + self.new + self.old.join(after)
 
-def replace_nth(text: str, mutant: Mutant) -> str:
-    parts = text.split(mutant.old)
-    if len(parts) < mutant.nth + 2:
-        raise SystemExit(f"{mutant.file} has no occurrence {mutant.nth} of {mutant.old!r}")
-    before, after = parts[: mutant.nth + 1], parts[mutant.nth + 1 :]
-    return mutant.old.join(before) + mutant.new + mutant.old.join(after)
+
+def listed() -> Iterator[tuple[str, Path, list[Path], Mutant]]:
+    """Every mutant: its list's name, its file and its tests (both relative to ROOT), and itself."""
+    for path in sorted(ROOT.glob("tests/*/mutants.py")):
+        held = importlib.import_module(f"tests.{path.parent.name}.mutants")
+        for mutant in held.MUTANTS:
+            tests = [Path("tests", name) for name in held.TESTS[mutant.file]]
+            yield path.parent.name, Path(held.FOLDER, mutant.file), tests, mutant
 
 
-def survives(mutant: Mutant, path: Path, tests: Sequence[str], tree: Path) -> bool:
+def survives(mutant: Mutant, path: Path, tests: Sequence[Path], tree: Path) -> bool:
     """Runs the tests in a fork, which inherits what is imported already."""
     original = path.read_text()
-    path.write_text(replace_nth(original, mutant))
+    path.write_text(mutant.apply(original))
     log = tree / "log.txt"
     child = os.fork()
     if child == 0:
@@ -63,46 +76,51 @@ def survives(mutant: Mutant, path: Path, tests: Sequence[str], tree: Path) -> bo
     return code == 0
 
 
-def run_tests(names: Sequence[str], tree: Path) -> int:
+def run_tests(tests: Sequence[Path], tree: Path) -> int:
     os.chdir(tree)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("agentgrpo", "tests")]:
         del sys.modules[name]
     sys.path.insert(0, str(tree))
     sys.dont_write_bytecode = True
-    paths = [str(tree / "tests" / name) for name in names]
+    paths = [str(tree / path) for path in tests]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), "--timeout", "60"]
     imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*options, *imported, *paths]))
 
 
-def hunt(
-    mutants: Sequence[Mutant],
-    folder: str,
-    tests: Mapping[str, Sequence[str]],
-    words: Sequence[str],
-) -> int:
-    """Try the mutants whose file or piece has one of the words (all, without words).
-
-    Args:
-        mutants: of files in `folder`.
-        folder: relative to the repository.
-        tests: of each file, relative to tests/.
-        words: of the command line.
-
-    Returns:
-        The exit status: 1 if one survived.
-    """
-    chosen = [m for m in mutants if not words or any(w in m.file + m.old for w in words)]
-    alive = []
+def main(words: Sequence[str]) -> int:
+    """Try the mutants that have one of the words (all, without words); 1 if one survived."""
+    chosen = [
+        (file, tests, mutant)
+        for name, file, tests, mutant in listed()
+        if not words or any(w in f"{name} {file} {mutant.old}" for w in words)
+    ]
+    if not chosen:
+        raise SystemExit(f"no mutant's list, file or piece has one of {list(words)}")
+    alive = 0
     with tempfile.TemporaryDirectory() as copy:
         tree = Path(copy) / "tree"
-        ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "models", "runs")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignore)
-        for number, mutant in enumerate(chosen, 1):
-            lives = survives(mutant, tree / folder / mutant.file, tests[mutant.file], tree)
-            alive += [mutant] * lives
+        ignore = shutil.ignore_patterns(".*", "__pycache__")
+        tree.mkdir()
+        for part in ("agentgrpo", "bench", "csrc", "docs", "kernels", "tests"):
+            shutil.copytree(
+                ROOT / part, tree / part, symlinks=True, ignore=ignore, dirs_exist_ok=True
+            )
+        for file in filter(Path.is_file, ROOT.iterdir()):
+            shutil.copy(file, tree)
+        for number, (file, tests, mutant) in enumerate(chosen, 1):
+            lives = survives(mutant, tree / file, tests, tree)
+            alive += lives
             state = "SURVIVED" if lives else "caught"
             change = f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}"
             print(f"{number}/{len(chosen)} {state:8} {change}", flush=True)
-    print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")
-    return len(alive) > 0
+    print(f"{len(chosen) - alive} of {len(chosen)} caught")
+    return alive > 0
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors, and threads that wait for one another
+    importlib.import_module("tests.conftest")  # the environment, before torch and triton
+    for name in ("hypothesis", "transformers", "triton.language"):
+        importlib.import_module(name)  # or every fork would
+    sys.exit(main(sys.argv[1:]))

@@ -5,11 +5,14 @@ test_docs_commands.py runs their commands, test_docs_code.py their code.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
 import re
 import shlex
+import subprocess
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,7 @@ KEYS = {
     *(f"{s.section}.{s.key}" for of in KINDS for kind in KINDS[of] for s in options(of, kind)),
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+KIT = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "LOG.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -123,18 +127,79 @@ def test_settings_named_in_backticks_exist() -> None:
                 assert name in KEYS or of_rollout, f"{page.name}: there is no setting {name}"
 
 
-PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests")
+PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests", "bench/results")
 """Where files that are named without their folder lie."""
 READERS = {"letters.toml", "runs/quickstart/", "generate_with_tau.py"}
+READERS |= {f"{where}NAME.py" for where in ("agentgrpo/envs/", "agentgrpo/agents/")}
+READERS |= {f"tests/{where}/test_NAME.py" for where in ("envs", "agents")}
 """Files that a reader makes, or had before."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *KIT], ids=lambda page: page.name)
 def test_files_named_in_backticks_are_there(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for name in re.findall(r"`([\w./-]+\.(?:py|c|h|sh|toml|png)|\w[\w./-]+/)`", text):
         there = any((ROOT / place / name).exists() for place in PLACES)
         assert there or name in READERS, f"{page.name}: {name}"
+
+
+def said_in(path: Path) -> str:
+    """The comments and docstrings of a source file."""
+    text = path.read_text()
+    if path.suffix in (".c", ".h"):
+        return "\n".join(re.findall(r"/\*.*?\*/|//.*", text, re.S))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    strings = (
+        node.value.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    return "\n".join([*comments, *map(str, strings)])
+
+
+OWN = ("agentgrpo", "kernels", "csrc", "tests", "bench", "docs")
+SOURCES = [
+    path
+    for folder in OWN
+    for path in sorted((ROOT / folder).rglob("*.*"))
+    if path.suffix in (".py", ".c", ".h") and not path.is_relative_to(ROOT / "agentgrpo/kernels")
+]
+ELSEWHERE = {"convert_hf_to_gguf.py", "server.py", "my_env.py", "NAME.py", "tools.py"}
+"""Files of llama.cpp, and those that a reader has."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_in_comments_are_there(path: Path) -> None:
+    """By their path from the root, from `agentgrpo/` or `tests/`, or from where they are named."""
+    for name in re.findall(
+        r"(?<![\w.@/*<{-])((?:[\w-]+/)*[\w-]+\.(?:py|c|h))\b(?!\()", said_in(path)
+    ):
+        folder, _, file = name.rpartition("/")
+        if file in ELSEWHERE or folder.split("/")[0] in ("vllm", "linux", "trl"):
+            continue
+        places = (ROOT, ROOT / "agentgrpo", ROOT / "tests", path.parent)
+        assert any((place / name).is_file() for place in places), f"{path}: {name}"
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or a word in the longest beginning of it that is one."""
+    parts = name.split(".")
+    for known in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:known])
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if known == len(parts) and (path.is_dir() or file.is_file()):
+            return True
+        if file.is_file():
+            return re.search(rf"\b{parts[known]}\b", file.read_text()) is not None
+    return False
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_named_in_full_are_there(path: Path) -> None:
+    """In comments, documents and strings: the places where an import does not fail."""
+    for name in re.findall(r"\b(agentgrpo(?:\.[A-Za-z]\w*)+)", path.read_text()):
+        assert is_there(name) or name == "agentgrpo.nosuch", f"{path}: {name}"
 
 
 def test_the_picture_of_the_house_is_what_the_table_makes() -> None:
@@ -169,8 +234,36 @@ def test_the_number_of_attacks_is_not_below_what_readme_says() -> None:
     assert int(said) < len(CASES) <= int(said) + 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *KIT], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_path_of_a_step_can_be_read_in_an_afternoon() -> None:
+    """CONTRIBUTING.md names its files with about as many lines as they have: under 4,000 in all."""
+    said = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", KIT[0].read_text(), re.M)
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in said}
+    assert {"agentgrpo/train.py", "agentgrpo/rollout/play.py", "kernels/grpo_loss.py"} <= {*lines}
+    assert sum(lines.values()) < 4000
+    far = {name: lines[name] for name, count in said if abs(int(count) - lines[name]) > 30}
+    assert not far, f"CONTRIBUTING.md: lines of {far}"
+
+
+def test_the_targets_of_make_that_contributing_names_are_there() -> None:
+    targets = set(re.findall(r"`make (\w+)", KIT[0].read_text()))
+    there = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"fast", "test", "check", "mutants"} <= targets <= there
+
+
+def test_commits_of_the_log_are_there() -> None:
+    page = KIT[2].read_text()
+    named = set(re.findall(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b", page))
+    known = subprocess.run(
+        ["git", "log", "--format=%h", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True
+    )
+    if known.returncode or len(known.stdout.split()) < 100:
+        pytest.skip("not a whole git checkout")
+    assert len(named) > 12
+    assert named <= set(known.stdout.split())

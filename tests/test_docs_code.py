@@ -6,9 +6,7 @@ The files of your-task.md are used by its commands: test_docs_commands.py.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -33,6 +31,7 @@ from agentgrpo.types import Group, Rollout, Task
 from tests import tiny
 from tests.playing import play, shown
 from tests.test_docs import PAGES, ROOT, blocks, lines, words
+from tests.warm import run
 
 RUN: set[tuple[str, str]] = set()
 """Page and text of every block that a test here runs."""
@@ -263,29 +262,19 @@ def test_the_pages_environment_is_played_by_the_pages_agent(
 @pytest.mark.slow
 @pytest.mark.nsjail
 def test_playing_without_training(code: str, tmp_path: Path, tiny_model: Path) -> None:
-    """In a process of its own; a tiny model in the place of the quickstart's."""
+    """In a fork of its own (warm.py), with a tiny model instead of the quickstart's."""
     config = tmp_path / "c.toml"
     config.write_text(
         f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\n[engine]\nkv_cache_gib = 0.0625\n'
         "[rollout]\nmax_turns = 1\nmax_turn_tokens = 4\n"
     )
     assert '"quickstart"' in code
-    code = code.replace('"quickstart"', repr(str(config)))
-    ran = run_here([sys.executable, "-c", code], tmp_path)
-    assert ran.stdout.strip().endswith(str([None] * 16))
-
-
-def run_here(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command of a reader's, which must succeed."""
-    ran = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    assert code.index("\nprepare_environment()") < code.index("from agentgrpo.build")
+    script = tmp_path / "script.py"
+    script.write_text(code.replace('"quickstart"', repr(str(config))))
+    ran = run(str(script))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran
+    assert ran.stdout.strip().endswith(str([None] * 16))
 
 
 RUN |= {("docs/your-task.md", code) for code in blocks(YOUR_TASK, "python")}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo.cli import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "agentgrpo"
 
@@ -173,8 +175,9 @@ def test_kernels_load_neither_vllm_nor_transformers() -> None:
 
 
 def test_what_runs_before_the_model_loads_no_torch() -> None:
-    early = ("agentgrpo", "agentgrpo.sandbox", "agentgrpo.envs.python")
-    loaded = modules_after(*early, "agentgrpo.train", "agentgrpo.build")
+    """A command sets the environment first, then imports torch."""
+    commands = [module for module, _ in COMMANDS.values()]
+    loaded = modules_after("agentgrpo.sandbox", "agentgrpo.envs.python", *commands)
     assert not loaded & {"torch", "vllm", "transformers", "triton"}
 
 

@@ -1,7 +1,7 @@
 """What a newcomer runs into: one line that says what is wrong and what to do, found by a dry run.
 
-The packages' part is in test_machine.py, the sandbox's in sandbox/test_doctor.py; every message
-is in docs/troubleshooting.md.
+The packages' part is in machine/test_hardware.py, the sandbox's in sandbox/test_doctor.py; every
+message is in docs/troubleshooting.md.
 """
 
 from __future__ import annotations

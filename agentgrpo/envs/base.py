@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -9,8 +10,21 @@ from agentgrpo.actions import Action, Observation
 from agentgrpo.types import Task
 
 
+def needed(package: str) -> Any:
+    """A package that an environment cannot do without.
+
+    Raises:
+        ValueError: it is not installed, or does not import; names it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.replace("_", "-")
+        raise ValueError(f"the package {name} is needed: {error}") from error
+
+
 class Episode(Protocol):
-    """The world of one rollout."""
+    """The world of one rollout. Who inherits from it gives no rewards and holds nothing."""
 
     def step(self, action: Action) -> Observation:
         """Carry the action out. May block; never raises for what the policy caused.
@@ -30,6 +44,7 @@ class Episode(Protocol):
         Raises:
             InfrastructureError: see there.
         """
+        return {}
 
     def close(self) -> None:
         """Give everything back. Called once, also after an error."""
@@ -38,9 +53,15 @@ class Episode(Protocol):
 class AsyncEpisode(Protocol):
     """An Episode whose methods are coroutines: all of a run wait on one thread's event loop."""
 
-    async def step(self, action: Action) -> Observation: ...
-    async def finish(self, answer: str | None) -> Mapping[str, float]: ...
-    async def close(self) -> None: ...
+    async def step(self, action: Action) -> Observation:
+        """As Episode's."""
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        """As Episode's."""
+        return {}
+
+    async def close(self) -> None:
+        """As Episode's."""
 
 
 AnyEpisode = Episode | AsyncEpisode

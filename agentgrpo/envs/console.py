@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
+from agentgrpo.envs.base import Episode
+from agentgrpo.envs.python import RESTARTED, the_machines_fault
 from agentgrpo.sandbox import Console as Terminal
-from agentgrpo.sandbox import SandboxException, SandboxPool, Session, StepResult, StepStatus
+from agentgrpo.sandbox import SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import Task
 
 OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
@@ -55,7 +59,7 @@ class ConsoleEnv:
         return ConsoleEpisode(self)
 
 
-class ConsoleEpisode:
+class ConsoleEpisode(Episode):
     """One rollout's terminal."""
 
     def __init__(self, env: ConsoleEnv) -> None:
@@ -68,11 +72,9 @@ class ConsoleEpisode:
         """Type one line; what is shown ends with the next prompt."""
         if not isinstance(action, RunCode):
             raise TypeError(f"the console takes lines of code, got {action}")
-        try:
+        with the_machines_fault():
             terminal = self._terminal or self._start()
             typed = terminal.type(action.code, self._env.timeout_s)
-        except SandboxException as error:
-            raise InfrastructureError(str(error)) from error
         if typed.step.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(typed.step.detail)
         self._statement.append(action.code)
@@ -80,34 +82,25 @@ class ConsoleEpisode:
         rewards, counts = {}, {f"lines_{outcome}": 1.0}
         if outcome in self._env.line_rewards:
             rewards["line"] = self._env.line_rewards[outcome]
+        told = Observation(typed.shown + terminal.prompt, rewards=rewards, counts=counts)
         if typed.step.more:
-            return Observation(typed.shown + terminal.prompt, rewards=rewards, counts=counts)
+            return told
         statement, self._statement = "\n".join(self._statement), []
-        failed = typed.failed
-        if not failed and is_submission(statement):
-            return Observation(
-                typed.shown,
-                done=True,
-                answer=self._submitted(typed.shown),
-                rewards=rewards,
-                counts=counts,
-            )
-        shown = typed.shown + terminal.prompt
+        if not typed.failed and is_submission(statement):
+            return replace(told, text=typed.shown, done=True, answer=self._submitted(typed.shown))
         if typed.step.state_lost:
             self.close()
-            shown = f"{typed.shown}(the interpreter was restarted: its variables are gone)\n>>> "
-        return Observation(shown, failed=failed, rewards=rewards, counts=counts)
+            told = replace(told, text=f"{typed.shown}{RESTARTED}\n>>> ")
+        return replace(told, failed=typed.failed)
 
     def _submitted(self, shown: str) -> str:
         """The answer: str() of what was submitted; what was shown if the policy redefined it."""
         assert self._session is not None
         told = self._session.step(f"{SUBMIT}.answer", self._env.timeout_s)
-        if told.status is not StepStatus.OK or told.value is None:
-            return shown.rstrip("\n")
-        try:
-            return str(ast.literal_eval(told.value))
-        except (SyntaxError, ValueError):  # cut, being longer than a value may be
-            return shown.rstrip("\n")
+        if told.status is StepStatus.OK and told.value is not None:
+            with suppress(SyntaxError, ValueError):  # cut, being longer than a value may be
+                return str(ast.literal_eval(told.value))
+        return shown.rstrip("\n")
 
     def _start(self) -> Terminal:
         self._session = session = self._env.pool.acquire()
@@ -116,10 +109,6 @@ class ConsoleEpisode:
             raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
         self._terminal = Terminal(session)
         return self._terminal
-
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say."""
-        return {}
 
     def close(self) -> None:
         """End the session, if there is one."""

@@ -1,20 +1,47 @@
-"""Simulated customers: whom an agent talks with in tau2-bench and tau-bench.
+"""Simulated customers and their cases: what tau2-bench and tau-bench have in common.
 
-`scripted` says what it knows piece by piece, `model` is played by the engine that plays the agent;
-one of the user's own is a class with the two methods of User.
+A customer called `scripted` says what it knows piece by piece, `model` is played by the engine that
+plays the agent; one of the user's own is a class with the two methods of User.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from agentgrpo.actions import Ask, Message, Observation
+from agentgrpo.actions import (
+    Action,
+    Ask,
+    CallTools,
+    Heard,
+    Message,
+    Observation,
+    Say,
+    Schema,
+    ToolCall,
+)
 from agentgrpo.config.read import load_callable
+from agentgrpo.envs.base import Episode
+from agentgrpo.envs.tools import tool_schema
+from agentgrpo.types import Task
 
 HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What the benchmarks' customers write when they end the talk."""
 GREETING = "Hi! How can I help you today?"
+DONE = "done"
+ALONE = (
+    "You are a customer service agent that handles a ticket on its own: nobody answers questions. "
+    "Help the customer according to the policy, with tool calls only. Call done when you are done."
+)
+TALK = (
+    "You are a customer service agent that helps the customer according to the policy. In each "
+    "turn, either send a message to the customer or make a tool call; not both."
+)
+DONE_SCHEMA = tool_schema(
+    DONE, "Call this function when you are done with the task.", {"type": "object"}
+)
 
 
 class User(Protocol):
@@ -116,22 +143,21 @@ class Customers:
         self._mode, self._temperature, self._max_tokens = mode, temperature, max_tokens
         self._own = load_callable(mode, key="env.options.mode") if ":" in mode else None
 
-    def of(
-        self, spec: Mapping[str, Any], pieces: Sequence[str], system: str, opening: str
-    ) -> User | None:
+    def of(self, task: Task, pieces: Sequence[str], system: str) -> User | None:
         """The customer of one episode; None where nobody talks.
 
         Args:
-            spec: the task's.
+            task: its spec is what one of the user's own is called with, its last message what a
+                model has said already.
             pieces: what a scripted one says after the opening.
             system: what a model is told to be.
-            opening: the customer's first words, which the task shows already.
         """
         if self._own is not None:
-            return cast(User, self._own(spec))
+            return cast(User, self._own(task.spec))
         if self._mode == "scripted":
             return ScriptedUser(pieces)
         if self._mode == "model":
+            opening = str(task.messages[-1]["content"])
             return ModelUser(
                 system, opening, temperature=self._temperature, max_tokens=self._max_tokens
             )
@@ -163,8 +189,95 @@ class Talk:
         assert self.user is not None
         return self._told(self.user.heard(text))
 
+    def has_said(self, wanted: Sequence[str], *more: str) -> bool:
+        """Whether each of the texts was said to the customer so far or in `more`."""
+        said = [text.lower().replace(",", "") for text in [*self.said, *more]]
+        return all(any(text.lower() in one for one in said) for text in wanted)
+
     def _told(self, reply: str | Ask | None) -> Observation:
         if isinstance(reply, Ask):
             return Observation("", ask=reply)
         self.over = reply is None
         return Observation("", done=True) if reply is None else Observation(reply)
+
+
+class CaseEnv:
+    """An environment whose tasks are customers' cases.
+
+    Args:
+        customers: who talk with the agent.
+        schemas: of the domain's tools; where nobody talks, `done` is added.
+        policy: what the agent has to keep to.
+    """
+
+    answers = ("tools",)
+    judges = True
+
+    def __init__(self, customers: Customers, schemas: Sequence[Schema], policy: str) -> None:
+        self.customers, self.talks, self.policy = customers, customers.talk, policy
+        self.schemas = (*schemas, *(() if self.talks else (DONE_SCHEMA,)))
+        self._gold: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """The same for every task."""
+        return self.schemas
+
+    def messages(self, ticket: str, opening: str) -> tuple[Message, ...]:
+        """A task's: the policy, and the case as a ticket or the customer's first words."""
+        system, first = (TALK, opening) if self.talks else (ALONE, f"<ticket>\n{ticket}\n</ticket>")
+        return (
+            {"role": "system", "content": f"{system}\n<policy>\n{self.policy}\n</policy>"},
+            {"role": "user", "content": first},
+        )
+
+    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+        """What the ground truth of a case changes, computed when it is first asked for."""
+        with self._lock:
+            if key not in self._gold:
+                self._gold[key] = compute()
+            return self._gold[key]
+
+
+class Case(Episode):
+    """One customer's case: the agent calls tools or talks, until somebody ends it."""
+
+    ends: tuple[str, ...] = ()
+    """Tools whose call ends the case, besides `done` where nobody listens."""
+
+    def __init__(self, user: User | None) -> None:
+        self.talk = Talk(user)
+        self._done = False
+
+    @abstractmethod
+    def call(self, call: ToolCall) -> tuple[str, bool]:
+        """What a tool says, and whether it failed."""
+
+    @abstractmethod
+    def reward(self, *more: str) -> float:
+        """What the case is worth after what was said to the customer so far and `more`."""
+
+    def step(self, action: Action) -> Observation:
+        """Call tools, or say something to the customer."""
+        if isinstance(action, Say):
+            return self.talk.say(action.text, satisfied=self.reward(action.text) == 1.0)
+        if isinstance(action, Heard):
+            return self.talk.heard(action.text)
+        if not isinstance(action, CallTools):
+            raise TypeError(f"{type(self).__name__} answers tool calls and messages, got {action}")
+        texts, errors = [], 0
+        for call in action.calls:
+            self._done = call.name in self.ends or (call.name == DONE and self.talk.user is None)
+            text, failed = ("", False) if self._done else self.call(call)
+            texts.append(text)
+            errors += failed
+            if self._done:
+                break
+        counts = {"domain_errors": float(errors)}
+        return Observation(
+            "\n".join(texts), errors > 0, self._done, outputs=tuple(texts), counts=counts
+        )
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """`solved`: the benchmark's reward; 0.0 where nobody ended the case."""
+        return {"solved": self.reward() if self._done or self.talk.over else 0.0}

@@ -10,7 +10,6 @@ One instance per rollout, so that nothing is shared between the members of a gro
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,8 @@ from typing import Any
 
 from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.read import load_callable
-from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
+from agentgrpo.envs.runner import settled
+from agentgrpo.envs.tools import AsyncToolEpisode, Tool, ToolEpisode, Toolset
 from agentgrpo.types import Task
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
@@ -99,7 +99,8 @@ class _World:
     """What both kinds of episode share."""
 
     def __init__(self, world: Any, toolset: Toolset, task: Task) -> None:
-        self._world, self._toolset, self._spec = world, toolset, task.spec
+        self.toolset = toolset
+        self._world, self._spec = world, task.spec
         self._begun = False
 
     def _begin(self) -> None:
@@ -111,14 +112,11 @@ class _World:
         if not getattr(self._world, "done", False):
             return observation
         answer = getattr(self._world, "answer", None)
-        return Observation(
-            observation.text,
-            failed=observation.failed,
-            done=True,
-            answer=None if answer is None else str(answer),
-            outputs=observation.outputs,
-            counts=observation.counts,
-        )
+        return replace(observation, done=True, answer=None if answer is None else str(answer))
+
+    def _call(self, name: str) -> Any:
+        """A method of the instance, if it has one."""
+        return getattr(self._world, name, dict)()
 
     def _rewards(self, value: Any) -> Mapping[str, float]:
         if isinstance(value, Mapping):
@@ -129,47 +127,37 @@ class _World:
         return {"environment": float(value)}
 
 
-class FactoryEpisode(_World):
+class FactoryEpisode(_World, ToolEpisode):
     """An instance whose tools block."""
 
     def step(self, action: Action) -> Observation:
         """Call the methods of a turn in their order."""
         self._begin()
-        return self._after(observed([self._toolset.call(call) for call in calls_of(action)]))
+        return self._after(super().step(action))
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """What get_reward says: a number (part `environment`) or named parts."""
         self._begin()
-        if not hasattr(self._world, "get_reward"):
-            return {}
-        return self._rewards(self._world.get_reward())
+        return self._rewards(self._call("get_reward"))
 
     def close(self) -> None:
         """The instance's own close, if it has one."""
-        if hasattr(self._world, "close"):
-            self._world.close()
+        self._call("close")
 
 
-class AsyncFactoryEpisode(_World):
+class AsyncFactoryEpisode(_World, AsyncToolEpisode):
     """An instance of which something is a coroutine: a turn's calls run at once."""
 
     async def step(self, action: Action) -> Observation:
         """Call the methods of a turn at once; answers keep their order."""
         self._begin()
-        calls = calls_of(action)
-        return self._after(observed(await asyncio.gather(*map(self._toolset.call_async, calls))))
+        return self._after(await super().step(action))
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
         """What get_reward says, awaited if it is a coroutine."""
         self._begin()
-        if not hasattr(self._world, "get_reward"):
-            return {}
-        value = self._world.get_reward()
-        return self._rewards(await value if inspect.isawaitable(value) else value)
+        return self._rewards(await settled(self._call("get_reward")))
 
     async def close(self) -> None:
         """The instance's own close, if it has one."""
-        if hasattr(self._world, "close"):
-            closed = self._world.close()
-            if inspect.isawaitable(closed):
-                await closed
+        await settled(self._call("close"))

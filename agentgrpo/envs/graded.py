@@ -11,11 +11,10 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.sandbox import SandboxException, SandboxPool
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.sandbox.grade import Verdict, check_all, check_tests
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
@@ -65,6 +64,15 @@ class Graders:
                 self._pool = None
 
 
+def worth(share: float) -> dict[str, float]:
+    """`solved` for all of a task, `partial` for less.
+
+    >>> worth(1.0), worth(0.5)
+    ({'solved': 1.0, 'partial': 0.0}, {'solved': 0.0, 'partial': 0.5})
+    """
+    return {"solved": float(share >= 1.0), "partial": share if share < 1.0 else 0.0}
+
+
 class UnitTestEnv(PythonEnv):
     """Episodes of PythonEnv whose answer is a program.
 
@@ -95,7 +103,10 @@ class UnitTestEnv(PythonEnv):
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
         if tests is not None:
-            _require_tests(task.id, tests)
+            try:
+                ast.parse(tests)
+            except (SyntaxError, TypeError, ValueError) as error:
+                raise ValueError(f"task {task.id}: its 'tests' are not Python: {error}") from None
         elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
             raise ValueError(
                 f"task {task.id}: expected 'cases' as [stdin, expected stdout] pairs, "
@@ -111,40 +122,28 @@ class UnitTestEnv(PythonEnv):
 class UnitTestEpisode(PythonEpisode):
     """One rollout."""
 
-    def __init__(self, env: UnitTestEnv, task: Task) -> None:
-        super().__init__(env, task)
-        self._grading = env
+    _env: UnitTestEnv
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved`: all tests pass; with cases, `partial` is the share of those that do."""
         code = program_in(answer)
         if code is None:
             return {"solved": 0.0}
-        with self._grading.graders.places:
+        with self._env.graders.places:
             verdicts = self._grade(code)
         for verdict in verdicts:
             if verdict.infra_error:
                 raise InfrastructureError(verdict.reason)
-        passed = sum(verdict.passed for verdict in verdicts) / len(verdicts)
-        return {"solved": float(passed == 1.0), "partial": passed if passed < 1.0 else 0.0}
+        return worth(sum(verdict.passed for verdict in verdicts) / len(verdicts))
 
     def _grade(self, code: str) -> list[Verdict]:
-        pool, limit, spec = self._grading.graders.pool(), self._grading.test_timeout_s, self._spec
-        try:
+        pool, limit, spec = self._env.graders.pool(), self._env.test_timeout_s, self._spec
+        with the_machines_fault():
             if spec.get("tests") is not None:
                 names = spec.get("names")
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
             cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
             return check_all(pool, code, cases, timeout_s=limit / len(cases))
-        except SandboxException as error:
-            raise InfrastructureError(str(error)) from error
-
-
-def _require_tests(name: str, tests: Any) -> None:
-    try:
-        ast.parse(tests)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"task {name}: its 'tests' are not Python: {error}") from None
 
 
 def program_in(answer: str | None) -> str | None:

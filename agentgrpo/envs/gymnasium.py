@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
+from agentgrpo.envs.base import Episode, needed
 from agentgrpo.envs.tools import Tool, calls_of
 from agentgrpo.types import Task
 
@@ -64,10 +65,7 @@ class GymnasiumEnv:
 
     def make(self) -> Any:
         """A new world of its own."""
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise ValueError(f"the package gymnasium is needed: {error}") from error
+        gymnasium = needed("gymnasium")
         given = {**self._kwargs}
         try:
             spec = gymnasium.spec(self._id)
@@ -99,7 +97,7 @@ class GymnasiumEnv:
         return GymnasiumEpisode(self, int(task.spec["seed"]))
 
 
-class GymnasiumEpisode:
+class GymnasiumEpisode(Episode):
     """One world."""
 
     def __init__(self, env: GymnasiumEnv, seed: int) -> None:
@@ -144,10 +142,6 @@ class GymnasiumEpisode:
         rewards = {"environment": float(reward)} if reward else {}
         text = shown(self._world, observation)
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)
-
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing besides what the steps were worth."""
-        return {}
 
     def close(self) -> None:
         """Close the world."""

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, Schema, ToolCall
-from agentgrpo.envs.tools import Answer, calls_of, observed
+from agentgrpo.envs.base import AsyncEpisode, needed
+from agentgrpo.envs.tools import Answer, calls_of, observed, tool_schema, unknown_tool
 from agentgrpo.types import Task
 
 
@@ -41,18 +42,19 @@ class McpEnv:
         only: Sequence[str] | None = None,
         call_timeout_s: float = 30.0,
     ) -> None:
-        try:
-            from mcp import StdioServerParameters
-        except ImportError as error:
-            raise ValueError(f"the package mcp is needed: {error}") from error
         given = dict(env) if env is not None else None
-        self.parameters = StdioServerParameters(command=command, args=list(args), env=given)
+        self.parameters = needed("mcp").StdioServerParameters(
+            command=command, args=list(args), env=given
+        )
         self.timeout_s = call_timeout_s
         try:
             found = asyncio.run(self._list())
         except Exception as error:  # whatever a program may do that is no such server
             raise ValueError(f"command {command!r}: no MCP server answered: {error!r}") from error
-        schemas = {tool.name: _schema(tool) for tool in found}
+        schemas = {
+            tool.name: tool_schema(tool.name, tool.description or "", tool.input_schema)
+            for tool in found
+        }
         missing = [name for name in only or () if name not in schemas]
         if missing:
             raise ValueError(f"only: the server has no tool {missing[0]!r}, but {sorted(schemas)}")
@@ -73,7 +75,7 @@ class McpEnv:
         return McpEpisode(self)
 
 
-class McpEpisode:
+class McpEpisode(AsyncEpisode):
     """One server process, whose client lives in a task of its own, as its library wants."""
 
     def __init__(self, env: McpEnv) -> None:
@@ -111,8 +113,7 @@ class McpEpisode:
 
     async def _call(self, client: Any, call: ToolCall) -> Answer:
         if call.name not in self._names:
-            known = ", ".join(sorted(self._names))
-            return Answer(f"UnknownTool: no tool {call.name!r}; there are: {known}", "unknown_tool")
+            return Answer(unknown_tool(call, sorted(self._names)), "unknown_tool")
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -128,25 +129,9 @@ class McpEpisode:
         text = "\n".join(block.text for block in result.content if block.type == "text")
         return Answer(text, "tool_exception" if result.is_error else "")
 
-    async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say."""
-        return {}
-
     async def close(self) -> None:
         """End the server, if it was started."""
         self._leave.set()
         if self._server is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._server
-
-
-def _schema(tool: Any) -> Schema:
-    parameters = {k: v for k, v in tool.input_schema.items() if k not in ("title", "$schema")}
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": {"properties": {}, **parameters},
-        },
-    }

@@ -6,12 +6,13 @@ code; `expected_files`, {path: text}, is compared with what lies there in the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Literal
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
-from agentgrpo.sandbox import FileNotFoundException, SandboxException, SandboxPool
-from agentgrpo.sandbox import Session as PythonSession
+from agentgrpo.envs.base import Episode
+from agentgrpo.sandbox import SandboxException, SandboxPool, Session
 from agentgrpo.sandbox.contexts import command_of, start_context
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.history import ReplayDiverged
@@ -20,6 +21,16 @@ from agentgrpo.sandbox.zygote import session_environment
 from agentgrpo.types import Task
 
 Style = Literal["terminal", "labelled"]
+RESTARTED = "(the interpreter was restarted: its variables are gone)"
+
+
+@contextmanager
+def the_machines_fault() -> Iterator[None]:
+    """What the sandbox raises within is an InfrastructureError."""
+    try:
+        yield
+    except SandboxException as error:
+        raise InfrastructureError(str(error)) from error
 
 
 class PythonEnv:
@@ -72,13 +83,13 @@ class PythonEnv:
         return PythonEpisode(self, task)
 
 
-class PythonEpisode:
+class PythonEpisode(Episode):
     """One rollout's interpreters."""
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
         self._env, self._task, self._spec = env, task, task.spec
-        self._session: PythonSession | None = None
-        self._contexts: dict[str, PythonSession] = {}
+        self._session: Session | None = None
+        self._contexts: dict[str, Session] = {}
 
     def step(self, action: Action) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told so."""
@@ -93,7 +104,7 @@ class PythonEpisode:
             raise InfrastructureError(render(result))
         text = render(result, style=self._env.style, max_chars=self._env.max_chars)
         if result.state_lost and not self._env.stateless:
-            text += "\n(the interpreter was restarted: its variables are gone)"
+            text += f"\n{RESTARTED}"
         if self._env.stateless or (result.state_lost and action.language == "python"):
             self.close()
         elif result.state_lost:
@@ -112,36 +123,27 @@ class PythonEpisode:
         """Download a text file of the session; None if there is none."""
         if self._session is None or not self._session.alive:
             return None
-        files = Files(*self._session.root_and_owner())
-        try:
-            return files.read(path)
-        except (FileNotFoundException, UnicodeDecodeError):
-            return None
-        except SandboxException:  # a directory, a link to nowhere, a file that is too large
-            return None
-        finally:
-            files.close()
+        with closing(Files(*self._session.root_and_owner())) as files:
+            try:
+                return files.read(path)
+            except (SandboxException, UnicodeDecodeError):  # none, a directory, too large, ...
+                return None
 
     def _run(self, action: RunCode) -> StepResult:
-        try:
+        with the_machines_fault():
             if self._session is None:
                 self._session = self._env.pool.acquire()
                 self._upload(self._session, self._spec.get("files", {}))
             session = self._interpreter(self._session, action.language)
             return session.step(action.code, timeout_s=self._env.timeout_s)
-        except SandboxException as error:
-            raise InfrastructureError(str(error)) from error
 
-    def _upload(self, session: PythonSession, files: Mapping[str, str]) -> None:
+    def _upload(self, session: Session, files: Mapping[str, str]) -> None:
         if files:
-            writer = Files(*session.root_and_owner())
-            try:
+            with closing(Files(*session.root_and_owner())) as writer:
                 for path, content in files.items():
                     writer.write(path, content)
-            finally:
-                writer.close()
 
-    def _interpreter(self, session: PythonSession, language: str) -> PythonSession:
+    def _interpreter(self, session: Session, language: str) -> Session:
         if language == "python":
             return session
         if language not in self._contexts:
@@ -176,12 +178,10 @@ class PythonEpisode:
 
     def close(self) -> None:
         """End the session, if there is one."""
-        for context in self._contexts.values():
-            context.close()
-        self._contexts = {}
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        for session in (*self._contexts.values(), self._session):
+            if session is not None:
+                session.close()
+        self._contexts, self._session = {}, None
 
 
 def render(result: StepResult, *, style: Style = "terminal", max_chars: int = 20_000) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.graded import Graders
-from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.sandbox import SandboxException, SandboxPool, StepStatus
+from agentgrpo.envs.base import needed
+from agentgrpo.envs.graded import Graders, worth
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.sandbox import SandboxPool, StepStatus
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
@@ -53,10 +54,7 @@ class ReasoningGymEnv(PythonEnv):
         verify_timeout_s: float = 10.0,
     ) -> None:
         super().__init__(pool, timeout_s)
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise ValueError(f"the package reasoning-gym is needed: {error}") from error
+        reasoning_gym = needed("reasoning_gym")
         if not verify_timeout_s > 0:
             raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
         self._name, self._timeout_s = dataset, verify_timeout_s
@@ -109,11 +107,8 @@ class ReasoningGymEnv(PythonEnv):
             return 0.0
         options, index = self._options[task.spec["split"]], task.spec["index"]
         asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
-        try:
-            with self.graders.places, self.graders.pool().acquire() as session:
-                told = session.step(asked, self._timeout_s)
-        except SandboxException as error:
-            raise InfrastructureError(str(error)) from error
+        with the_machines_fault(), self.graders.places, self.graders.pool().acquire() as session:
+            told = session.step(asked, self._timeout_s)
         if told.status is StepStatus.INFRA_ERROR or (
             told.error is not None and told.status is StepStatus.ERROR
         ):
@@ -128,11 +123,8 @@ class ReasoningGymEnv(PythonEnv):
 class ReasoningGymEpisode(PythonEpisode):
     """One rollout."""
 
-    def __init__(self, env: ReasoningGymEnv, task: Task) -> None:
-        super().__init__(env, task)
-        self._verifier, self._task = env, task
+    _env: ReasoningGymEnv
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved` for a full score, `partial` for less."""
-        score = self._verifier.score(self._task, answer)
-        return {"solved": float(score >= 1.0), "partial": score if score < 1.0 else 0.0}
+        return worth(self._env.score(self._task, answer))

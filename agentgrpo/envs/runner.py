@@ -92,12 +92,12 @@ def _finish(episode: Any, answer: str | None) -> Any:
 
 async def _finish_async(episode: Any, answer: str | None) -> Any:
     try:
-        return await _settled(episode.finish(answer))
+        return await settled(episode.finish(answer))
     finally:
-        await _settled(episode.close())
+        await settled(episode.close())
 
 
-async def _settled(value: Any) -> Any:
+async def settled(value: Any) -> Any:
     """The value, awaited if need be: of an episode only some methods may be coroutines."""
     return await value if inspect.isawaitable(value) else value
 

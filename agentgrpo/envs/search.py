@@ -9,20 +9,18 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from agentgrpo.actions import Action, Observation, Schema
-from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
-from agentgrpo.types import Task
+from agentgrpo.envs.tools import ToolEnv
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 32
 Corpus = str | Path | Sequence[tuple[str, str, str]]
 
 
-class SearchEnv:
+class SearchEnv(ToolEnv):
     """Episodes whose only tool is a search.
 
     Args:
@@ -60,7 +58,7 @@ class SearchEnv:
             """
             return self._find(query)
 
-        self._toolset = Toolset([Tool(search)])
+        super().__init__([search])
 
     @property
     def cache_hits(self) -> int:
@@ -82,32 +80,6 @@ class SearchEnv:
             f"[{i}] {title}\n{text[: self._max_chars]}" for i, (title, text) in enumerate(found, 1)
         )
         return "\n".join(shown) or "(nothing found)"
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """The tool `search`."""
-        return self._toolset.schemas
-
-    def reset(self, task: Task) -> SearchEpisode:
-        """An episode without a state of its own."""
-        return SearchEpisode(self._toolset)
-
-
-class SearchEpisode:
-    """One rollout's searches."""
-
-    def __init__(self, toolset: Toolset) -> None:
-        self._toolset = toolset
-
-    def step(self, action: Action) -> Observation:
-        """Search, once per call."""
-        return observed([self._toolset.call(call) for call in calls_of(action)])
-
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say (reward.kind = "text")."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 def read_corpus(path: Path) -> list[tuple[str, str, str]]:

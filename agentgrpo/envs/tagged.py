@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from agentgrpo.actions import Action, CallTools, Observation, RunCode
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.envs.search import Corpus, SearchEnv, SearchEpisode
+from agentgrpo.envs.search import Corpus, SearchEnv
+from agentgrpo.envs.tools import ToolEpisode
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 
@@ -57,7 +58,7 @@ class TaggedEnv:
 
     def reset(self, task: Task) -> TaggedEpisode:
         """An episode that has used nothing yet."""
-        search = None if self._search is None else self._search.reset(task)
+        search = None if self._search is None else ToolEpisode(self._search.toolset)
         return TaggedEpisode(self._python.reset(task), search, self.limits)
 
 
@@ -65,7 +66,7 @@ class TaggedEpisode:
     """One rollout's interpreter and searches."""
 
     def __init__(
-        self, python: PythonEpisode, search: SearchEpisode | None, limits: Mapping[str, int]
+        self, python: PythonEpisode, search: ToolEpisode | None, limits: Mapping[str, int]
     ) -> None:
         self._python, self._search, self._limits = python, search, limits
         self._used = {"python": 0, "search": 0}

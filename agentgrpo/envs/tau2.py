@@ -18,37 +18,19 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from agentgrpo.actions import Action, CallTools, Heard, Observation, Say, Schema, ToolCall
+from agentgrpo.actions import ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import Customers, Talk, User
+from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
 from agentgrpo.types import Task
 
 DOMAINS = ("telecom", "retail", "airline")
-DONE = "done"
 SPLITS = {"train": "train", "heldout": "test"}
-INSTRUCTION = (
-    "You are a customer service agent that handles a ticket on its own: nobody answers questions. "
-    "Help the customer according to the policy, with tool calls only. Call done when you are done."
-)
-TALK = (
-    "You are a customer service agent that helps the customer according to the policy. In each "
-    "turn, either send a message to the customer or make a tool call; not both."
-)
-DONE_SCHEMA: Schema = {
-    "type": "function",
-    "function": {
-        "name": DONE,
-        "description": "Call this function when you are done with the task.",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
 
 
-class Tau2Env:
+class Tau2Env(CaseEnv):
     """Episodes of one domain.
 
     Args:
@@ -64,9 +46,6 @@ class Tau2Env:
     Raises:
         ValueError: an argument is none of these, or the package is missing.
     """
-
-    answers = ("tools",)
-    judges = True
 
     def __init__(
         self,
@@ -87,31 +66,19 @@ class Tau2Env:
         # a telecom customer acts with tools of their own, which a model here has not
         played = ("scripted",) if domain == "telecom" else ("scripted", "model")
         mode = mode or alone
-        self._customers = Customers(mode, alone, played, customer_temperature, customer_tokens)
-        self.talks = self._customers.talk
+        customers = Customers(mode, alone, played, customer_temperature, customer_tokens)
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
         first = self._upstream.get_environment(**({"solo_mode": True} if self.solo else {}))
         self.base = first.tools.db
         self.user_base = None if first.user_tools is None else first.user_tools.db
-        self._prototype, self.policy = first, first.get_policy()
+        self._prototype = first
         tools = first.get_tools() + (first.get_user_tools() if self.solo else [])
-        self.schemas: tuple[Schema, ...] = tuple(tool.openai_schema for tool in tools)
-        if not self.talks:
-            self.schemas += (DONE_SCHEMA,)
+        super().__init__(customers, [tool.openai_schema for tool in tools], first.get_policy())
         self._guidelines = _guidelines()
-        self._tasks: dict[str, Any] = {}
-        self._gold: dict[str, Any] = {}
-        self._lock = threading.Lock()
-        self._load("base" if domain != "telecom" else "full")
-
-    def _load(self, split: str) -> None:
-        self._tasks = {task.id: task for task in self._upstream.get_tasks(split)}
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """The domain's tools, and the customer's in solo mode."""
-        return self.schemas
+        everything = self._upstream.get_tasks("base" if domain != "telecom" else "full")
+        self._tasks: dict[str, Any] = {task.id: task for task in everything}
 
     def tasks(self, split: str) -> list[Task]:
         """The benchmark's split: train, or test for "heldout"; or a split by its own name."""
@@ -121,17 +88,10 @@ class Tau2Env:
     def _task(self, task: Any) -> Task:
         scenario = task.user_scenario.instructions
         scenario = scenario if isinstance(scenario, str) else scenario.model_dump()
-        spec = {"tau2_id": task.id, "scenario": scenario}
-        policy = f"<policy>\n{self.policy}\n</policy>"
-        if self.talks:
-            system, first = TALK, opening(_as_table(scenario))
-        else:
-            system, first = INSTRUCTION, task.ticket or str(task.user_scenario)
-            first = f"<ticket>\n{first}\n</ticket>"
-        messages = (
-            {"role": "system", "content": f"{system}\n{policy}"},
-            {"role": "user", "content": first},
+        messages = self.messages(
+            task.ticket or str(task.user_scenario), opening(_as_table(scenario))
         )
+        spec = {"tau2_id": task.id, "scenario": scenario}
         return Task(id=f"tau2/{task.id}", messages=messages, spec=spec)
 
     def reset(self, task: Task) -> Tau2Episode:
@@ -139,11 +99,10 @@ class Tau2Env:
         found = self._tasks.get(task.spec.get("tau2_id", ""))
         if found is None:
             raise ValueError(f"task {task.id}: its spec names no tau2 task of this domain")
-        user = self._customers.of(
-            task.spec,
+        user = self.customers.of(
+            task,
             pieces=pieces_of(task.spec["scenario"]),
             system=f"{self._guidelines}\n\n<scenario>\n{found.user_scenario}\n</scenario>",
-            opening=str(task.messages[-1]["content"]),
         )
         return Tau2Episode(self, found, self.world(found), user)
 
@@ -165,16 +124,16 @@ class Tau2Env:
 
     def gold(self, task: Any) -> Any:
         """What the ground truth's calls change; computed once per task."""
-        with self._lock:
-            if task.id not in self._gold:
-                world = self.world(task)
-                for action in task.evaluation_criteria.actions or []:
-                    call = _upstream_call(action.name, action.arguments)
-                    if not self.solo:
-                        call.requestor = action.requestor
-                    world.get_response(call)
-                self._gold[task.id] = self.changes(world)
-            return self._gold[task.id]
+        return self.once(task.id, lambda: self._gold_of(task))
+
+    def _gold_of(self, task: Any) -> Any:
+        world = self.world(task)
+        for action in task.evaluation_criteria.actions or []:
+            call = _upstream_call(action.name, action.arguments)
+            if not self.solo:
+                call.requestor = action.requestor
+            world.get_response(call)
+        return self.changes(world)
 
     def changes(self, world: Any) -> Any:
         """Records that differ from the start, for both databases; equal iff the databases are."""
@@ -182,50 +141,23 @@ class Tau2Env:
         return changed_records(tables_of(world.tools.db), tables_of(self.base)), user
 
 
-class Tau2Episode:
+class Tau2Episode(Case):
     """One customer's case."""
 
     def __init__(self, env: Tau2Env, task: Any, world: Any, user: User | None) -> None:
+        super().__init__(user)
         self._env, self._task, self._world = env, task, world
-        self.talk = Talk(user)
         self._calls: list[Any] = []
-        self._done = False
 
-    def step(self, action: Action) -> Observation:
-        """Call tools, or say something to the customer."""
-        if isinstance(action, Say):
-            return self.talk.say(action.text, satisfied=self._reward(action.text) == 1.0)
-        if isinstance(action, Heard):
-            return self.talk.heard(action.text)
-        if not isinstance(action, CallTools):
-            raise TypeError(f"tau2 answers tool calls and messages, got {action}")
-        texts, errors = [], 0
-        for call in action.calls:
-            if call.name == DONE and self.talk.user is None:
-                self._done = True
-                return Observation("", done=True)
-            text, failed = self._call(call)
-            texts.append(text)
-            errors += failed
-        return Observation(
-            "\n".join(texts),
-            failed=errors > 0,
-            outputs=tuple(texts),
-            counts={"domain_errors": float(errors)},
-        )
-
-    def _call(self, call: ToolCall) -> tuple[str, bool]:
+    def call(self, call: ToolCall) -> tuple[str, bool]:
+        """What the world says to it."""
         made = _upstream_call(call.name, dict(call.arguments))
         self._calls.append(made)
         answer = self._world.get_response(made)
         return str(answer.content), bool(answer.error)
 
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved`: the benchmark's reward; 0.0 where nobody ended the case."""
-        return {"solved": self._reward() if self._done or self.talk.over else 0.0}
-
-    def _reward(self, *more: str) -> float:
-        """What the case is worth after what was said so far and `more`."""
+    def reward(self, *more: str) -> float:
+        """The product over the task's basis."""
         criteria = self._task.evaluation_criteria
         if criteria is None:
             return 1.0
@@ -237,16 +169,11 @@ class Tau2Episode:
             for assertion in criteria.env_assertions or []:
                 worth *= self._world.run_env_assertion(assertion, raise_assertion_error=False)
         if "COMMUNICATE" in basis:
-            said = [text.lower().replace(",", "") for text in [*self.talk.said, *more]]
-            for info in criteria.communicate_info or []:
-                worth *= any(info.lower() in text for text in said)
+            worth *= self.talk.has_said(criteria.communicate_info or [], *more)
         if "ACTION" in basis:
             for gold in criteria.actions or []:
                 worth *= any(gold.compare_with_tool_call(call) for call in self._calls)
         return float(worth)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 def pieces_of(scenario: Any) -> list[str]:

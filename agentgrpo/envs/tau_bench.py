@@ -18,15 +18,13 @@ import importlib
 import importlib.util
 import re
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from agentgrpo.actions import Action, CallTools, Heard, Observation, Say, Schema, ToolCall
+from agentgrpo.actions import ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import Customers, Talk, User
-from agentgrpo.envs.tau2 import DONE, DONE_SCHEMA, INSTRUCTION, TALK
+from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
 from agentgrpo.types import Task
 
 SPLITS = {"retail": ("train", "test", "dev"), "airline": ("test",)}
@@ -45,7 +43,7 @@ CUSTOMER = (
 )
 
 
-class TauBenchEnv:
+class TauBenchEnv(CaseEnv):
     """Episodes of one domain.
 
     Args:
@@ -59,9 +57,6 @@ class TauBenchEnv:
     Raises:
         ValueError: an argument is none of these, or the package is missing.
     """
-
-    answers = ("tools",)
-    judges = True
 
     def __init__(
         self,
@@ -77,23 +72,15 @@ class TauBenchEnv:
         if heldout not in SPLITS[domain]:
             raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
         played = ("scripted", "model")
-        self._customers = Customers(mode, "ticket", played, customer_temperature, customer_tokens)
-        self.domain, self.talks, self._heldout = domain, self._customers.talk, heldout
+        customers = Customers(mode, "ticket", played, customer_temperature, customer_tokens)
+        self.domain, self._heldout = domain, heldout
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()
             tools = module("tools").ALL_TOOLS
-            self.policy = str(module("wiki").WIKI)
+            policy = str(module("wiki").WIKI)
             self._upstream = {split: _tasks_in(module, split) for split in SPLITS[domain]}
+        super().__init__(customers, [tool.get_info() for tool in tools], policy)
         self.invoke = {tool.get_info()["function"]["name"]: tool.invoke for tool in tools}
-        self.schemas: tuple[Schema, ...] = tuple(tool.get_info() for tool in tools)
-        if not self.talks:
-            self.schemas += (DONE_SCHEMA,)
-        self._gold: dict[str, Mapping[str, str]] = {}
-        self._lock = threading.Lock()
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """The domain's tools."""
-        return self.schemas
 
     def tasks(self, split: str) -> list[Task]:
         """The split of that name; "heldout" is what the option says.
@@ -108,13 +95,7 @@ class TauBenchEnv:
 
     def _task(self, place: str, task: Any) -> Task:
         first, *_ = pieces_of(task.instruction)
-        system, said = TALK, f"Hello. {first}"
-        if not self.talks:
-            system, said = INSTRUCTION, f"<ticket>\n{task.instruction}\n</ticket>"
-        messages = (
-            {"role": "system", "content": f"{system}\n<policy>\n{self.policy}\n</policy>"},
-            {"role": "user", "content": said},
-        )
+        messages = self.messages(task.instruction, f"Hello. {first}")
         spec = {"place": place, "instruction": task.instruction}
         return Task(id=f"tau_bench/{self.domain}/{place}", messages=messages, spec=spec)
 
@@ -123,24 +104,23 @@ class TauBenchEnv:
         split, _, index = str(task.spec.get("place", "")).partition("/")
         if split not in self._upstream:
             raise ValueError(f"task {task.id}: its spec names no task of {self.domain}")
-        user = self._customers.of(
-            task.spec,
-            pieces=pieces_of(task.spec["instruction"])[1:],
-            system=CUSTOMER.format(task.spec["instruction"]),
-            opening=str(task.messages[-1]["content"]),
-        )
+        instruction = task.spec["instruction"]
+        system = CUSTOMER.format(instruction)
+        user = self.customers.of(task, pieces_of(instruction)[1:], system)
         return TauBenchEpisode(self, self._upstream[split][int(index)], task, user)
 
     def gold(self, place: str, task: Any) -> Mapping[str, str]:
         """What the ground truth's calls change; computed once per task."""
-        with self._lock:
-            if place not in self._gold:
-                tables = copied_on_write(self.base)
-                for action in task.actions:
-                    if action.name != TRANSFER:
-                        self.call(tables, ToolCall(action.name, action.kwargs))
-                self._gold[place] = changed_records(tables, self.base)
-            return self._gold[place]
+
+        def compute() -> Mapping[str, str]:
+            tables = copied_on_write(self.base)
+            for action in task.actions:
+                if action.name != TRANSFER:
+                    self.call(tables, ToolCall(action.name, action.kwargs))
+            return changed_records(tables, self.base)
+
+        found: Mapping[str, str] = self.once(place, compute)
+        return found
 
     def call(self, tables: dict[str, Any], call: ToolCall) -> tuple[str, bool]:
         """What a tool says, and whether it failed."""
@@ -153,57 +133,26 @@ class TauBenchEnv:
         return said, said.startswith("Error")
 
 
-class TauBenchEpisode:
+class TauBenchEpisode(Case):
     """One customer's case."""
 
+    ends = (TRANSFER,)
+
     def __init__(self, env: TauBenchEnv, upstream: Any, task: Task, user: User | None) -> None:
+        super().__init__(user)
         self._env, self._upstream, self._place = env, upstream, task.spec["place"]
         self._tables = copied_on_write(env.base)
-        self.talk = Talk(user)
-        self._done = False
 
-    def step(self, action: Action) -> Observation:
-        """Call tools, or say something to the customer."""
-        if isinstance(action, Say):
-            return self.talk.say(action.text, satisfied=self._reward(action.text) == 1.0)
-        if isinstance(action, Heard):
-            return self.talk.heard(action.text)
-        if not isinstance(action, CallTools):
-            raise TypeError(f"tau-bench answers tool calls and messages, got {action}")
-        texts, errors = [], 0
-        for call in action.calls:
-            text, failed = ("", False) if self._ends(call) else self._env.call(self._tables, call)
-            texts.append(text)
-            errors += failed
-            if self._ends(call):
-                self._done = True
-                break
-        return Observation(
-            "\n".join(texts),
-            failed=errors > 0,
-            done=self._done,
-            outputs=tuple(texts),
-            counts={"domain_errors": float(errors)},
-        )
+    def call(self, call: ToolCall) -> tuple[str, bool]:
+        """What the domain's tool says."""
+        return self._env.call(self._tables, call)
 
-    def _ends(self, call: ToolCall) -> bool:
-        return call.name == TRANSFER or (call.name == DONE and not self._env.talks)
-
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved`: the benchmark's reward; 0.0 where nobody ended the case."""
-        return {"solved": self._reward() if self._done or self.talk.over else 0.0}
-
-    def _reward(self, *more: str) -> float:
-        """What the case is worth after what was said so far and `more`."""
+    def reward(self, *more: str) -> float:
+        """1.0 or 0.0."""
         changed = changed_records(self._tables, self._env.base)
         if changed != self._env.gold(self._place, self._upstream):
             return 0.0
-        said = [text.lower().replace(",", "") for text in [*self.talk.said, *more]]
-        outputs = [output.lower() for output in self._upstream.outputs]
-        return float(all(any(output in text for text in said) for output in outputs))
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        return float(self.talk.has_said(self._upstream.outputs, *more))
 
 
 def pieces_of(instruction: str) -> list[str]:

@@ -10,14 +10,17 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pydantic
 
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema, ToolCall
 from agentgrpo.config.read import load_callable
+from agentgrpo.envs.base import AsyncEpisode, Episode
 from agentgrpo.types import Task
 
 Function = Callable[..., Any]
@@ -30,6 +33,13 @@ class Answer:
     text: str
     error: str = ""
     """"", or which kind: unknown_tool, bad_arguments, tool_exception."""
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Schema:
+    """A tool as templates and engines know it; `parameters` is the JSON schema of an object."""
+    kept = {key: value for key, value in parameters.items() if key not in ("title", "$schema")}
+    function = {"name": name, "description": description, "parameters": {"properties": {}, **kept}}
+    return {"type": "function", "function": function}
 
 
 class Tool:
@@ -65,17 +75,11 @@ class Tool:
             parameters = self._model.model_json_schema()
         except (NameError, pydantic.errors.PydanticUserError) as error:
             raise ValueError(f"tool {self.name}: {error}") from error
-        parameters = {k: v for k, v in parameters.items() if k not in ("title", "description")}
         for value in parameters.get("properties", {}).values():
             value.pop("title", None)
-        self.schema: Schema = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": documented if description is None else description,
-                "parameters": {"properties": {}, **parameters},
-            },
-        }
+        description = documented if description is None else description
+        parameters.pop("description", None)
+        self.schema = tool_schema(self.name, description, parameters)
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the function's types; ValueError says what is wrong with which."""
@@ -106,59 +110,55 @@ class Toolset:
 
     def call(self, call: ToolCall) -> Answer:
         """Make a call; only what is the machine's fault is raised."""
-        ready = self._prepare(call)
-        if isinstance(ready, Answer):
-            return ready
-        tool, arguments = ready
         try:
-            return Answer(show(tool.function(**arguments)))
-        except InfrastructureError:
-            raise
+            return Answer(show(self._bound(call)()))
         except Exception as error:  # the user's function: what it raises is its answer
-            return _raised(error)
+            return _failed(error)
 
     async def call_async(self, call: ToolCall) -> Answer:
         """Make a call of a tool that is a coroutine; others run as in call()."""
-        ready = self._prepare(call)
-        if isinstance(ready, Answer):
-            return ready
-        tool, arguments = ready
-        if not tool.is_async:
+        if call.name not in self._tools or not self._tools[call.name].is_async:
             return await asyncio.to_thread(self.call, call)
         try:
-            return Answer(show(await tool.function(**arguments)))
-        except InfrastructureError:
-            raise
+            return Answer(show(await self._bound(call)()))
         except Exception as error:  # as in call()
-            return _raised(error)
+            return _failed(error)
 
-    def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Answer:
+    def _bound(self, call: ToolCall) -> Callable[[], Any]:
+        """The call as a function without arguments."""
         tool = self._tools.get(call.name)
         if tool is None:
-            known = ", ".join(self._tools)
-            return Answer(f"UnknownTool: no tool {call.name!r}; there are: {known}", "unknown_tool")
+            raise _Refused("unknown_tool", unknown_tool(call, self._tools))
         try:
-            return tool, tool.arguments(call.arguments)
+            return partial(tool.function, **tool.arguments(call.arguments))
         except ValueError as error:
-            return Answer(f"BadArguments: {call.name}: {error}", "bad_arguments")
+            raise _Refused("bad_arguments", f"BadArguments: {call.name}: {error}") from None
 
 
-def _raised(error: Exception) -> Answer:
+class _Refused(Exception):
+    """A call is not made: the kind of the error, and what the policy is told."""
+
+
+def _failed(error: Exception) -> Answer:
+    if isinstance(error, InfrastructureError):
+        raise error
+    if isinstance(error, _Refused):
+        kind, text = error.args
+        return Answer(text, kind)
     return Answer(f"{type(error).__name__}: {error}".rstrip(": "), "tool_exception")
+
+
+def unknown_tool(call: ToolCall, known: Iterable[str]) -> str:
+    """What the policy is told of a call of no tool."""
+    return f"UnknownTool: no tool {call.name!r}; there are: {', '.join(known)}"
 
 
 def observed(answers: Sequence[Answer]) -> Observation:
     """The answers of one turn's calls as an observation; failures are counted by their kind."""
-    counts: dict[str, float] = {}
-    for answer in answers:
-        if answer.error:
-            counts[answer.error] = counts.get(answer.error, 0.0) + 1.0
-    return Observation(
-        "\n".join(answer.text for answer in answers),
-        failed=any(answer.error for answer in answers),
-        outputs=tuple(answer.text for answer in answers),
-        counts=counts,
-    )
+    errors = Counter(answer.error for answer in answers if answer.error)
+    texts = tuple(answer.text for answer in answers)
+    counts = {kind: float(number) for kind, number in errors.items()}
+    return Observation("\n".join(texts), failed=bool(errors), outputs=texts, counts=counts)
 
 
 def calls_of(action: Action) -> tuple[ToolCall, ...]:
@@ -180,14 +180,11 @@ class ToolEnv:
     def __init__(self, tools: Sequence[Function | str]) -> None:
         if isinstance(tools, str) or not tools:
             raise ValueError(f"tools: expected a list of functions, got {tools!r}")
-        self.toolset = Toolset(
-            [
-                Tool(
-                    load_callable(tool, key="env.options.tools") if isinstance(tool, str) else tool
-                )
-                for tool in tools
-            ]
+        found = (
+            load_callable(tool, key="env.options.tools") if isinstance(tool, str) else tool
+            for tool in tools
         )
+        self.toolset = Toolset([Tool(tool) for tool in found])
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The same for every task."""
@@ -195,11 +192,10 @@ class ToolEnv:
 
     def reset(self, task: Task) -> ToolEpisode | AsyncToolEpisode:
         """Asynchronous if any of the tools is."""
-        kind = AsyncToolEpisode if self.toolset.any_async else ToolEpisode
-        return kind(self.toolset)
+        return (AsyncToolEpisode if self.toolset.any_async else ToolEpisode)(self.toolset)
 
 
-class ToolEpisode:
+class ToolEpisode(Episode):
     """Calls, one after another."""
 
     def __init__(self, toolset: Toolset) -> None:
@@ -209,31 +205,16 @@ class ToolEpisode:
         """Make the calls of a turn in their order."""
         return observed([self.toolset.call(call) for call in calls_of(action)])
 
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say."""
-        return {}
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-class AsyncToolEpisode:
+class AsyncToolEpisode(AsyncEpisode):
     """Calls of a turn at the same time, answered in their order."""
 
     def __init__(self, toolset: Toolset) -> None:
-        self._toolset = toolset
+        self.toolset = toolset
 
     async def step(self, action: Action) -> Observation:
         """Make the calls of a turn at once."""
-        calls = calls_of(action)
-        return observed(await asyncio.gather(*map(self._toolset.call_async, calls)))
-
-    async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say."""
-        return {}
-
-    async def close(self) -> None:
-        """Nothing to give back."""
+        return observed(await asyncio.gather(*map(self.toolset.call_async, calls_of(action))))
 
 
 def show(value: Any) -> str:

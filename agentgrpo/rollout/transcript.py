@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agentgrpo import _C
 from agentgrpo.types import Float32, Int32, Segment
 
 
@@ -50,7 +48,9 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -
     >>> classify(ten, np.array([1, 2, 50, 4, 5, 6, 7, 8, 9, 10], np.int32), 5, 1024)
     (<Drift.FORK: 'fork'>, 2)
     """
-    shared = _C.common_prefix(held.data, prompt.data)
+    length = min(len(held), len(prompt))
+    differs = np.flatnonzero(held[:length] != prompt[:length])
+    shared = int(differs[0]) if len(differs) else length
     drift = len(held) - shared
     if drift == 0:
         return Drift.CLEAN, shared
@@ -60,7 +60,7 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -
 
 
 class Transcript:
-    """Rows of tokens that grow: int32 ids, uint8 mask and float32 log-probabilities.
+    """Rows of tokens that grow, as segments and as the int32 ids that the engine is sent.
 
     Args:
         prompt: what the first row begins with.
@@ -78,8 +78,6 @@ class Transcript:
     def _begin(self, prompt: Int32) -> None:
         self._length = 0
         self._ids = np.empty(0, np.int32)
-        self._mask = np.empty(0, np.uint8)
-        self._logprobs = np.empty(0, np.float32)
         self.segments: list[Segment] = []
         """The row at hand."""
         self.give(prompt)
@@ -110,16 +108,6 @@ class Transcript:
         """What follows turn_start: the last sampled turn, as long as nothing was given since."""
         return self.ids[self.turn_start :]
 
-    @property
-    def mask(self) -> NDArray[np.uint8]:
-        """1 where the policy sampled the token."""
-        return self._mask[: self._length]
-
-    @property
-    def logprobs(self) -> Float32:
-        """Of sampled tokens, in nats; 0 elsewhere."""
-        return self._logprobs[: self._length]
-
     def give(self, token_ids: Int32) -> None:
         """Append tokens that the policy did not sample."""
         self._append(Segment(token_ids))
@@ -140,34 +128,30 @@ class Transcript:
             self.replaced = []
             self._begin(prompt)
         else:
-            mask, ids = self.mask[shared:], self.ids[shared:]
-            self.replaced = ids[mask == 1].tolist()
-            self._cut(shared)
+            self.replaced = self._cut(shared)
             if len(prompt) > shared:
                 self.give(prompt[shared:])
         return drift
 
-    def _cut(self, length: int) -> None:
-        """Drop all tokens from `length` on."""
+    def _cut(self, length: int) -> list[int]:
+        """Drop all tokens from `length` on; returns those of them that were sampled."""
+        dropped: list[int] = []
         while self._length > length:
             last = self.segments.pop()
             self._length -= len(last.token_ids)
             kept = length - self._length
+            if last.sampled:
+                dropped = [*last.token_ids[max(0, kept) :].tolist(), *dropped]
             if kept > 0 or (kept == 0 and last.sampled):  # an empty turn is still one
                 logprobs = None if last.logprobs is None else last.logprobs[:kept]
                 self._append(Segment(last.token_ids[:kept], logprobs))
+        return dropped
 
     def _append(self, segment: Segment) -> None:
         start, end = self._length, self._length + len(segment.token_ids)
         if end > len(self._ids):
             room = max(end, 2 * len(self._ids), 1024)
             self._ids = np.concatenate([self._ids, np.empty(room - len(self._ids), np.int32)])
-            self._mask = np.concatenate([self._mask, np.empty(room - len(self._mask), np.uint8)])
-            self._logprobs = np.concatenate(
-                [self._logprobs, np.empty(room - len(self._logprobs), np.float32)]
-            )
         self._ids[start:end] = segment.token_ids
-        self._mask[start:end] = segment.sampled
-        self._logprobs[start:end] = 0.0 if segment.logprobs is None else segment.logprobs
         self.segments.append(segment)
         self._length = end

@@ -6,8 +6,8 @@
 It is called once with every prompt repeated n times in a row, as TRL calls it, and a `trainer` that
 has what such functions read: `processing_class` (the tokenizer), `args` (temperature,
 num_generations, max_completion_length), and `llm` (vLLM's own object; also under
-`vllm_generation.llm`). `generate_rollout_completions(trainer, prompts)` of TRL's examples has its
-counterpart in `generate`. Further keys become named rewards if they are numbers. TRL's other form,
+`vllm_generation.llm`). `generate_rollout_completions(trainer, prompts)` of TRL's examples is here
+too. Further keys become named rewards if they are numbers. TRL's other form,
 `environment_factory`, is an environment: env.kind = "factory".
 """
 
@@ -33,7 +33,7 @@ TOKENS = ("prompt_ids", "completion_ids", "logprobs")
 
 
 @dataclass(slots=True)
-class Trainer:
+class RolloutTrainer:
     """What a rollout_func reads of TRL's trainer."""
 
     engine: Engine
@@ -58,7 +58,9 @@ class Trainer:
         return SimpleNamespace(llm=self.engine.llm)
 
 
-def generate(trainer: Trainer, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+def generate_rollout_completions(
+    trainer: RolloutTrainer, prompts: Sequence[Any]
+) -> list[dict[str, Any]]:
     """One completion per prompt, as TRL's generate_rollout_completions: a dict of ids and logprobs.
 
     Args:
@@ -122,7 +124,7 @@ class RolloutFuncSampler:
             num_generations=n,
             max_completion_length=params.max_response_tokens,
         )
-        trainer = Trainer(engine, self._chat, params, args)
+        trainer = RolloutTrainer(engine, self._chat, params, args)
         repeated = [task for task in tasks for _ in range(n)]
         prompts = [[dict(message) for message in task.messages] for task in repeated]
         returned = self._function(prompts, trainer)

@@ -33,7 +33,7 @@ from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.templates import build_template, find_template
+from agentgrpo.sandbox.templates import build_template, find_template, remove_template
 
 __all__ = [
     "AsyncSandbox",
@@ -71,4 +71,5 @@ __all__ = [
     "TimeoutException",
     "build_template",
     "find_template",
+    "remove_template",
 ]

@@ -8,26 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, doctor
-from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_case
+from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_cases
 from agentgrpo.sandbox.templates import build_template
 
 
 def selftest() -> int:
     """Run the hostile suite on the rung that this machine gets; the number of cases that failed."""
-    failed = skipped = 0
-    with SandboxPool(limits=LIMITS, max_live=8, min_idle=2) as pool:
+    counts = {"ok  ": 0, "SKIP": 0, "FAIL": 0}
+    with SandboxPool(limits=LIMITS, max_live=16, min_idle=2) as pool:
         print(f"isolation: {pool.describe()['rung']}; {pool.describe()['memory_limit']}")
-        for case in CASES:
+        for case, ending in run_cases(CASES, pool):
             verdict, detail = "ok  ", ""
-            try:
-                run_case(case, pool)
-            except Skip as reason:
-                verdict, detail, skipped = "SKIP", f" ({reason})", skipped + 1
-            except Exception as error:
-                verdict, detail, failed = "FAIL", f"\n     {error!r}", failed + 1
+            if isinstance(ending, Skip):
+                verdict, detail = "SKIP", f" ({ending})"
+            elif ending is not None:
+                verdict, detail = "FAIL", f"\n     {ending!r}"
+            counts[verdict] += 1
             print(f"{verdict} {case.group:10} {case.name}{detail}", flush=True)
-    print(f"\n{len(CASES)} cases, {failed} failed, {skipped} skipped")
-    return failed
+    print(f"\n{len(CASES)} cases, {counts['FAIL']} failed, {counts['SKIP']} skipped")
+    return counts["FAIL"]
 
 
 def bench(sessions: int) -> None:

@@ -171,10 +171,7 @@ class Sandbox:
             raise not_supported("allow_internet_access=True or secure=False")
         if allow_degraded or (pool is not None and pool.degraded):
             raise not_supported("Sandbox without a jail (allow_degraded=True)")
-        try:
-            check_environment("envs", envs or {})
-        except ValueError as error:
-            raise InvalidArgumentException(str(error)) from error
+        check_environment("envs", envs or {})
         if pool is None:
             found = template if isinstance(template, Template) else find_template(template)
             chosen = limits or found.limits or Limits(session_s=86_400.0, timeout_s=300.0)
@@ -213,20 +210,14 @@ class Sandbox:
             raise InvalidArgumentException("give language or context, not both")
         self._channels()
         session = self._session_of(language, context)
-        started: list[str] = []
 
         def listen(stream: int, data: bytes) -> None:
-            text = data.decode("utf-8", "replace")
-            listener = on_stderr if stream else on_stdout
-            started.append(text)
-            if listener is not None:
+            if listener := on_stderr if stream else on_stdout:
+                text = data.decode("utf-8", "replace")
                 listener(OutputMessage(text, time.time_ns(), bool(stream)))
 
         wanted = listen if on_stdout or on_stderr else None
-        try:
-            step = session.cell(code, timeout or None, env=envs, listener=wanted)
-        except ValueError as error:
-            raise InvalidArgumentException(str(error)) from error
+        step = session.cell(code, timeout or None, env=envs, listener=wanted)
         if step.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED):
             raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}")
         self._count += 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-from agentgrpo.sandbox.api import Context, Sandbox
+from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.execution import Execution
 
 MAX_WAITING = 1024
@@ -52,29 +52,12 @@ class AsyncSandbox:
         execution: Execution = await _wait(self._plain.run_code, code, *args, **kwargs)
         return execution
 
-    async def create_code_context(self, *args: Any, **kwargs: Any) -> Context:
-        """As Sandbox.create_code_context()."""
-        context: Context = await _wait(self._plain.create_code_context, *args, **kwargs)
-        return context
-
-    async def set_timeout(self, timeout: float) -> None:
-        """As Sandbox.set_timeout()."""
-        self._plain.set_timeout(timeout)
-
-    async def is_running(self) -> bool:
-        """As Sandbox.is_running()."""
-        return self._plain.is_running()
-
     async def fork(self, count: int = 1) -> list[Self]:
         """As Sandbox.fork()."""
         return [type(self)(plain) for plain in await _wait(self._plain.fork, count)]
 
-    async def kill(self) -> bool:
-        """As Sandbox.kill()."""
-        return bool(await _wait(self._plain.kill))
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Every other method of Sandbox, to be awaited."""
+        """Every other method of Sandbox (kill, set_timeout ...), to be awaited."""
         return functools.partial(_wait, getattr(self._plain, name))
 
     async def __aenter__(self) -> Self:

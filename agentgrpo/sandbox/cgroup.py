@@ -23,7 +23,6 @@ OWNER = "agentgrpo-sandbox"
 TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 HOST_LEAF = "agentgrpo-host"
 V2_CONTROLLERS = ("memory", "pids")
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,30 +3,14 @@
 import contextlib
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, pidfd_send_signal
 from typing import Self
 
 from agentgrpo.sandbox.errors import SandboxInfraError
+from agentgrpo.sandbox.guest.wire import REPORT, REPORT_READY, SETUP_STEPS
 
-REPORT = struct.Struct("<Iiiiqq")  # struct sandbox_report in csrc/sandbox.h
-REPORT_READY, REPORT_EXIT, REPORT_FAILED = 1, 2, 3
-SETUP_STEPS = (
-    "cloning into new namespaces",
-    "mapping its user",
-    "entering its control group",
-    "mounting its private directories",
-    "mounting its /proc",
-    "setting up its network and host name",
-    "setting resource limits",
-    "dropping privileges",
-    "forking a process",
-    "arranging its descriptors",
-    "installing the system call filter",
-    "running the program",
-)
 READY_TIMEOUT_S = 10.0
 
 
@@ -34,8 +18,8 @@ class SetupFailed(SandboxInfraError):
     """A step of setting up a session or a program in it failed."""
 
     def __init__(self, step: int, code: int) -> None:
-        super().__init__(f"setup failed at {SETUP_STEPS[step]}: {os.strerror(code)} (errno {code})")
-        self.step, self.errno = SETUP_STEPS[step], code
+        self.step, self.errno = list(SETUP_STEPS.values())[step], code
+        super().__init__(f"setup failed at {self.step}: {os.strerror(code)} (errno {code})")
 
 
 def pid_of(pidfd: int) -> int:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.errors import (
-    InvalidArgumentException,
     NotFoundException,
     NotSupportedException,
     TimeoutException,
@@ -30,7 +29,7 @@ class CommandHandle:
     """A command that runs in the background. Its output is read while wait() waits."""
 
     def __init__(self, program: Program, info: ProcessInfo) -> None:
-        self._program, self._info = program, info
+        self.program, self._info = program, info
 
     @property
     def pid(self) -> int:
@@ -50,7 +49,7 @@ class CommandHandle:
             CommandExitException: it ended with another exit code than 0.
             TimeoutException: timeout seconds were over; it was killed.
         """
-        program = self._program
+        program = self.program
         if not program.wait(timeout, on_stdout, on_stderr):
             program.kill()
             program.wait(5.0)
@@ -71,11 +70,11 @@ class CommandHandle:
 
     def kill(self) -> bool:
         """End it at once. False if it had ended."""
-        return self._program.kill()
+        return self.program.kill()
 
     def send_stdin(self, data: str) -> None:
         """Write to its standard input."""
-        self._program.send_stdin(data.encode())
+        self.program.send_stdin(data.encode())
 
 
 class Commands:
@@ -136,10 +135,7 @@ class Commands:
         """Start cmd and return at once."""
         if user not in (None, "user"):
             raise NotSupportedException(f"user {user!r}: a session has one user")
-        try:
-            check_environment("envs", envs or {})
-        except ValueError as error:
-            raise InvalidArgumentException(str(error)) from error
+        check_environment("envs", envs or {})
         directory = cwd or "/home/user"
         self.used = True
         program = Program(

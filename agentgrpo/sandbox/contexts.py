@@ -5,7 +5,7 @@ speaks the step protocol, so that a context is stepped exactly like the session 
 import os
 from collections.abc import Mapping
 
-from agentgrpo.sandbox.channels import Channels, Ends
+from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotSupportedException,
@@ -13,21 +13,16 @@ from agentgrpo.sandbox.errors import (
 )
 from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS, shown_site_dirs
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.program import await_program, send_order
+from agentgrpo.sandbox.program import launch
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
 
 START_TIMEOUT_S = 30.0
-ALIASES = {
-    "python": "python",
-    "python3": "python",
-    "bash": "bash",
-    "sh": "bash",
-    "shell": "bash",
-    "javascript": "node",
-    "js": "node",
-    "node": "node",
+NAMES = {
+    "python": ("python", "python3"),
+    "bash": ("bash", "sh", "shell"),
+    "node": ("node", "js", "javascript"),
 }
 
 
@@ -37,12 +32,13 @@ def language_of(name: str | None) -> str:
     Raises:
         NotSupportedException: it is not one of those that a session speaks.
     """
-    language = ALIASES.get((name or "python").lower())
-    if language is None:
-        raise NotSupportedException(
-            f"language {name!r}; this sandbox speaks {', '.join(sorted(set(ALIASES.values())))}"
-        )
-    return language
+    wanted = (name or "python").lower()
+    for language, names in NAMES.items():
+        if wanted in names:
+            return language
+    raise NotSupportedException(
+        f"language {wanted!r}; this sandbox speaks {', '.join(sorted(NAMES))}"
+    )
 
 
 def command_of(language: str, template: Template, limits: Limits) -> list[str]:
@@ -80,17 +76,9 @@ def start_context(
     """
     if not directory.startswith("/"):
         raise InvalidArgumentException(f"cwd: expected an absolute path, got {directory!r}")
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with Ends(owner) as ends:
-            status, request, response, out, err = ends.theirs
-            fds = (status, null, out, err, request, response)
-            send_order(session, fds, command_of(language, template, limits), env, directory)
-            ends.close_theirs()
-            pidfd = await_program(ends.status)
-            context = Session(ends.detach(pidfd, os.dup(pidfd)), limits)
-    finally:
-        os.close(null)
+    argv = command_of(language, template, limits)
+    channels = launch(session, argv, env=env, directory=directory, owner=owner, speaks=True)
+    context = Session(channels, limits)
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
     if ready.status is not StepStatus.OK:
         context.close()

@@ -32,8 +32,8 @@ class TimeoutException(SandboxException):
     """Code or a command ran out of time."""
 
 
-class InvalidArgumentException(SandboxException):
-    """An argument cannot mean anything."""
+class InvalidArgumentException(SandboxException, ValueError):
+    """An argument cannot mean anything. E2B's name for ValueError, which it is as well."""
 
 
 class NotSupportedException(SandboxException):

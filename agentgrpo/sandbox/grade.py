@@ -9,18 +9,18 @@ objects that equal everything change nothing.
 import ast
 import builtins
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentgrpo.sandbox.files import Files
+from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.jail import shown_site_dirs
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.zygote import session_environment
 
 JUDGE = (Path(__file__).parent / "guest" / "judge.py").read_text()
 
@@ -43,30 +43,13 @@ def check_output(
     It passes if it ends by itself with exit code 0 and its standard output has the expected lines;
     space at the end of lines and of the output does not count.
     """
-    limits = pool.limits
-    with pool.acquire() as session:
-        channels = session.channels
-        assert channels is not None
-        root, owner = session.root_and_owner()
-        files = Files(root, owner)
-        try:
-            files.write("main.py", code)
-        finally:
-            files.close()
-        environment = session_environment(pool.template)
-        environment["PYTHONPATH"] = os.pathsep.join(shown_site_dirs(pool.template))
-        program = Program(
-            channels,
-            [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"],
-            env=environment,
-            directory="/home/user",
-            output_max=limits.output_max_mib << 20,
-            owner=owner,
-        )
-        try:
-            return _judge_program(program, expected, stdin, timeout_s)
-        finally:
-            program.close()
+    python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
+    path = os.pathsep.join(shown_site_dirs(pool.template))
+    with Sandbox.create(pool=pool) as sandbox:
+        sandbox.files.write("main.py", code)
+        command = f"exec {shlex.join(python)}"
+        started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
+        return _judge_program(started.program, expected, stdin, timeout_s)
 
 
 def _judge_program(program: Program, expected: str, stdin: str, timeout_s: float) -> Verdict:

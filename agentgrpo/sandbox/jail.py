@@ -35,6 +35,8 @@ ENVIRONMENT = {
 }
 """Of a zygote. What the code sees is zygote.session_environment()."""
 PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
+READ_ONLY = {"rw": False, "nosuid": True, "nodev": True}
+WRITABLE = {"rw": True, "nosuid": True, "nodev": True}
 _STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
@@ -124,16 +126,7 @@ def _system_mounts(*, bounded: bool) -> list[str]:
     bounded: memory counts as far as it is mapped. Memory shared by mapping /dev/zero stays when it
     is not; /dev/full is read like it and cannot be mapped.
     """
-    mounts = [
-        _mount(
-            dst="/",
-            fstype="tmpfs",
-            options="size=256k,nr_inodes=512",
-            rw=False,
-            nosuid=True,
-            nodev=True,
-        )
-    ]
+    mounts = [_mount(dst="/", fstype="tmpfs", options="size=256k,nr_inodes=512", **READ_ONLY)]
     for name in ("usr", "bin", "lib", "lib32", "lib64"):
         path = f"/{name}"
         if os.path.islink(path):
@@ -163,13 +156,7 @@ def _system_mounts(*, bounded: bool) -> list[str]:
 
 def _bind(bind: Bind) -> str:
     return _mount(
-        src=bind.source,
-        dst=bind.target,
-        is_bind=True,
-        rw=False,
-        nosuid=True,
-        nodev=True,
-        mandatory=bind.required,
+        src=bind.source, dst=bind.target, is_bind=True, **READ_ONLY, mandatory=bind.required
     )
 
 
@@ -181,24 +168,25 @@ def tmpfs_options(limits: Limits, mib: int) -> str:
 def _private(options: Sequence[str]) -> list[str]:
     """The directories that every session has its own of: home, tmp, shm."""
     return [
-        _mount(
-            dst=path,
-            fstype="tmpfs",
-            options=option,
-            rw=True,
-            nosuid=True,
-            nodev=True,
-            noexec=locked,
-        )
+        _mount(dst=path, fstype="tmpfs", options=option, **WRITABLE, noexec=locked)
         for path, option, locked in zip(PRIVATE, options, (False, False, True), strict=True)
     ]
 
 
-def zygote_config(
+def _identity(*, own_users: bool) -> list[str]:
+    if not own_users:
+        return ["clone_newuser: false keep_caps: true"]
+    outside = str(JAIL_ID) if os.geteuid() == 0 else ""
+    one = f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1'
+    return [f"clone_newuser: true keep_caps: false uidmap {{ {one} }} gidmap {{ {one} }}"]
+
+
+def jail_config(
     template: Template,
     binds: Sequence[Bind],
     *,
-    own_users: bool,
+    limits: Limits | None = None,
+    own_users: bool = True,
     own_proc: bool = True,
     bounded: bool = False,
 ) -> str:
@@ -211,54 +199,23 @@ def zygote_config(
     Args:
         template: what the sessions find.
         binds: the paths to show, see shown_paths().
+        limits: the jail is that of one session, which they bound (Rung.NSJAIL_ONCE); None: it is a
+            zygote's, which makes them.
         own_users: put the jail in a user namespace; without, the zygote is the machine's root.
         own_proc: mount a /proc. Where the kernel refuses that (a container runtime has covered
             parts of its own), the zygote sees this machine's, covered parts and all, and sessions
             see an empty directory.
         bounded: memory is bounded only where it is mapped, see _system_mounts().
     """
-    if own_proc:
-        proc = _mount(dst="/proc", fstype="proc", rw=True, nosuid=True, nodev=True, noexec=True)
+    private = ["size=64k,nr_inodes=64"] * 3
+    if limits is not None:
+        private = [tmpfs_options(limits, mib) for mib in limits.private_mib]
+        proc = _mount(dst="/proc", fstype="proc", options="subset=pid", **READ_ONLY, noexec=True)
+    elif own_proc:
+        proc = _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
     else:
         proc = _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
-    mounts = [*_private(["size=64k,nr_inodes=64"] * 3), proc]
-    return _config(template, binds, mounts, own_users=own_users, bounded=bounded, directory="/")
-
-
-def session_config(
-    template: Template, binds: Sequence[Bind], limits: Limits, *, bounded: bool = False
-) -> str:
-    """The nsjail configuration of a session with a jail of its own (Rung.NSJAIL_ONCE)."""
-    proc = _mount(
-        dst="/proc",
-        fstype="proc",
-        options="subset=pid",
-        rw=False,
-        nosuid=True,
-        nodev=True,
-        noexec=True,
-    )
-    mounts = [*_private([tmpfs_options(limits, mib) for mib in limits.private_mib]), proc]
-    return _config(template, binds, mounts, own_users=True, bounded=bounded, directory="/home/user")
-
-
-def _identity(*, own_users: bool) -> list[str]:
-    if not own_users:
-        return ["clone_newuser: false keep_caps: true"]
-    outside = str(JAIL_ID) if os.geteuid() == 0 else ""
-    one = f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1'
-    return [f"clone_newuser: true keep_caps: false uidmap {{ {one} }} gidmap {{ {one} }}"]
-
-
-def _config(
-    template: Template,
-    binds: Sequence[Bind],
-    mounts: Sequence[str],
-    *,
-    own_users: bool,
-    bounded: bool,
-    directory: str,
-) -> str:
+    directory = "/" if limits is None else "/home/user"
     arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
     arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
     lines = [
@@ -276,7 +233,8 @@ def _config(
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(bounded=bounded),
-        *mounts,
+        *_private(private),
+        proc,
         *(_bind(bind) for bind in binds),
         f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
     ]

@@ -17,9 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from agentgrpo.sandbox.channels import (
-    REPORT,
-    REPORT_EXIT,
-    REPORT_READY,
     Channels,
     Ends,
     SetupFailed,
@@ -31,8 +28,8 @@ from agentgrpo.sandbox.errors import (
     SandboxException,
     SandboxNotFoundException,
 )
+from agentgrpo.sandbox.guest.wire import ORDER, REPORT, REPORT_EXIT, REPORT_READY
 
-ORDER = struct.Struct("<II")  # struct sandbox_order in csrc/sandbox.h
 MAX_ORDER = 128 << 10
 Listener = Callable[[str], object]
 
@@ -107,20 +104,47 @@ class Orders:
         self._open.close()
 
 
-def await_program(status: socket.socket) -> int:
-    """The pidfd of a program that was ordered.
+def launch(
+    session: Channels,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    directory: str,
+    owner: int | None,
+    speaks: bool = False,
+) -> Channels:
+    """Start a program in a session.
+
+    Args:
+        session: the session's own descriptors.
+        argv: what to run.
+        env: all of its environment.
+        directory: where to run it.
+        owner: user id to give the output pipes to, None to leave them.
+        speaks: it has the step protocol's two pipes and no standard input; else the request pipe is
+            its standard input.
 
     Raises:
+        InvalidArgumentException, SandboxNotFoundException: as send_order().
         SandboxException: what the session's code has started leaves no process for it.
         SandboxInfraError: the session ended.
     """
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        (pidfd,) = await_ready(status, 1)
+        with Ends(owner) as ends:
+            status, request, response, out, err = ends.theirs
+            plain = (status, request, out, err)
+            fds = (status, null, out, err, request, response) if speaks else plain
+            send_order(session, fds, argv, env, directory)
+            ends.close_theirs()
+            (pidfd,) = await_ready(ends.status, 1)
+            return ends.detach(pidfd, os.dup(pidfd))
     except SetupFailed as error:
         if error.errno == errno.EAGAIN:
             raise SandboxException("the session has as many processes as it may") from error
         raise
-    return pidfd
+    finally:
+        os.close(null)
 
 
 class Program:
@@ -136,13 +160,8 @@ class Program:
         output_max: int,
         owner: int | None,
     ) -> None:
-        with Ends(owner) as ends:
-            status, stdin, _, out, err = ends.theirs
-            send_order(session, (status, stdin, out, err), argv, env, directory)
-            ends.close_theirs()
-            pidfd = await_program(ends.status)
-            self._channels = ends.detach(pidfd, os.dup(pidfd))
-        self.pid = _inner_pid(pid_of(pidfd))
+        self._channels = launch(session, argv, env=env, directory=directory, owner=owner)
+        self.pid = _inner_pid(pid_of(self._channels.interpreter))
         self._budget = output_max
         self.stdout, self.stderr = bytearray(), bytearray()
         self.exit_code: int | None = None

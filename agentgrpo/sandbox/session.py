@@ -4,31 +4,33 @@ import contextlib
 import os
 import select
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from typing import Any, Self
 
 from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, pid_of
-from agentgrpo.sandbox.errors import NotSupportedException, SandboxNotFoundException
+from agentgrpo.sandbox.errors import (
+    InvalidArgumentException,
+    NotSupportedException,
+    SandboxNotFoundException,
+)
+from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.history import Recorded, ReplayDiverged, digest
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.outcome import Ending, RawStep, how_it_ended, show_answer, show_output
 from agentgrpo.sandbox.program import Orders
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.template import check_environment
 
-_U32, _HEAD = struct.Struct("<I"), struct.Struct("<II")
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
 CLOSED = "the session was closed"
-
-Stream = tuple[bytes, bytes, int]
-RawStep = tuple[int, bool, float, Stream, Stream, bytes, bytes | None, int, int, int]
+ANSWERED = int(Ending.ANSWERED)
+"""How nearly all steps end: a member of an enumeration takes longer to compare."""
 StepArguments = tuple[
     tuple[int, int, int, int, int],
     tuple[int, int],
@@ -43,54 +45,6 @@ StepArguments = tuple[
 ]
 
 
-class Ending(IntEnum):
-    """``enum ending`` of csrc/sandbox_step.c."""
-
-    RUNNING = 0
-    ANSWERED = 1
-    KILLED_AT_DEADLINE = 2
-    OUTPUT_LIMIT = 3
-    PROTOCOL = 4
-    EXITED = 5
-    LOST = 6
-
-
-ANSWERED = int(Ending.ANSWERED)
-"""How nearly all steps end: a member of an enumeration takes longer to compare."""
-
-
-class MalformedAnswer(Exception):
-    """The session's answer is not of the form that guest/repl.py sends."""
-
-
-def encode_request(number: int, fields: list[bytes]) -> bytes:
-    """``length, id, count, (length, bytes)*``, little endian."""
-    parts = [b"", _HEAD.pack(number, len(fields))]
-    for field in fields:
-        parts += (_U32.pack(len(field)), field)
-    parts[0] = _U32.pack(sum(map(len, parts)))
-    return b"".join(parts)
-
-
-def decode_answer(body: bytes) -> list[bytes]:
-    """The fields of an answer whose length and id have been checked already."""
-    (count,) = _U32.unpack_from(body, 4)
-    fields, at = [], 8
-    if not 1 <= count <= 64:
-        raise MalformedAnswer(f"{count} fields")
-    for _ in range(count):
-        if at + 4 > len(body):
-            raise MalformedAnswer("truncated")
-        (size,) = _U32.unpack_from(body, at)
-        if at + 4 + size > len(body):
-            raise MalformedAnswer("truncated")
-        fields.append(body[at + 4 : at + 4 + size])
-        at += 4 + size
-    if at != len(body):
-        raise MalformedAnswer("trailing bytes")
-    return fields
-
-
 def _flat(env: Mapping[str, str]) -> list[bytes]:
     return [text.encode("utf-8", "surrogatepass") for pair in env.items() for text in pair]
 
@@ -100,23 +54,6 @@ def _pairs(code: str, env: Mapping[str, str] | None) -> list[bytes]:
         raise TypeError(f"code must be str, got {type(code).__name__}")
     check_environment("env", env or {})
     return [code.encode("utf-8", "surrogatepass"), *_flat(env or {})]
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
-
-
-def _left_out(stream: Stream) -> int:
-    """Bytes from the middle of a stream that were not kept."""
-    return stream[2] - len(stream[0]) - len(stream[1])
-
-
-def _joined(stream: Stream) -> str:
-    head, tail, _ = stream
-    missing = _left_out(stream)
-    if not missing:
-        return _text(head + tail)
-    return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
 
 
 class Session:
@@ -145,7 +82,8 @@ class Session:
         self.history: list[Recorded] = []
         """What ran since it was handed out, for replay()."""
         self._channels: Channels | None = channels
-        self._group = group
+        self.group = group
+        """Its control group, if there is one."""
         self._oom_before = group.counts()[0] if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
@@ -157,7 +95,8 @@ class Session:
         self._asked = self._cpu_before = 0.0
         self._asking: list[bytes] = []
         self._over_memory: tuple[str, int | None] | None = None
-        self._pid = pid_of(channels.interpreter)
+        self.pid = pid_of(channels.interpreter)
+        """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
         self.init_pid = pid_of(channels.init)
 
     def step(
@@ -219,7 +158,9 @@ class Session:
     def _check(self, timeout_s: float | None) -> float:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
-            raise ValueError(f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}")
+            raise InvalidArgumentException(
+                f"timeout_s must be positive and below 1e6 seconds, got {timeout!r}"
+            )
         return timeout
 
     def _request(
@@ -300,7 +241,7 @@ class Session:
         return (
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
-            encode_request(self._steps, fields),
+            encode(self._steps, fields),
             self._steps,
             max(1e-3, min(timeout, self._seconds_left())),
             limits.grace_s,
@@ -321,108 +262,49 @@ class Session:
             self._busy.release()
 
     def _interpret(self, raw: RawStep) -> StepResult:
-        ending, interrupted, wall_s, out, err, background, answer, how, max_rss, cpu_us = raw
-        result = self._result(status=StepStatus.OK, wall_s=wall_s)
-        if out[2]:
-            result.stdout, result.stdout_bytes = _joined(out), out[2]
-        if err[2]:
-            result.stderr, result.stderr_bytes = _joined(err), err[2]
-        result.truncated = bool(_left_out(out) or _left_out(err))
-        if background:
-            result.background = _text(background)
+        ending, interrupted = raw[:2]
+        result = self._result(status=StepStatus.OK, wall_s=raw[2])
+        show_output(raw, result)
         self._count_processes(result)
         if ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
-                return self._answered(decode_answer(answer or b""), interrupted, result)
-            except MalformedAnswer as error:
-                return self._died(StepStatus.PROTOCOL_ERROR, f"malformed answer: {error}", result)
-        if self._closed:
-            return self._died(StepStatus.EXIT, CLOSED, result)
-        if ending == Ending.EXITED and interrupted:
-            detail = f"it ended at the interrupt at {self._asked:g} s"
-            return self._died(StepStatus.TIMEOUT_KILLED, detail, result)
-        if ending == Ending.EXITED:
-            result.max_rss_kib, result.cpu_s = max_rss, max(0.0, cpu_us / 1e6 - self._cpu_before)
-            return self._exited(how, result)
-        if ending == Ending.LOST and self._over_memory is not None:
+                show_answer(raw, result)
+                return result
+            except Malformed as error:
+                status, detail = StepStatus.PROTOCOL_ERROR, f"malformed answer: {error}"
+        elif self._closed:
+            status, detail = StepStatus.EXIT, CLOSED
+        elif ending == Ending.LOST and self._over_memory is not None:
+            status = StepStatus.OOM
             detail, result.max_memory_kib = self._over_memory
-            return self._died(StepStatus.OOM, detail, result)
-        if ending == Ending.LOST and result.oom_kills:
-            return self._died(
-                StepStatus.OOM, f"over {self.limits.memory_mib} MiB of memory", result
+        else:
+            status, detail = how_it_ended(raw, self.limits, self._asked, result)
+        if ending == Ending.EXITED and not (self._closed or interrupted):
+            max_rss_kib, cpu_us = raw[8:]
+            result.max_rss_kib, result.cpu_s = (
+                max_rss_kib,
+                max(0.0, cpu_us / 1e6 - self._cpu_before),
             )
-        return self._died(*self._meaning(Ending(ending), self._asked), result)
+        self._end(status, detail)
+        result.status, result.detail, result.state_lost = status, detail, True
+        return result
 
     def _count_processes(self, result: StepResult) -> None:
         """What the control group says of the step: processes killed for memory, or left behind."""
-        if self._group is None:
+        if self.group is None:
             return
-        killed, processes = self._group.counts()
+        killed, processes = self.group.counts()
         result.oom_kills, self._oom_before = killed - self._oom_before, killed
         if result.oom_kills:
-            result.max_memory_kib = self._group.peak_kib()
+            result.max_memory_kib = self.group.peak_kib()
         result.processes_left = max(0, processes - 2)
 
     def _cpu_seconds(self) -> float:
         try:  # the clock of another process, see clock_getcpuclockid(3)
-            return time.clock_gettime((~self._pid << 3) | 2)
+            return time.clock_gettime((~self.pid << 3) | 2)
         except OSError:  # it has ended
             return 0.0
-
-    def _answered(self, fields: list[bytes], interrupted: bool, result: StepResult) -> StepResult:
-        kind, *rest = fields
-        if interrupted:
-            result.status = StepStatus.TIMEOUT
-        if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
-            result.more = kind == b"more"
-            if rest:
-                result.value = _text(rest[0])
-                result.rich = dict(zip(map(_text, rest[1::2]), rest[2::2], strict=True))
-            return result
-        if kind == b"error" and len(rest) == 3:
-            result.error = StepError(*map(_text, rest))
-            if not interrupted:
-                result.status = StepStatus.ERROR
-            return result
-        if kind == b"exit" and len(rest) == 1:
-            result.detail = f"SystemExit({_text(rest[0])}); the session goes on"
-            if not interrupted:
-                result.status = StepStatus.EXIT
-            return result
-        raise MalformedAnswer(f"kind {kind[:20]!r} with {len(rest)} fields")
-
-    def _exited(self, how: int, result: StepResult) -> StepResult:
-        if os.WIFSIGNALED(how):
-            number = result.signal = os.WTERMSIG(how)
-            name = signal.Signals(number).name if number < 32 else f"signal {number}"
-            if number == signal.SIGKILL and result.oom_kills:
-                detail = f"over {self.limits.memory_mib} MiB of memory"
-                return self._died(StepStatus.OOM, detail, result)
-            return self._died(StepStatus.SIGNAL, f"the interpreter was killed by {name}", result)
-        result.exit_code = os.WEXITSTATUS(how)
-        detail = f"the interpreter ended with exit code {result.exit_code}"
-        return self._died(StepStatus.EXIT, detail, result)
-
-    def _meaning(self, ending: Ending, timeout: float) -> tuple[StepStatus, str]:
-        limits = self.limits
-        return {
-            Ending.KILLED_AT_DEADLINE: (
-                StepStatus.TIMEOUT_KILLED,
-                f"still running {limits.grace_s:g} s after the interrupt at {timeout:g} s",
-            ),
-            Ending.OUTPUT_LIMIT: (
-                StepStatus.OUTPUT_LIMIT,
-                f"over {limits.output_max_mib} MiB of output in one step",
-            ),
-            Ending.PROTOCOL: (StepStatus.PROTOCOL_ERROR, "the session broke the protocol"),
-            Ending.LOST: (StepStatus.INFRA_ERROR, "the session vanished: is its zygote alive?"),
-        }[ending]
-
-    def _died(self, status: StepStatus, detail: str, result: StepResult) -> StepResult:
-        ended = self._end(status, detail)
-        result.status, result.detail, result.state_lost = ended.status, detail, True
-        return result
 
     def replay(self, history: Sequence[Recorded]) -> None:
         """Bring this fresh session to the state that another had after these steps.
@@ -514,8 +396,8 @@ class Session:
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
         channels = self._channels
         try:
-            root = os.open(f"/proc/{self._pid}/root", flags)
-            owner = os.stat(f"/proc/{self._pid}").st_uid if os.geteuid() == 0 else None
+            root = os.open(f"/proc/{self.pid}/root", flags)
+            owner = os.stat(f"/proc/{self.pid}").st_uid if os.geteuid() == 0 else None
             if channels is not None:  # it lives, so the number was its own and not a successor's
                 signal.pidfd_send_signal(channels.interpreter, 0)
                 return root, owner

@@ -181,15 +181,7 @@ class Spawner:
         """
         group = self._take_group()
         try:
-            if self.rung is Rung.NSJAIL_ONCE:
-                return self._spawn_alone(group)
-            zygote = self._pick()
-            try:
-                channels, clear_up = zygote.spawn(group)
-            except SandboxInfraError:
-                if zygote.alive():  # the zygote is well; this session could not be set up
-                    raise
-                channels, clear_up = self._replace(zygote).spawn(group)
+            channels, clear_up = self._spawn_in(group)
         except BaseException:
             self._give_back(group)
             raise
@@ -206,19 +198,22 @@ class Spawner:
         except OSError as error:
             raise SandboxInfraError(f"no control group for another session: {error}") from error
 
-    def _spawn_alone(self, group: ControlGroup | None) -> Spawned:
-        jail = self._start()
+    def _spawn_in(self, group: ControlGroup | None) -> tuple[Channels, Callable[[], None]]:
+        """A session's descriptors, and what to call when it is over."""
+        if self.rung is Rung.NSJAIL_ONCE:
+            jail = self._start()
+            try:
+                return jail.spawn(group)[0], jail.close
+            except BaseException:
+                jail.close()
+                raise
+        zygote = self._pick()
         try:
-            channels, _ = jail.spawn(group)
-        except BaseException:
-            jail.close()
-            raise
-
-        def release() -> None:
-            jail.close()
-            self._give_back(group)
-
-        return Spawned(channels, group, release)
+            return zygote.spawn(group)
+        except SandboxInfraError:
+            if zygote.alive():  # the zygote is well; this session could not be set up
+                raise
+            return self._replace(zygote).spawn(group)
 
     def _give_back(self, group: ControlGroup | None) -> None:
         if self.cgroups is not None and group is not None:

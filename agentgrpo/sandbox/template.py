@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.limits import Limits
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -64,9 +65,11 @@ class Template:
 
 
 def check_environment(key: str, env: Mapping[str, str]) -> None:
-    """Raise ValueError unless env is something a process can be given."""
+    """Raise InvalidArgumentException unless env is something a process can be given."""
     for name, value in env.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"{key}: expected names like HOME, got {name!r}")
+            raise InvalidArgumentException(f"{key}: expected names like HOME, got {name!r}")
         if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{key}[{name!r}]: expected text without NUL, got {value!r}")
+            raise InvalidArgumentException(
+                f"{key}[{name!r}]: expected text without NUL, got {value!r}"
+            )

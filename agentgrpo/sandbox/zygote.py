@@ -22,6 +22,7 @@ from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import OWNER, ControlGroup, start_time
 from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
+from agentgrpo.sandbox.guest import wire
 from agentgrpo.sandbox.jail import (
     ENVIRONMENT,
     EXTENSION_FILE,
@@ -29,11 +30,10 @@ from agentgrpo.sandbox.jail import (
     JAIL_ID,
     Bind,
     find_nsjail,
-    session_config,
+    jail_config,
     shown_paths,
     shown_site_dirs,
     tmpfs_options,
-    zygote_config,
 )
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.template import Template
@@ -59,7 +59,12 @@ class Rung(StrEnum):
 
 
 LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT, Rung.NSJAIL_ONCE)
-MODES = {Rung.ZYGOTE_USERNS: 0, Rung.ZYGOTE_ROOT: 1, Rung.NSJAIL_ONCE: 2, Rung.BARE: 3}
+MODES = {
+    Rung.ZYGOTE_USERNS: wire.MODE_USERNS,
+    Rung.ZYGOTE_ROOT: wire.MODE_ROOT,
+    Rung.NSJAIL_ONCE: wire.MODE_IN_PLACE,
+    Rung.BARE: wire.MODE_BARE,
+}
 FIRST_UID, NUM_UIDS = 0x60000000, 0x10000000
 """The user ids that sessions of a root zygote get: far from any that a machine gives out."""
 _uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
@@ -164,13 +169,11 @@ class Zygote:
             )
 
     def _config(self, binds: list[Bind]) -> str:
-        if self.rung is Rung.NSJAIL_ONCE:
-            return session_config(self.template, binds, self.limits, bounded=self._bounded)
-        own_users = self.rung is Rung.ZYGOTE_USERNS
-        return zygote_config(
+        return jail_config(
             self.template,
             binds,
-            own_users=own_users,
+            limits=self.limits if self.rung is Rung.NSJAIL_ONCE else None,
+            own_users=self.rung in (Rung.ZYGOTE_USERNS, Rung.NSJAIL_ONCE),
             own_proc=self.own_proc,
             bounded=self._bounded,
         )

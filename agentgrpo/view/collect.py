@@ -25,6 +25,9 @@ PROMPT, SAMPLED, GIVEN = range(3)
 STREAMS = ("logprobs", "learner_logprobs", "entropies")
 """Per sampled token, in nats, in the order in which a chunk stores them; nan where not recorded.
 The first is a segment's, the others lists of the rollout's, one for each segment of all rows."""
+SHOWN = ("answer", "rewards", "reward", "advantage", "stats")
+KNOWN = ("error", "parent", "forked_at", "treatment", "timings")
+"""Of a rollout, where there is something to be told."""
 
 
 @dataclass(slots=True)
@@ -51,8 +54,7 @@ class Chunk:
     def add_streams(self, columns: dict[str, Float32 | None], length: int) -> int:
         """Append what is known of a sampled segment; returns where it begins."""
         start = self.num_sampled
-        for name in STREAMS:
-            column = columns[name]
+        for name, column in columns.items():
             unknown = np.full(length, np.nan, np.float32)
             self.streams[name].append(unknown if column is None else column)
         self.num_sampled += length
@@ -122,40 +124,22 @@ class _Columns:
         self._rollouts: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any], rollout: Rollout) -> None:
-        chunk = self.chunks.setdefault((row["step"], row["split"]), Chunk())
+        place = row["step"], row["split"]
+        chunk = self.chunks.setdefault(place, Chunk())
         segments = [
-            self._segment(chunk, rollout, number, segment, first=segment is row[0])
-            for number, (row, segment) in enumerate(
-                (row, segment)
-                for row in getattr(rollout, "rows", [rollout.segments])
-                for segment in row
+            self._segment(chunk, rollout, number, segment, first=segment is part[0])
+            for number, (part, segment) in enumerate(
+                (part, segment) for part in rollout.rows for segment in part
             )
         ]
-        known = {
-            "error": rollout.error,
-            "parent": getattr(rollout, "parent", None),
-            "forked_at": getattr(rollout, "forked_at", None),
-            "treatment": getattr(rollout, "treatment", None),
-            "timings": getattr(rollout, "timings", None),
-            "spans": [[s.start, s.end, s.name, s.value] for s in rollout.span_rewards],
-        }
+        known = {name: getattr(rollout, name) for name in KNOWN}
+        known["spans"] = [[s.start, s.end, s.name, s.value] for s in rollout.span_rewards]
         self._rollouts.append(
-            {
-                "step": row["step"],
-                "split": row["split"],
-                "group": row["group"],
-                "index": row["index"],
-                "chunk": list(self.chunks).index((row["step"], row["split"])),
-                "task": self._task(row["task"]),
-                "status": str(rollout.status),
-                "answer": rollout.answer,
-                "rewards": rollout.rewards,
-                "reward": rollout.reward,
-                "advantage": rollout.advantage,
-                "stats": rollout.stats,
-                "segments": segments,
-                **{name: value for name, value in known.items() if value not in (None, [])},
-            }
+            {name: row[name] for name in ("step", "split", "group", "index")}
+            | {name: getattr(rollout, name) for name in SHOWN}
+            | {"chunk": list(self.chunks).index(place), "task": self._task(row["task"])}
+            | {"status": str(rollout.status), "segments": segments}
+            | {name: value for name, value in known.items() if value not in (None, [])}
         )
 
     def index(self) -> dict[str, Any]:
@@ -180,14 +164,14 @@ class _Columns:
         """[origin, first id, tokens, first sampled value or -1, advantage of its own or None]."""
         ids = segment.token_ids
         self.used.update(np.unique(ids).tolist())
-        own = getattr(rollout, "segment_advantages", None)
+        own = rollout.segment_advantages
         advantage = None if own is None else own[number]
         if not segment.sampled:
             origin = PROMPT if first else GIVEN
             return [origin, chunk.place(ids), len(ids), -1, advantage]
         streams = {"logprobs": segment.logprobs}
         for name in STREAMS[1:]:
-            of_all = getattr(rollout, name, None)
+            of_all = getattr(rollout, name)
             streams[name] = None if of_all is None else of_all[number]
         self._recorded.update(name for name, values in streams.items() if values is not None)
         start = chunk.add_streams(streams, len(ids))

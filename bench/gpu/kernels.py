@@ -194,7 +194,7 @@ def forward_rate(setting: Setting, logits: Tensor, targets: Tensor) -> float:
 
 
 def sweep(setting: Setting) -> None:
-    """The forward kernel's launch shapes, to choose those at the head of rows.py from."""
+    """The forward kernel's launch shapes, to choose those at the head of kernels/rows.py from."""
     batch = Batch.random((setting.positions, setting.vocab, 16), 1.0, setting.device, logits=True)
     assert batch.logits is not None
     logits = batch.logits.detach()[:-1]

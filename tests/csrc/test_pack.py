@@ -209,32 +209,11 @@ def test_no_argument_crashes(anything: list[object], swaps: dict[int, object]) -
     for function, args in (
         (_C.TreePlan, anything),
         (_C.TreePlan, call),
-        (_C.block_mask, anything[:2]),
-        (_C.common_prefix, anything[:2]),
         (_C.ids_from_list, anything[:1]),
-        (_C.logprobs_from_list, anything[:1]),
         (_C.TagScanner, anything[:2]),
     ):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             function(*args)
-
-
-class Destructive:
-    """Converting it to a float empties the list it is read from."""
-
-    def __init__(self, home: list[object]) -> None:
-        self.home = home
-
-    def __float__(self) -> float:
-        self.home.clear()
-        return -1.0
-
-
-def test_a_list_that_changes_while_it_is_read() -> None:
-    values: list[object] = []
-    values += [Destructive(values), *([-0.5] * 100)]
-    with pytest.raises((IndexError, TypeError)):
-        _C.logprobs_from_list(values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -251,25 +230,3 @@ def test_a_list_that_changes_while_it_is_read() -> None:
 def test_bad_ids_are_named(ids: list[int], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _C.ids_from_list(ids)
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "error", "message"),
-    [
-        (LOGP, TypeError, "expected a list, got <class 'numpy.ndarray'>"),
-        ([-0.5, float("nan")], ValueError, r"logprobs\[1\] is not finite"),
-        ([float("-inf")], ValueError, r"logprobs\[0\] is not finite"),
-        ([-1e300], ValueError, r"logprobs\[0\] is not finite"),
-        (["x"], TypeError, "must be real number"),
-    ],
-)
-def test_bad_logprobs_are_named(
-    logprobs: list[float], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        _C.logprobs_from_list(logprobs)
-
-
-def test_minus_one_is_a_logprob() -> None:
-    """It is also what the C API returns on error."""
-    assert np.frombuffer(_C.logprobs_from_list([-1.0, -1]), np.float32).tolist() == [-1.0, -1.0]

@@ -13,7 +13,6 @@ import pytest
 from agentgrpo.data import word_problems
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.tasks import Tasks, WordProblemTasks
-from agentgrpo.data.word_templates import KINDS
 from agentgrpo.types import Group, Rollout, Status, Task
 
 
@@ -156,7 +155,7 @@ def test_a_state_from_before_the_templates_changed_is_refused(
 ) -> None:
     state = WordProblemTasks().state_dict()
     WordProblemTasks().load_state_dict(state)
-    first, *others = KINDS
+    first, *others = word_problems.KINDS
     changed = dataclasses.replace(first, train=("What is {a} x {b}?",))
     monkeypatch.setattr(word_problems, "KINDS", (changed, *others))
     with pytest.raises(ValueError, match="the saved data position is of: word problems"):

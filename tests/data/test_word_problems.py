@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.data import word_problems, word_templates
-from agentgrpo.data.word_problems import LEVELS, Split, generate, task, wordings
-from agentgrpo.data.word_templates import KINDS, Kind
+from agentgrpo.data import word_problems
+from agentgrpo.data.word_problems import KINDS, LEVELS, WORDS, Kind, Split, generate, task, wordings
 
 SPLITS: list[Split] = ["train", "heldout"]
 EVERYWHERE = pytest.mark.parametrize(
@@ -99,10 +98,7 @@ def test_the_answer_is_what_the_visible_numbers_demand(split: Split, level: int)
 def _skeleton(question: str) -> str:
     """A question without what was drawn: numbers, names, things."""
     text = re.sub(r"\d+", "#", question)
-    words = (
-        *word_templates.TRAIN_NAMES, *word_templates.HELDOUT_NAMES,
-        *word_templates.TRAIN_THINGS, *word_templates.HELDOUT_THINGS,
-    )  # fmt: skip
+    words = [word for lists in WORDS.values() for words in lists.values() for word in words]
     return re.sub(rf"\b({'|'.join(words)})\b", "_", text, flags=re.IGNORECASE).lower()
 
 
@@ -121,8 +117,7 @@ def test_no_two_wordings_are_alike_across_all_splits_and_levels() -> None:
 
 
 def test_heldout_words_are_never_seen_in_training() -> None:
-    train = {*word_templates.TRAIN_NAMES, *word_templates.TRAIN_THINGS}
-    heldout = {*word_templates.HELDOUT_NAMES, *word_templates.HELDOUT_THINGS}
+    train, heldout = ({*WORDS[split]["names"], *WORDS[split]["things"]} for split in SPLITS)
     assert not train & heldout
     for problem in itertools.islice(generate("heldout"), 400):
         assert not train & set(re.findall(r"\w+", problem.messages[0]["content"])), problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import string
 from collections import Counter
 from pathlib import Path
@@ -101,13 +100,18 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
         assert sum(r.stats["tool_calls"] + r.stats["malformed"] for r in group.rollouts) > 0
 
 
+class Talkative(ToolAgent):
+    """Its random turns seldom end by themselves."""
+
+    stop = tuple(string.ascii_lowercase)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_engine_plays_agent_and_customer(
     engine: Engine, tokenizer: Any, deterministic: bool
 ) -> None:
     """The random model in both roles, batched together: tokens of the one are not the other's."""
-    talker = copy.copy(TALKER)
-    talker.stop = tuple(string.ascii_lowercase)  # its random turns seldom end by themselves
+    talker = Talkative(env=TALKER.env, call_reader=TALKER.call_reader)
     shop = Shop(temperature=1.0, max_tokens=8)
     budget = RolloutConfig(
         max_turns=2, max_turn_tokens=24, max_observation_tokens=16, deterministic=deterministic

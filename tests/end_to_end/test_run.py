@@ -28,7 +28,7 @@ STEPS = 4
 PATIENCE_S = 600
 TIMES = ("decode_s", "idle_s", "publish_s", "seconds", "total_s")
 """Metrics that no run can repeat."""
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,6 @@ def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder / "run", ran.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.nsjail
 class TestWholeRun:
     def test_it_leaves_records_and_checkpoints(self, whole_run: tuple[Path, str]) -> None:
@@ -334,7 +333,6 @@ def refused(process: Command) -> str:
     return err.strip()
 
 
-@pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
@@ -359,7 +357,6 @@ def random_config(tmp_path: Path, tiny_model: Path) -> Path:
     return write_config(tmp_path, tiny_model)
 
 
-@pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -376,7 +373,6 @@ def test_a_missing_model(random_config: Path, tmp_path: Path, name: str, message
     assert message in line
 
 
-@pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors"])
 def test_half_a_model(tmp_path: Path, missing: str) -> None:

@@ -414,6 +414,7 @@ def test_fifty_nights_leave_nothing_behind(engine: Engine) -> None:
     assert max(rss[25:]) - max(rss[5:25]) < 0.01, "it grew by over 10 MiB in 25 nights"
 
 
+@pytest.mark.slow
 def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -> None:
     from agentgrpo.config import EngineConfig
     from agentgrpo.engine.start import EngineStartError

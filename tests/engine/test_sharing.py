@@ -57,7 +57,9 @@ def make_dir(folder: Path, kind: str, options: dict[str, Any]) -> Path:
 
 
 @pytest.fixture
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
+def start(
+    dear: None, request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[Engine, Path]]:
     (kind, options), dtype = request.param
     model = make_dir(tmp_path / "model", kind, options)
     made = Engine(model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 32, dtype=dtype))
@@ -71,7 +73,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("start", CASES, indirect=True)
 def test_learner_and_sampler_are_one_replica_and_one_policy(start: tuple[Engine, Path]) -> None:
     engine, model = start

@@ -1,23 +1,11 @@
 # ruff: noqa: E501 - a table of source pieces
-"""Change the kernels' arithmetic in small ways and see that the tests notice every one.
-
-python -m tests.kernels.mutants [WORD ...]      only mutants whose name or file has a WORD
-"""
+"""Change the kernels' arithmetic in small ways and see that the tests notice every one."""
 
 from __future__ import annotations
 
-import os
-import sys
+from tests.mutation import Mutant
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch: tiny tensors, and threads that wait for one another
-)
-
-import triton.language  # noqa: F401 - what every fork would import again
-
-from tests.mutation import Mutant, hunt
-
+FOLDER = "kernels"
 TESTS = {
     "rows.py": ["kernels/test_logp.py", "kernels/test_linear_logp.py"],
     "logp.py": ["kernels/test_logp.py"],
@@ -174,7 +162,3 @@ MUTANTS = [
     Mutant("objective.py", '"entropy_coef", "off_policy_mask_threshold"', '"entropy_coef"'),
     Mutant("objective.py", '0.4 if self.loss_type == "gmpo" else 0.2', "0.2"),
 ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(hunt(MUTANTS, "kernels", TESTS, sys.argv[1:]))

@@ -1,24 +1,11 @@
 # ruff: noqa: E501 - a table of source pieces
-"""Change the learner's arithmetic in small ways and see that the tests notice every one.
-
-python -m tests.learn.mutants [WORD ...]      only mutants whose name or file has a WORD
-"""
+"""Change the learner's arithmetic in small ways and see that the tests notice every one."""
 
 from __future__ import annotations
 
-import os
-import sys
+from tests.mutation import Mutant
 
-from agentgrpo.machine.runtime import prepare_environment
-
-prepare_environment()
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch
-
-import torch  # noqa: E402
-import transformers  # noqa: E402, F401 - what every fork would import again
-
-from tests.mutation import Mutant, hunt  # noqa: E402
-
+FOLDER = "agentgrpo"
 TESTS = {
     "learn/advantages.py": ["learn/test_advantages.py"],
     "learn/losses.py": ["learn/test_losses.py", "learn"],
@@ -28,7 +15,8 @@ TESTS = {
         *("learn/test_optimizer.py", "learn/test_machinery.py", "parallel/test_parallel.py"),
     ],
     "learn/step_record.py": ["learn"],
-    "engine/agreement.py": ["engine/test_agreement.py"],
+    "types.py": ["learn/test_advantages.py"],
+    "engine/agreement.py": ["engine/test_agreement.py", "learn/test_mismatch.py"],
     "run/checkpoint.py": ["run/test_checkpoint.py"],
     "machine/footprint.py": ["machine/test_footprint.py"],
     "learn/lora.py": ["learn/test_adapters.py"],
@@ -91,7 +79,7 @@ MUTANTS = [
     Mutant("learn/advantages.py", "if segment.sampled and len(segment.token_ids)]", "if len(segment.token_ids)]"),
     Mutant("learn/advantages.py", "if len(sound) < 2:", "if len(sound) < 1:"),
     Mutant("learn/advantages.py", "if len(sound) < 2:", "if len(sound) < 3:"),
-    Mutant("learn/advantages.py", 'get(part, 0.0) > 0 for', 'get(part, 0.0) >= 0 for'),
+    Mutant("types.py", "next((value > 0 for", "next((value >= 0 for"),
     Mutant("learn/advantages.py", "if all(rollout.solved", "if any(rollout.solved"),
     Mutant("learn/advantages.py", "if not any(rollout.num_sampled", "if any(rollout.num_sampled"),
     # normalisers
@@ -167,7 +155,7 @@ MUTANTS = [
     Mutant("learn/optimizer.py", "value.shape != self._masters[index].shape", "False"),
     Mutant("learn/optimizer.py", "if not norm < float(\"inf\"):", "if norm != norm:"),
     Mutant("learn/optimizer.py", "if not norm < float(\"inf\"):", "if norm == float('inf'):"),
-    Mutant("learn/step_record.py", "np.abs(np.concatenate(self.gaps)).max(initial=0.0)", "np.concatenate(self.gaps).max(initial=0.0)"),
+    Mutant("engine/agreement.py", "np.sort(np.abs(np.concatenate(gaps)))", "np.sort(np.concatenate(gaps))"),
     Mutant("learn/step_record.py", "np.stack([np.full_like(sample, update), sample])", "np.stack([sample, sample])"),
     Mutant("learn/learner.py", "            self._optimizer.collect()\n", ""),
     Mutant("learn/learner.py", "        if not updates:\n            return\n", ""),
@@ -242,8 +230,3 @@ MUTANTS = [
     Mutant("rollout/team.py", "completion.token_ids.tobytes(), crc", "b'', crc"),
     Mutant("rollout/team.py", "self._tell(goes_on=True)", "pass"),
 ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(hunt(MUTANTS, "agentgrpo", TESTS, sys.argv[1:]))

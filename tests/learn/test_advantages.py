@@ -145,7 +145,7 @@ def test_gdpo_normalises_each_part_before_it_sums() -> None:
     for rows in raw.tolist():
         group = make_group([0.0] * 5)
         for rollout, (a, b) in zip(group.rollouts, rows, strict=True):
-            # the parts come weighted, as rewards.py makes them
+            # the parts come weighted, as rewards/rewards.py makes them
             rollout.rewards = {"a": a, "b": 0.3 * b}
         groups.append(group)
     got = assigned(*groups, weights=weights, multi_objective_aggregation="normalize_then_sum")

@@ -42,10 +42,10 @@ def ids_of(judge: Judge, text: str) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_S2_3_random_conversations_agree_with_the_templates_own_rendering(name: str) -> None:
     judge, seen = judge_of(name), Seen()
-    for index in range(30):
+    for index in range(10):
         judge.judge(random.Random(f"test {index}"), seen)
     assert seen.disagreements == 0, seen.first
-    assert seen.deltas >= 60
+    assert seen.deltas >= 20
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,6 @@ from agentgrpo import parallel
 from agentgrpo.evaluate import evaluate, evaluate_recipe
 from agentgrpo.types import Group, Task
 from tests.end_to_end.test_run import write_config
-from tests.parallel.test_parallel import torchrun
 from tests.warm import run_ranks
 
 TASKS = [Task(id=name, messages=(), spec={}) for name in "abcde"]
@@ -79,8 +78,9 @@ def test_two_ranks_report_what_one_does(tmp_path: Path, agent_model: Path) -> No
     assert shown[2]["measures"] == shown[1]["measures"]
 
 
+@pytest.mark.slow
 def test_a_damaged_config_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("modle = 1")
-    ran = torchrun(2, "-m", "agentgrpo.evaluate", str(tmp_path / "c.toml"))
+    ran = run_ranks(2, "-m", "agentgrpo.evaluate", str(tmp_path / "c.toml"))
     assert ran.returncode != 0
     assert "unknown config key modle; did you mean model?" in ran.stderr

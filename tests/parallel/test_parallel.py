@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +16,9 @@ from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from tests import tiny
 from tests.parallel.learn import learn
-from tests.warm import ROOT, run_ranks
+from tests.warm import run_ranks
 
 Record = dict[str, Any]
-
-
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *arguments]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=env, check=False, timeout=240
-    )
 
 
 def make_groups() -> list[Group]:
@@ -67,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+def records(dear: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """Two steps on one rank and on two; two more from either's checkpoint on the other."""
     folder = tmp_path_factory.mktemp("parallel")
     tiny.make_model_dir(folder / "model")
@@ -160,7 +148,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from agentgrpo import parallel
-from agentgrpo.optimizer import MasterAdamW
+from agentgrpo.learn.optimizer import MasterAdamW
 
 parallel.start()
 whole = torch.zeros(4, dtype=torch.bfloat16)
@@ -174,8 +162,9 @@ parallel.stop()
 """
 
 
+@pytest.mark.slow
 def test_a_sharded_master_moves_with_its_shard(tmp_path: Path) -> None:
     """On a GPU, to host memory while rollouts are generated."""
     (tmp_path / "sharded.py").write_text(SHARDED)
-    ran = torchrun(2, str(tmp_path / "sharded.py"))
+    ran = run_ranks(2, str(tmp_path / "sharded.py"))
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,16 @@ from agentgrpo.types import Group
 from tests import warm
 from tests.end_to_end.test_run import write_config
 from tests.learn.given import Holder, learner_on
-from tests.parallel.test_parallel import torchrun
-from tests.warm import run_ranks
+from tests.warm import ROOT, run_ranks
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=env, check=False, timeout=240
+    )
 
 
 def recorded(run: Path, step: int) -> list[Group]:

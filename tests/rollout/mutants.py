@@ -1,24 +1,11 @@
 # ruff: noqa: E501 - a table of source pieces
-"""Change what keeps token truth in small ways and see that the tests notice every one.
-
-python -m tests.rollout.mutants [WORD ...]      only mutants whose name or file has a WORD
-"""
+"""Change what keeps token truth in small ways and see that the tests notice every one."""
 
 from __future__ import annotations
 
-import os
-import sys
+from tests.mutation import Mutant
 
-from agentgrpo.machine.runtime import prepare_environment
-
-prepare_environment()
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch
-
-import hypothesis  # noqa: E402, F401 - what every fork would import again
-import transformers  # noqa: E402, F401
-
-from tests.mutation import Mutant, hunt  # noqa: E402
-
+FOLDER = "agentgrpo"
 TESTS = {
     "rollout/transcript.py": ["rollout/test_transcript.py"],
     "rollout/play.py": [
@@ -53,23 +40,22 @@ MUTANTS = [
     Mutant("rollout/transcript.py", "drift < fork_threshold", "drift <= fork_threshold"),
     Mutant("rollout/transcript.py", "self.closed_rows.append(self.segments)", "pass"),
     Mutant("rollout/transcript.py", "            self.replaced = []\n            self._begin", "            self._begin"),
-    Mutant("rollout/transcript.py", "ids[mask == 1].tolist()", "ids.tolist()"),
-    Mutant("rollout/transcript.py", "self.replaced = ids[mask == 1].tolist()", "pass"),
+    Mutant("rollout/transcript.py", "            if last.sampled:\n", "            if True:\n"),
+    Mutant("rollout/transcript.py", "self.replaced = self._cut(shared)", "self._cut(shared)"),
+    Mutant("rollout/transcript.py", "last.token_ids[max(0, kept) :]", "last.token_ids"),
     Mutant("rollout/transcript.py", "if len(prompt) > shared:", "if True:"),
     Mutant("rollout/transcript.py", "self.give(prompt[shared:])", "self.give(prompt)"),
-    Mutant("rollout/transcript.py", "self._cut(shared)", "pass"),
+    Mutant("rollout/transcript.py", "self._cut(shared)", "[]"),
     Mutant("rollout/transcript.py", "last.logprobs[:kept]", "last.logprobs[-kept:]"),
     Mutant("rollout/transcript.py", "last.token_ids[:kept]", "last.token_ids[-kept:]"),
     Mutant("rollout/transcript.py", "kept > 0 or (kept == 0 and last.sampled)", "kept > 0"),
     Mutant("rollout/transcript.py", "        self.turn_start = self._length\n        self._append(Segment(token_ids, logprobs))", "        self._append(Segment(token_ids, logprobs))"),
     Mutant("rollout/transcript.py", "            if segment.sampled:\n", "            if not segment.sampled:\n"),
     Mutant("rollout/transcript.py", "max(end, 2 * len(self._ids), 1024)", "max(2 * len(self._ids), 1024)"),
-    Mutant("rollout/transcript.py", "self._mask[start:end] = segment.sampled", "self._mask[start:end] = 1"),
-    Mutant("rollout/transcript.py", "0.0 if segment.logprobs is None else segment.logprobs", "0.0"),
     Mutant("rollout/transcript.py", "np.concatenate([self._ids, np.empty", "np.concatenate([0 * self._ids, np.empty"),
     # the player's part
     Mutant("rollout/play.py", "row=len(live.rollout.closed_rows)", "row=0"),
-    Mutant("rollout/play.py", "started=time.monotonic()", ""),
+    Mutant("rollout/play.py", "live.spent.started = time.monotonic()", "pass"),
     Mutant("rollout/play.py", 'live.took("queue_s")\n', "pass\n"),
     Mutant("rollout/play.py", 'live.took("generate_s")\n        if turn', "if turn"),
     Mutant("rollout/play.py", 'live.took("tools_s")\n        if self', "if self"),
@@ -78,9 +64,12 @@ MUTANTS = [
     Mutant("rollout/play.py", "        for closed in closing:\n            closed.result()\n", ""),
     Mutant("rollout/live.py", "timings.get(name, 0.0) + now - self.since", "now - self.since"),
     Mutant("rollout/live.py", "        self.since = now\n", ""),
-    Mutant("rollout/live.py", "calls=live.spent.calls.copy()", ""),
-    Mutant("rollout/live.py", "span_rewards=list(live.rollout.span_rewards)", "span_rewards=live.rollout.span_rewards"),
-    Mutant("rollout/live.py", "stats=dict(live.rollout.stats)", "stats=live.rollout.stats"),
+    Mutant("rollout/live.py", "calls=self.spent.calls.copy()", ""),
+    Mutant("rollout/live.py", "span_rewards=list(self.rollout.span_rewards)", "span_rewards=self.rollout.span_rewards"),
+    Mutant("rollout/live.py", "stats=dict(self.rollout.stats)", "stats=self.rollout.stats"),
+    Mutant("rollout/live.py", "turns=list(self.rollout.turns)", "turns=self.rollout.turns"),
+    Mutant("rollout/live.py", "history=list(self.history)", "history=self.history"),
+    Mutant("rollout/live.py", "parent=parent,", ""),
     Mutant("rollout/waiting.py", "if error is not None and not isinstance(error, InfrastructureError):", "if False:"),
     Mutant("rollout/waiting.py", "            if not future.cancel():", "            if True:"),
     Mutant("rollout/waiting.py", "ready = sorted(", "ready = list("),
@@ -207,7 +196,3 @@ MUTANTS = [
     Mutant("verify.py", "1 / len(lengths) / config.rollout.max_sampled_tokens", "1 / len(lengths)"),
     Mutant("verify.py", "return 1 if report.faults else 0", "return 0"),
 ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(hunt(MUTANTS, "agentgrpo", TESTS, sys.argv[1:]))

@@ -15,7 +15,11 @@ from agentgrpo.evaluate import summarize
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.registry import load_sampler
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
-from agentgrpo.rollout.trl import RolloutFuncSampler, Trainer, generate
+from agentgrpo.rollout.trl import (
+    RolloutFuncSampler,
+    RolloutTrainer,
+    generate_rollout_completions,
+)
 from agentgrpo.run.progress import Progress
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from tests.playing import EOT, TOKENIZER, tasks
@@ -279,7 +283,7 @@ def test_flat_lists_of_other_lengths_are_refused(logprobs: Any, mask: Any) -> No
 
 def trl_example(prompts: list[Any], trainer: Any) -> Mapping[str, Sequence[Any]]:
     """Two turns with a tool's answer between, as TRL's examples write them."""
-    first = generate(trainer, prompts)
+    first = generate_rollout_completions(trainer, prompts)
     told = trainer.processing_class.encode("42", add_special_tokens=False)
     rows: dict[str, list[Any]] = {
         key: [] for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score", "note")
@@ -316,9 +320,9 @@ def test_trls_rollout_func_runs_unchanged() -> None:
 
 
 def test_the_trainer_has_what_such_functions_read() -> None:
-    seen: list[Trainer] = []
+    seen: list[RolloutTrainer] = []
 
-    def function(prompts: list[Any], trainer: Trainer) -> Mapping[str, Sequence[Any]]:
+    def function(prompts: list[Any], trainer: RolloutTrainer) -> Mapping[str, Sequence[Any]]:
         seen.append(trainer)
         assert prompts == [[{"role": "user", "content": "Q0"}]] * 2
         return {"prompt_ids": [[1]] * 2, "completion_ids": [[5]] * 2, "logprobs": [[-1.0]] * 2}

@@ -175,7 +175,7 @@ def check(groups: list[Group], engine: StubEngine, config: RolloutConfig, group_
     assert len({id(turn) for turn in used}) == len(used) == len(engine.requests)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(30))
 def test_many_interleavings_give_what_each_rollout_gives_alone(seed: int) -> None:
     rng = random.Random(seed)
     num_tasks, group_size = rng.randint(1, 5), rng.randint(1, 5)

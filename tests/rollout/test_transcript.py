@@ -40,10 +40,25 @@ HELD = ids(*range(1, 11))
         (ids(*range(1, 5)), 1024, (Drift.FORK, 4)),
         (ids(*range(1, 8), 99), 3, (Drift.FORK, 7)),  # 3 differing tokens are too many
         (ids(*range(1, 8), 99), 4, (Drift.REALIGN, 7)),
+        (ids(9), 1024, (Drift.FORK, 0)),
+        (ids(), 1024, (Drift.FORK, 0)),
     ],
 )
 def test_prompts_are_classified(prompt: Int32, threshold: int, expected: tuple[Drift, int]) -> None:
     assert classify(HELD, prompt, 5, threshold) == expected
+
+
+def mask(transcript: Transcript) -> list[int]:
+    """1 where the policy sampled the token."""
+    return [int(s.sampled) for s in transcript.segments for _ in s.token_ids]
+
+
+def logprobs(transcript: Transcript) -> list[float]:
+    return [
+        x
+        for s in transcript.segments
+        for x in ([0] * len(s.token_ids) if s.logprobs is None else s.logprobs.tolist())
+    ]
 
 
 def held() -> Transcript:
@@ -57,8 +72,8 @@ def test_a_clean_prompt_appends_unsampled_tokens() -> None:
     transcript = held()
     assert transcript.rerender(ids(*range(1, 12))) is Drift.CLEAN
     assert transcript.ids.tolist() == list(range(1, 12))
-    assert transcript.mask.tolist() == [0] * 5 + [1] * 5 + [0]
-    assert transcript.logprobs.tolist() == [0] * 5 + [-1, -2, -3, -4, -5, 0]
+    assert mask(transcript) == [0] * 5 + [1] * 5 + [0]
+    assert logprobs(transcript) == [0] * 5 + [-1, -2, -3, -4, -5, 0]
     assert transcript.closed_rows == []
 
 
@@ -66,16 +81,23 @@ def test_a_realigned_turn_keeps_its_beginning_in_the_loss() -> None:
     transcript = held()
     assert transcript.rerender(ids(*range(1, 8), 99, 100)) is Drift.REALIGN
     assert transcript.ids.tolist() == [*range(1, 8), 99, 100]
-    assert transcript.mask.tolist() == [0] * 5 + [1, 1, 0, 0]
-    assert transcript.logprobs.tolist() == [0] * 5 + [-1, -2, 0, 0]
+    assert mask(transcript) == [0] * 5 + [1, 1, 0, 0]
+    assert logprobs(transcript) == [0] * 5 + [-1, -2, 0, 0]
     assert [s.sampled for s in transcript.segments] == [False, False, True, False]
+
+
+def test_only_what_was_sampled_counts_as_replaced() -> None:
+    transcript = held()
+    transcript.give(ids(11, 12))
+    assert transcript.rerender(ids(*range(1, 9), 99)) is Drift.REALIGN
+    assert transcript.replaced == [9, 10]
 
 
 def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
     transcript = held()
     assert transcript.rerender(ids(1, 2, 50)) is Drift.FORK
     assert transcript.ids.tolist() == [1, 2, 50]
-    assert transcript.mask.tolist() == [0, 0, 0]
+    assert mask(transcript) == [0, 0, 0]
     (closed,) = transcript.closed_rows
     assert [s.token_ids.tolist() for s in closed] == [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
     transcript.sample(ids(60), logp(1))
@@ -87,12 +109,12 @@ def test_a_row_is_always_what_the_engine_was_sent(seed: int) -> None:
     """Against plain lists: ids equal the prompt, and every sampled id is kept in one row."""
     rng = random.Random(seed)
     transcript = Transcript(ids(0), fork_threshold=rng.choice([1, 3, 1024]))
-    plain, mask = [0], [0]
+    plain, sampled_at = [0], [0]
     for turn in range(rng.randint(1, 6)):
         sampled = [rng.randint(1, 3) for _ in range(rng.randint(1, 4))]
         start = len(plain)
         transcript.sample(ids(*sampled), logp(len(sampled)))
-        plain, mask = plain + sampled, mask + [1] * len(sampled)
+        plain, sampled_at = plain + sampled, sampled_at + [1] * len(sampled)
         prompt = plain[: rng.randint(0, len(plain))] if rng.random() < 0.5 else list(plain)
         prompt = [*prompt, *(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))] or [9]
         shared = next(
@@ -102,13 +124,16 @@ def test_a_row_is_always_what_the_engine_was_sent(seed: int) -> None:
         drift = transcript.rerender(ids(*prompt))
         if drift is Drift.FORK:
             assert shared < len(plain)
-            mask = [0] * len(prompt)
+            sampled_at = [0] * len(prompt)
         else:
             assert drift is Drift.CLEAN or shared >= start
-            mask = [*mask[:shared], *([0] * (len(prompt) - shared))]
+            assert transcript.replaced == [
+                token for token, own in zip(plain[shared:], sampled_at[shared:], strict=True) if own
+            ]
+            sampled_at = [*sampled_at[:shared], *([0] * (len(prompt) - shared))]
         plain = prompt
         assert transcript.ids.tolist() == plain
-        assert transcript.mask.tolist() == mask
+        assert mask(transcript) == sampled_at
         joined = [i for s in transcript.segments for i in s.token_ids.tolist()]
         assert joined == plain, turn
 
@@ -121,7 +146,6 @@ def test_buffers_grow_without_losing_a_token() -> None:
     assert transcript.ids.tolist() == expected
     assert transcript.ids.flags.c_contiguous
     assert transcript.ids.dtype == np.int32
-    assert transcript.mask.dtype == np.uint8
     assert len(transcript) == len(expected)
 
 

@@ -87,8 +87,8 @@ def test_sessions_run_in_groups_of_their_own(delegated: tuple[Path, str]) -> Non
                 with pool.acquire() as a, pool.acquire() as b:
                     a.step("import os\\nif os.fork() == 0:\\n while True: pass")
                     for session in (a, b):
-                        print(where(session.init_pid).count("/"), where(session._pid) ==
-                              where(session.init_pid), session._group.counts()[1] == 0)
+                        print(where(session.init_pid).count("/"), where(session.pid) ==
+                              where(session.init_pid), session.group.counts()[1] == 0)
                     print(where(a.init_pid) == where(b.init_pid))
             print(sorted(path.name for path in own.iterdir() if path.is_dir()))
     """
@@ -143,5 +143,5 @@ def test_sessions_together_weigh_no_more_than_the_machine(pool: SandboxPool) -> 
         tree = process_tree(pool._spawner._zygotes[0].pid)
         assert set(tree[:2]) <= members, "nsjail and its zygote"
         members = set(map(int, (groups._cpu / "cgroup.procs").read_text().split()))
-        assert {session.init_pid, session._pid} <= members
+        assert {session.init_pid, session.pid} <= members
     assert os.getpid() not in members

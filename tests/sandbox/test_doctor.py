@@ -122,6 +122,7 @@ def test_doctor_says_that_proc_is_covered_and_what_to_change() -> None:
     assert shown.count("systempaths=unconfined") == 2
 
 
+@pytest.mark.slow
 def test_whole_suite_holds_without_proc() -> None:
     code = (
         "import runpy, sys\nsys.argv = ['x', 'selftest']\n"

@@ -71,6 +71,7 @@ def _python() -> str:
     pytest.skip("no Python 3.11 that nobody may run")
 
 
+@pytest.mark.slow
 def test_whole_suite_as_nobody(place: Path) -> None:
     done = as_nobody(place, "-m", "agentgrpo.sandbox", "selftest")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -204,7 +204,7 @@ def test_what_a_killed_owner_left_is_cleared_away(monkeypatch: pytest.MonkeyPatc
 def test_every_session_of_a_root_zygote_has_a_user_of_its_own() -> None:
     with SandboxPool(min_idle=0, zygotes=2, rungs=[Rung.ZYGOTE_ROOT]) as pool:
         sessions = [pool.acquire() for _ in range(6)]
-        users = [os.stat(f"/proc/{session._pid}").st_uid for session in sessions]
+        users = [os.stat(f"/proc/{session.pid}").st_uid for session in sessions]
         assert len(set(users)) == 6, "those of two zygotes too"
         for session in sessions:
             session.close()

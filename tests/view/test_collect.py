@@ -6,15 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from agentgrpo.run.records import read_rollout
-from agentgrpo.types import Segment, SpanReward
+from agentgrpo.types import Rollout, Segment, SpanReward, Status
 from agentgrpo.view.collect import STREAMS, RunData, read_run
 from agentgrpo.view.page import finite, make_page
+from tests.conftest import TASK
 from tests.view.runs import write_run
 
 
@@ -164,10 +164,11 @@ def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     said = np.array([-0.5, -1.0], np.float32)
     prompt, turn = Segment(np.array([1], np.int32)), Segment(np.array([2, 3], np.int32), said)
 
-    def read(row: object) -> object:
-        return SimpleNamespace(
+    def read(row: object) -> Rollout:
+        return Rollout(
+            task=TASK,
             segments=[prompt, turn],
-            rows=[[prompt, turn], [prompt, turn]],
+            closed_rows=[[prompt, turn]],
             segment_advantages=[0.0, 1.0, 0.0, -2.0],
             learner_logprobs=[None, said, None, said - 1],
             entropies=[None, said + 2, None, None],
@@ -175,12 +176,7 @@ def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.Mon
             forked_at=2,
             timings={"decode_s": 1.0},
             span_rewards=[SpanReward(1, 3, "check", 0.5)],
-            **dict.fromkeys(("answer", "error"), None),
-            rewards={},
-            reward=0.0,
-            advantage=0.0,
-            stats={},
-            status="completed",
+            status=Status.COMPLETED,
         )
 
     monkeypatch.setattr("agentgrpo.view.collect.read_rollout", read)

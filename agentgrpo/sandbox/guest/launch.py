@@ -8,21 +8,18 @@ Usage: launch.py EXTENSION PLAN, where PLAN is a JSON file
 {"stage": DIR, "binds": [[source, name], ...], "argv": [...], "env": {...}}.
 """
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(__file__))
+import load  # type: ignore[import-not-found]
 
 
 def main() -> None:
     """Bind the plan's sources where the jail's user can reach them, then become nsjail."""
     extension_path, plan_path = sys.argv[1:]
-    loader = importlib.machinery.ExtensionFileLoader("_C", extension_path)
-    spec = importlib.util.spec_from_loader("_C", loader)
-    assert spec is not None
-    extension = importlib.util.module_from_spec(spec)
-    loader.exec_module(extension)
+    extension = load.extension(extension_path)
     with open(plan_path) as file:
         plan = json.load(file)
     extension.sandbox_unshare_mounts()

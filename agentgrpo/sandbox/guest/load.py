@@ -1,4 +1,4 @@
-"""Loads the interpreter loop so that user code cannot pull its builtins from under it."""
+"""Loads what runs inside: Python whose builtins user code cannot pull from under it, and C."""
 
 import builtins
 import os
@@ -16,4 +16,17 @@ def isolated(name: str) -> dict[str, Any]:
         code = compile(file.read(), path, "exec")
     module = {"__name__": name, "__file__": path, "__builtins__": dict(vars(builtins))}
     exec(code, module)
+    return module
+
+
+def extension(path: str) -> Any:
+    """The project's C extension, by its path."""
+    from importlib.machinery import ExtensionFileLoader
+    from importlib.util import module_from_spec, spec_from_loader
+
+    loader = ExtensionFileLoader("_C", path)
+    spec = spec_from_loader("_C", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
     return module

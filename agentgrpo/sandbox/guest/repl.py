@@ -6,16 +6,7 @@ established elsewhere. What this file does promise is to survive ordinary accide
 with builtins of its own (load.py), takes every function it needs by name when it is imported, and
 formats errors behind a guard.
 
-A request is ``length:u32, id:u32, count:u32, (length:u32, bytes) * count``; an answer has the same
-form. Little endian; the first field names the kind. No JSON, no pickle: nothing to recurse into.
-
-    run CODE (NAME VALUE)*    run a cell, these environment variables set for its duration
-    cell CODE (NAME VALUE)*   the same, and show the value's HTML, PNG ... forms as well
-    env (NAME VALUE)*         set environment variables for good
-    console                   from now on both streams are one, as on a terminal
-    push LINE                 a line typed at the interactive prompt
-
-    ok [TEXT (MIME DATA)*] | error NAME VALUE TRACEBACK | exit CODE | more
+Requests and answers are those of wire.py.
 """
 
 import builtins
@@ -29,13 +20,13 @@ from ast import Expr, Expression, PyCF_ONLY_AST
 from collections.abc import Callable
 from linecache import cache as line_cache
 from os import _exit, dup2, environ, getpid, read, write
-from struct import Struct
 from sys import setprofile, settrace
 from traceback import TracebackException, format_tb
 from types import FrameType, ModuleType
 from typing import Any, Never
 
 from console import Console  # type: ignore[import-not-found]
+from load import isolated  # type: ignore[import-not-found]
 
 REQUEST_FD, RESPONSE_FD = 3, 4
 OURS = os.path.dirname(__file__) + "/"
@@ -47,9 +38,8 @@ RICH_FORMS = {
     "_repr_png_": b"image/png",
     "_repr_jpeg_": b"image/jpeg",
 }
-U32, HEAD = Struct("<I"), Struct("<II")
-unpack_u32, pack_u32 = U32.unpack_from, U32.pack
-unpack_head, pack_head = HEAD.unpack_from, HEAD.pack
+wire = isolated("wire")
+encode, decode, unpack_u32 = wire["encode"], wire["decode"], wire["unpack_u32"]
 class_name = type.__dict__["__name__"].__get__
 
 
@@ -75,21 +65,12 @@ def receive() -> tuple[int, list[bytes]]:
         body += more
         if len(body) >= 4:
             length = 4 + unpack_u32(body)[0]
-    number, count = unpack_head(body, 4)
-    fields, at = [], 12
-    for _ in range(count):
-        (size,) = unpack_u32(body, at)
-        fields.append(body[at + 4 : at + 4 + size])
-        at += 4 + size
-    return number, fields
+    return decode(body, 4)  # type: ignore[no-any-return]
 
 
 def send(number: int, fields: list[bytes]) -> None:
     """The answer to a request."""
-    body = pack_head(number, len(fields))
-    for field in fields:
-        body += pack_u32(len(field)) + field
-    data = pack_u32(len(body)) + body
+    data = encode(number, fields)
     while data:
         data = data[write(RESPONSE_FD, data) :]
 
@@ -274,8 +255,7 @@ def rehearse() -> None:
     for _ in range(20):
         reseed()
         for cell in (b"x = 1 + 1\nprint(x, end='')", b"x", b"1 / 0"):
-            body = HEAD.pack(7, 2) + U32.pack(3) + b"run" + U32.pack(len(cell)) + cell
-            write(ask, U32.pack(len(body)) + body)
+            write(ask, encode(7, [b"run", cell]))
             number, fields = receive()
             send(number, trial.serve(fields))
             read(answer, 1 << 16)

@@ -13,35 +13,20 @@ import array
 import contextlib
 import gc
 import importlib
-import importlib.machinery
-import importlib.util
 import json
 import os
 import signal
 import socket
-import struct
 import sys
 import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
-from load import isolated  # type: ignore[import-not-found]
+import load  # type: ignore[import-not-found]
+import wire  # type: ignore[import-not-found]
 
 HOST_FD = 8
-REPORT = struct.Struct("<Iiiiqq")
-REPORT_FAILED, SETUP_CLONE = 3, 0
-MODE_ROOT, MODE_IN_PLACE, MODE_BARE = 1, 2, 3
 UNLIMITED = 2**64 - 1
-
-
-def load_extension(path: str) -> Any:
-    """The project's C extension, bound into the jail as one file."""
-    loader = importlib.machinery.ExtensionFileLoader("_C", path)
-    spec = importlib.util.spec_from_loader("_C", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def preload(settings: dict[str, Any]) -> None:
@@ -66,9 +51,9 @@ def address_space_in_use() -> int:
 
 def private_files(settings: dict[str, Any], uid: int, number: int) -> tuple[str, ...]:
     """Mount options of a session's private directories; without namespaces, paths instead."""
-    if settings["mode"] == MODE_BARE:
+    if settings["mode"] == wire.MODE_BARE:
         return f"{settings['homes']}/{number}", ":".join(settings["readable"]), ""
-    owner = f",uid={uid},gid={uid}" if settings["mode"] == MODE_ROOT else ""
+    owner = f",uid={uid},gid={uid}" if settings["mode"] == wire.MODE_ROOT else ""
     return tuple(options + owner for options in settings["tmpfs"])
 
 
@@ -77,7 +62,7 @@ def limits_now(settings: dict[str, Any]) -> tuple[int, ...]:
     no user of its own, those that the user has already come on top.
     """
     memory, processes, *others = settings["limits"]
-    if settings["mode"] == MODE_BARE and os.geteuid() != 0:
+    if settings["mode"] == wire.MODE_BARE and os.geteuid() != 0:
         processes += sum(map(tasks_of_user, filter(str.isdigit, os.listdir("/proc"))))
     return (memory, processes, *others)
 
@@ -107,7 +92,8 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: 
             )
         )
     except OSError as error:
-        failed = REPORT.pack(REPORT_FAILED, SETUP_CLONE, error.errno or 0, 0, 0, 0)
+        step = list(wire.SETUP_STEPS).index("CLONE")
+        failed = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0, 0)
         os.write(fds[0], failed)
         return False
 
@@ -154,7 +140,7 @@ def prepare(settings: dict[str, Any]) -> None:
         settings["limits"][0] += address_space_in_use()
     else:
         settings["limits"][0] = UNLIMITED
-    bare = settings["mode"] == MODE_BARE
+    bare = settings["mode"] == wire.MODE_BARE
     # else the kernel reaps ended sessions
     signal.signal(signal.SIGCHLD, end_groups if bare else signal.SIG_IGN)
     gc.collect()
@@ -186,24 +172,24 @@ def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
     try:
-        loop = isolated("repl")
-        for name in ("load", "console"):  # the names are the user's
+        loop = load.isolated("repl")
+        for name in ("load", "console", "wire"):  # the names are the user's
             sys.modules.pop(name, None)
         settings = json.loads(host.recv(1 << 20))
-        extension = load_extension(settings["extension"])
+        extension = load.extension(settings["extension"])
         preload(settings)
         loop["rehearse"]()
         sizes = settings["value_bytes"], settings["traceback_bytes"]
         interpreter = loop["prepare"](settings["python_env"], *sizes)
         prepare(settings)
-        if settings["mode"] != MODE_IN_PLACE:  # there one zygote makes one session
+        if settings["mode"] != wire.MODE_IN_PLACE:  # there one zygote makes one session
             collapse(extension)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)
     serve(host, extension, settings)
     host.detach()  # closed by the clone; its number may already mean something else
-    if settings["mode"] == MODE_BARE:
+    if settings["mode"] == wire.MODE_BARE:
         os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
     loop["serve"](interpreter)
 

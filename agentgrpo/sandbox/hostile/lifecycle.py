@@ -2,12 +2,10 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 
 from agentgrpo.sandbox.channels import pid_of
 from agentgrpo.sandbox.errors import SandboxBusy
-from agentgrpo.sandbox.hostile.case import expect, on_pool, still_works
+from agentgrpo.sandbox.hostile.case import SIGNAL, expect, on_pool, still_works, within
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
@@ -15,19 +13,9 @@ from agentgrpo.sandbox.session import Session
 
 def pids(session: Session) -> tuple[int, int]:
     """Init and interpreter of a live session, as the machine numbers them."""
-    channels = session._channels
+    channels = session.channels
     assert channels is not None
     return pid_of(channels.init), pid_of(channels.interpreter)
-
-
-def _within(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether it holds before that time is over."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def _ended(pid: int) -> bool:
@@ -40,7 +28,7 @@ def _ended(pid: int) -> bool:
 
 def gone(pid: int) -> bool:
     """Whether the process ends soon."""
-    return _within(lambda: _ended(pid))
+    return within(lambda: _ended(pid))
 
 
 @on_pool
@@ -59,8 +47,7 @@ def interpreter_killed_from_outside(pool: SandboxPool) -> None:
     """An interpreter killed by the machine is reported as killed."""
     with pool.acquire() as session:
         os.kill(pids(session)[1], signal.SIGKILL)
-        result = expect(session.step("1"), StepStatus.SIGNAL, lost=True)
-        assert result.signal == signal.SIGKILL
+        expect(session.step("1"), SIGNAL, lambda result: result.signal == signal.SIGKILL)
 
 
 @on_pool
@@ -70,7 +57,7 @@ def init_killed_from_outside(pool: SandboxPool) -> None:
         init, interpreter = pids(session)
         os.kill(init, signal.SIGKILL)
         assert gone(interpreter)
-        expect(session.step("1"), StepStatus.INFRA_ERROR, lost=True)
+        expect(session.step("1"), StepStatus.INFRA_ERROR)
 
 
 @on_pool
@@ -114,7 +101,7 @@ def nothing_is_left(pool: SandboxPool) -> None:
 
     def held() -> int:
         """Once the background has refilled the pool, and but for the two of each control group."""
-        assert _within(lambda: pool.metrics()["idle"] == pool.min_idle)
+        assert within(lambda: pool.metrics()["idle"] == pool.min_idle)
         groups = pool._spawner.cgroups
         return len(os.listdir("/proc/self/fd")) - (2 * len(groups._all) if groups else 0)
 
@@ -123,4 +110,4 @@ def nothing_is_left(pool: SandboxPool) -> None:
     for _ in range(30):
         with pool.acquire() as session:
             session.step("1")
-    assert _within(lambda: held() == before), f"{held()} descriptors, before {before}"
+    assert within(lambda: held() == before), f"{held()} descriptors, before {before}"

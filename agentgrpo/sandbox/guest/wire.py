@@ -1,0 +1,83 @@
+"""What the two sides of the jail say to each other, described once for all that is Python.
+
+The host imports it; the zygote and the interpreters inside load the same file (load.py), so it uses
+the standard library alone. node.js and csrc/sandbox*.[ch] speak the same, in their own words:
+tests/sandbox/test_wire.py holds them equal.
+
+A frame, request or answer, is ``length:u32, number:u32, count:u32, (length:u32, bytes) * count``,
+little endian; the first length does not count itself. The first field names the kind. No JSON, no
+pickle: nothing to recurse into.
+
+    run CODE (NAME VALUE)*    run a cell, these environment variables set for its duration
+    cell CODE (NAME VALUE)*   the same, and show the value's HTML, PNG ... forms as well
+    env (NAME VALUE)*         set environment variables for good
+    console                   from now on both streams are one, as on a terminal
+    push LINE                 a line typed at the interactive prompt
+
+    ok [TEXT (MIME DATA)*] | error NAME VALUE TRACEBACK | exit CODE | more
+"""
+
+from struct import Struct
+
+U32, HEAD = Struct("<I"), Struct("<II")
+unpack_u32, pack_u32 = U32.unpack_from, U32.pack
+unpack_head, pack_head = HEAD.unpack_from, HEAD.pack
+
+REPORT = Struct("<Iiiiqq")
+"""struct sandbox_report: kind, value, detail, unused, max_rss_kib, cpu_us."""
+REPORT_READY, REPORT_EXIT, REPORT_FAILED = 1, 2, 3
+ORDER = Struct("<II")
+"""struct sandbox_order: arguments, environment variables."""
+MODE_USERNS, MODE_ROOT, MODE_IN_PLACE, MODE_BARE = 0, 1, 2, 3
+SETUP_STEPS = {
+    "CLONE": "cloning into new namespaces",
+    "USERS": "mapping its user",
+    "CGROUP": "entering its control group",
+    "MOUNTS": "mounting its private directories",
+    "PROC": "mounting its /proc",
+    "NETWORK": "setting up its network and host name",
+    "LIMITS": "setting resource limits",
+    "PRIVILEGES": "dropping privileges",
+    "FORK": "forking a process",
+    "STREAMS": "arranging its descriptors",
+    "FILTER": "installing the system call filter",
+    "EXEC": "running the program",
+}
+"""enum sandbox_setup_step, in order: what a report of kind FAILED names by its value."""
+
+
+class Malformed(Exception):
+    """A frame is not of the form above."""
+
+
+def encode(number: int, fields: list[bytes]) -> bytes:
+    """A frame."""
+    parts = [b"", pack_head(number, len(fields))]
+    for field in fields:
+        parts += (pack_u32(len(field)), field)
+    parts[0] = pack_u32(sum(map(len, parts)))
+    return b"".join(parts)
+
+
+def decode(frame: bytes, at: int = 0) -> tuple[int, list[bytes]]:
+    """Number and fields of a frame whose first length ends at that place.
+
+    Raises:
+        Malformed: the lengths do not add up.
+    """
+    number, count = unpack_head(frame, at)
+    fields: list[bytes] = []
+    at += 8
+    end = len(frame)
+    while count:
+        if at + 4 > end:
+            raise Malformed("truncated")
+        stop = at + 4 + unpack_u32(frame, at)[0]
+        if stop > end:
+            raise Malformed("truncated")
+        fields.append(frame[at + 4 : stop])
+        at = stop
+        count -= 1
+    if at != end or not fields:
+        raise Malformed("trailing bytes" if fields else "no fields")
+    return number, fields
