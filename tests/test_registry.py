@@ -12,6 +12,7 @@ import pytest
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.init import with_overrides
 from agentgrpo.registry import (
     AGENTS,
     KINDS,
@@ -26,6 +27,7 @@ from agentgrpo.registry import (
 from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import Limits
 from agentgrpo.sandbox.template import Template
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Group
 from tests.playing import EOT, play, shown, task
 
@@ -133,6 +135,11 @@ def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
             {"kind": "tools"},
             {},
             "'tools' acts by tools, and env.kind 'python' does not answer",
+        ),
+        (
+            {"kind": "tools"},
+            {"kind": f"{__name__}:Echo", "options": {"times": 1}},
+            "Echo' does not answer tools",
         ),
         ({"kind": "inline"}, {"kind": "console"}, "'console' does not .*; env.kind tools, factory"),
         (
@@ -266,6 +273,39 @@ def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
     made: Any = class_of("agent", kind)
     if made.acts != ("tools",):  # those need tools of somebody's choice
         require_kinds(config({"kind": kind}))
+
+
+BAD = ["agent.kind=cod", "agent.options.banner=x", "env.kind=console"]
+
+
+@pytest.mark.parametrize("override", BAD)
+    "override", ["agent.kind=cod", "agent.options.banner=x", "env.kind=console"]
+)
+def test_names_and_options_are_read_before_anything_is_opened_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    def opened(*_: Any) -> None:
+        raise AssertionError("the sandbox was opened")
+
+    monkeypatch.setattr("agentgrpo.stage.open_sandbox", opened)
+    path = tmp_path / "c.toml"
+    path.write_text("model = 'm'\nout_dir = 'o'\n")
+    with pytest.raises(ValueError, match=r"^agent\.(kind|options\.banner)\b"):
+        set_stage(load_config(path, [override]))
+
+
+def test_a_written_config_explains_the_options_of_its_kinds(tmp_path: Path) -> None:
+    least = {"model": "m", "out_dir": "o"}
+    for wrong in ("agent.kind=cod", "agent.options.banner=x", "env.options.style=x"):
+        with pytest.raises(ValueError, match=r"^(agent|env)\."):
+            with_overrides(least, [wrong], name=Path("c.toml"))
+    path = tmp_path / "c.toml"
+    chosen = ["agent.kind=repl", "agent.options.banner=B"]
+    path.write_text(with_overrides(least, chosen, name=path))
+    assert load_config(path).agent.options == {"banner": "B"}
+    assert "# line_rewards = " in path.read_text(), "of the console, which is the agent's home"
+    own = with_overrides(least, ["agent.kind=a:B", "agent.options.c=1"], name=path)
+    assert "options = { c = 1 }" in own, "a class that is not written yet"
 
 
 class Loose:

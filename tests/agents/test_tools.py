@@ -23,7 +23,7 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.envs.tools import Tool, ToolEnv
-from agentgrpo.types import Status
+from agentgrpo.types import Status, Task
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
 from tests.rollout.stubs import Turn
 
@@ -349,3 +349,13 @@ def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:
     made = ToolAgent(env=env, call_reader=lambda parser: hermes)
     played = play(made, env, f"{call('broken')}{EOT}", max_retries=0)
     assert (played.status, played.error) == (Status.INFRA_ERROR, "disk on fire")
+
+
+def test_a_tasks_own_system_message_joins_the_agents(hermes: ReadCalls) -> None:
+    own, ask = {"role": "system", "content": "own"}, {"role": "user", "content": "Q"}
+    shot: Any = {"role": "user", "content": "like this"}
+    given = Task(id="t", messages=(own, ask), spec={})
+    assert agent(hermes).messages(given) == [own, ask]
+    assert agent(hermes, shots=[[shot]]).messages(given) == [own, shot, ask]
+    both = {"role": "system", "content": "S\n\nown"}
+    assert agent(hermes, system_prompt="S", shots=[[shot]]).messages(given) == [both, shot, ask]
