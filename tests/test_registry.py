@@ -275,10 +275,7 @@ def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
         require_kinds(config({"kind": kind}))
 
 
-BAD = ["agent.kind=cod", "agent.options.banner=x", "env.kind=console"]
-
-
-@pytest.mark.parametrize("override", BAD)
+@pytest.mark.parametrize(
     "override", ["agent.kind=cod", "agent.options.banner=x", "env.kind=console"]
 )
 def test_names_and_options_are_read_before_anything_is_opened_or_written(
