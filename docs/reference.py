@@ -1,7 +1,7 @@
 """The API reference, from the docstrings: `make docs` writes docs/api/*.md.
 
-Read from the sources alone, nothing is imported. tests/test_reference.py holds that every public
-name has a docstring.
+Read from the sources alone, nothing is imported. `make lint` holds that every public name has a
+docstring.
 """
 
 from __future__ import annotations

@@ -9,16 +9,31 @@ Shape suffixes: N terms, S sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from agentgrpo.kernels.objective import CLIPPED, Objective
+from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics
 
 MAX_LOG_RATIO = 20.0
 _LOG_1E_8 = -18.420680743952367
+
+
+class Factors(NamedTuple):
+    """What a term's policy loss is multiplied by, free of gradient; None: 1."""
+
+    high_entropy: Tensor | None = None
+    on_policy: Tensor | None = None
+    correction: Tensor | None = None
+
+    def product(self, objective: Objective, dtype: torch.dtype) -> Tensor | None:
+        """Of those that multiply, which are all but what the loss's own rule takes in."""
+        folds, pairs = objective.row.folds, zip(self._fields, self, strict=True)
+        present = [x.to(dtype) for name, x in pairs if x is not None and name not in folds]
+        return math.prod(present[1:], start=present[0]) if present else None
 
 
 class Batch(NamedTuple):
@@ -35,6 +50,12 @@ class Batch(NamedTuple):
     entropy_weight: Tensor
     sequence: Tensor | None
     num_sequences: int
+    factors: Factors = Factors()
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """To the old policy, clamped so that its exp is finite."""
+        return (self.logp - self.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """Each term gets the sum of x over the terms of its sequence."""
@@ -43,86 +64,107 @@ class Batch(NamedTuple):
         return zeros.index_add(0, self.sequence, torch.where(self.mask, x, 0.0))[self.sequence]
 
     def sequence_mean(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The same for the mean, over the terms where keep is True."""
         count = torch.ones_like(x) if keep is None else keep.to(x.dtype)
         return self.sequence_sum(x * count) / self.sequence_sum(count).clamp(min=1.0)
 
 
-class Factors(NamedTuple):
-    """What a term's policy loss is multiplied by, free of gradient; None: 1."""
-
-    high_entropy: Tensor | None
-    on_policy: Tensor | None
-    correction: Tensor | None
-
-    def product(self, objective: Objective) -> Tensor | None:
-        """Of those that multiply: gmpo averages over the high entropies, vespo's w has the rest."""
-        first = None if objective.loss_type == "gmpo" else self.high_entropy
-        last = None if objective.loss_type == "vespo" else self.correction
-        present = [x for x in (first, self.on_policy, last) if x is not None]
-        if not present:
-            return None
-        out = present[0].float() if present[0].dtype == torch.bool else present[0]
-        for x in present[1:]:
-            out = out * x
-        return out
+# --------------------------------------------------------------------------- the formulas
 
 
-# --------------------------------------------------------------------------- PyTorch
-
-
-def _log_ratio(batch: Batch) -> Tensor:
-    return (batch.logp - batch.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _importance(batch: Batch, objective: Objective) -> Tensor:
+def importance(batch: Batch, objective: Objective) -> Tensor:
     """The ratio r, at the level the objective asks for."""
-    log_ratio = _log_ratio(batch)
     if objective.importance_sampling_level == "token":
-        return log_ratio.exp()
-    mean = batch.sequence_mean(log_ratio)
+        return batch.log_ratio.exp()
+    mean = batch.sequence_mean(batch.log_ratio)
     if objective.importance_sampling_level == "sequence_token":
         mean = mean.detach() + batch.logp - batch.logp.detach()
     return mean.exp()
 
 
-def _policy(batch: Batch, objective: Objective, ratio: Tensor, factors: Factors) -> Tensor:
-    """The column `policy` of the module's table."""
+def term(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    """What the loss's own function says of each term: its loss, or its weight.
+
+    Raises:
+        ValueError: it is not one number per term.
+    """
+    named = objective.row.term
+    if isinstance(named, str) and named not in TERMS:
+        raise ValueError(f"loss_type: {named!r} is no function of the kernels, nor loaded")
+    made = (TERMS[named] if isinstance(named, str) else named)(batch, objective, ratio)
+    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (ratio.shape, ratio.dtype):
+        got = (made.dtype, tuple(made.shape)) if isinstance(made, Tensor) else made
+        wanted = (ratio.dtype, tuple(ratio.shape))
+        raise ValueError(f"loss_type: expected a loss per term, {wanted}, got {got}")
+    return made
+
+
+def _policy(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    if objective.row.kernel != "weighted":
+        return term(batch, objective, ratio)
+    return -term(batch, objective, ratio).detach() * batch.advantage * batch.logp
+
+
+def _clipped(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
     adv = batch.advantage
-    if objective.loss_type in CLIPPED:
-        return _clipped(objective, ratio, adv)
-    if objective.loss_type == "cispo":
-        return -ratio.detach().clamp(max=objective.clip_high) * adv * batch.logp
-    if objective.loss_type == "sapo":
-        tau = _by_sign(adv > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg, adv)
-        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
-    if objective.loss_type == "vespo":
-        return -_vespo_phi(batch, objective, factors.correction) * adv * batch.logp
-    log_ratio = _log_ratio(batch)
-    one_sided = torch.where(
-        adv > 0, log_ratio.clamp(max=objective.clip_high), log_ratio.clamp(min=-objective.clip_low)
-    )
-    return -batch.sequence_mean(one_sided, factors.high_entropy).exp() * adv
-
-
-def _clipped(objective: Objective, ratio: Tensor, adv: Tensor) -> Tensor:
     free = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    loss = -torch.minimum(free * adv, clipped * adv)
+    loss = -torch.minimum(free * adv, ratio.clamp(*objective.clip_bounds) * adv)
     if objective.clip_ratio_c is None:
         return loss
     return torch.where(adv < 0, torch.minimum(loss, -objective.clip_ratio_c * adv), loss)
 
 
-def _vespo_phi(batch: Batch, objective: Objective, correction: Tensor | None) -> Tensor:
-    log_w = batch.sequence_sum(_log_ratio(batch).detach())
-    if correction is not None:
-        log_w = log_w + batch.sequence_sum(correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO))
-    log_w = log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
+def _cispo(_: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    return ratio.clamp(max=objective.clip_high)
+
+
+def _sapo(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    adv = batch.advantage
+    tau = _by_sign(adv > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg, adv)
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
+
+
+def _log_product(batch: Batch) -> Tensor:
+    """The log of the product of the sequence's ratios and corrections."""
+    log_w = batch.sequence_sum(batch.log_ratio.detach())
+    if batch.factors.correction is not None:
+        logs = batch.factors.correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO)
+        log_w = log_w + batch.sequence_sum(logs)
+    return log_w.clamp(_LOG_1E_8, MAX_LOG_RATIO)
+
+
+def _dppo(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
+    below, above = clipped_terms(batch, objective, ratio)
+    return torch.where(below | above, 0.0, -ratio * batch.advantage)
+
+
+def _topr(batch: Batch, _: Objective, __: Tensor) -> Tensor:
+    log_w = _log_product(batch)  # 0 times it, so that nan stays
+    return torch.where(batch.advantage >= 0, 0 * log_w, log_w.clamp(max=0)).exp()
+
+
+def _vespo(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
+    log_w = _log_product(batch)
     positive = batch.advantage >= 0
     k = _by_sign(positive, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
     lam = _by_sign(positive, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
     lam = lam.clamp(min=1e-4)
     return (lam + k * log_w - lam * log_w.exp()).exp()
+
+
+def _gmpo(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
+    log_ratio, adv = batch.log_ratio, batch.advantage
+    one_sided = torch.where(
+        adv > 0, log_ratio.clamp(max=objective.clip_high), log_ratio.clamp(min=-objective.clip_low)
+    )
+    return -batch.sequence_mean(one_sided, batch.factors.high_entropy).exp() * adv
+
+
+TERMS: dict[str, Callable[[Batch, Objective, Tensor], Tensor]] = {
+    "clipped": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo,
+    "topr": _topr, "dppo": _dppo,
+}  # fmt: skip
+"""The functions that LossType.term names."""
 
 
 def _by_sign(positive: Tensor, pos: float, neg: float, like: Tensor) -> Tensor:
@@ -191,11 +233,11 @@ class Terms(NamedTuple):
     ratio: Tensor
 
 
-def torch_terms(batch: Batch, objective: Objective, factors: Factors) -> Terms:
+def torch_terms(batch: Batch, objective: Objective) -> Terms:
     """Each term's loss but for the entropy bonus."""
-    ratio = _importance(batch, objective)
-    loss = _policy(batch, objective, ratio, factors)
-    factor = factors.product(objective)
+    ratio = importance(batch, objective)
+    loss = _policy(batch, objective, ratio)
+    factor = batch.factors.product(objective, ratio.dtype)
     if factor is not None:
         loss = loss * factor
     if not objective.beta:
@@ -204,9 +246,9 @@ def torch_terms(batch: Batch, objective: Objective, factors: Factors) -> Terms:
     return Terms(loss + objective.beta * kl, kl, ratio)
 
 
-def torch_loss(batch: Batch, objective: Objective, factors: Factors) -> tuple[Tensor, Metrics]:
+def torch_loss(batch: Batch, objective: Objective) -> tuple[Tensor, Metrics]:
     """The weighted sum of torch_terms, and the metrics that depend on the loss type."""
-    loss, kl, ratio = torch_terms(batch, objective, factors)
+    loss, kl, ratio = torch_terms(batch, objective)
     metrics = _ratio_metrics(batch, objective, ratio.detach())
     if kl is not None:
         metrics["ref_kl"] = _mean(batch, kl.detach())
@@ -225,36 +267,32 @@ def _largest(batch: Batch, x: Tensor) -> Tensor:
     return torch.where(batch.mask, x, 0.0).max() if len(x) else x.new_zeros(())
 
 
-def clip_bounds(objective: Objective) -> tuple[float, float]:
-    """The ratios beyond which a term counts as clipped; (0, inf) where nothing is clipped."""
-    low, high = objective.clip_low, objective.clip_high
-    if objective.loss_type in CLIPPED:
-        return 1 - low, 1 + high
-    if objective.loss_type == "cispo":
-        return 0.0, high
-    if objective.loss_type == "gmpo":
-        return math.exp(-low), math.exp(high)
-    return 0.0, math.inf
+def clipped_terms(batch: Batch, objective: Objective, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """(below, above): the terms that the clip bounds hold back, where their advantage pushes on."""
+    low, high = objective.clip_bounds
+    held = ratio
+    if objective.row.bounds_probability:
+        held = batch.logp.exp() - batch.old_logp.exp()
+    return (held < low) & (batch.advantage < 0), (held > high) & (batch.advantage > 0)
 
 
 @torch.no_grad()
 def _ratio_metrics(batch: Batch, objective: Objective, ratio: Tensor) -> Metrics:
-    low, high = clip_bounds(objective)
-    log_ratio = _log_ratio(batch)
+    below, above = clipped_terms(batch, objective, ratio)
+    log_ratio = batch.log_ratio
     return {
         "ratio_mean": _mean(batch, ratio),
         "ratio_max": _largest(batch, ratio),
-        "clip_low_fraction": _mean(batch, ((ratio < low) & (batch.advantage < 0)).to(ratio.dtype)),
-        "clip_high_fraction": _mean(
-            batch, ((ratio > high) & (batch.advantage > 0)).to(ratio.dtype)
-        ),
+        "clip_low_fraction": _mean(batch, below.to(ratio.dtype)),
+        "clip_high_fraction": _mean(batch, above.to(ratio.dtype)),
         "approx_kl": _mean(batch, log_ratio.expm1() - log_ratio),
     }
 
 
 @torch.no_grad()
-def batch_metrics(batch: Batch, factors: Factors) -> Metrics:
+def batch_metrics(batch: Batch) -> Metrics:
     """What does not depend on the loss type."""
+    factors = batch.factors
     metrics = {"num_tokens": batch.mask.sum()}
     if batch.entropy is not None:
         metrics["entropy_mean"] = _mean(batch, batch.entropy)

@@ -13,19 +13,18 @@ cispo have it here.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentgrpo.kernels.grpo_loss import grpo_loss, prepare
-from agentgrpo.kernels.grpo_reference import clip_bounds, find_factors, torch_terms
+from agentgrpo.kernels.grpo_reference import clipped_terms, torch_terms
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.kernels.logp import logp
-from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.objective import Level, Objective
 from agentgrpo.kernels.reduce import term_weights
-
-_COUNTS_ITEMS = ("dapo", "cispo", "vespo")
 
 
 def triton_grpo_loss(
@@ -42,7 +41,7 @@ def triton_grpo_loss(
     inplace: bool = True,
     loss_type: str = "dapo",
     max_completion_length: int | None = None,
-    importance_sampling_level: str = "token",
+    importance_sampling_level: Level = "token",
     reduce: bool = False,
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
@@ -61,15 +60,7 @@ def triton_grpo_loss(
         reduce=True: (loss, [kl_mean if beta, clip_ratio]); reduce=False: (per_token_loss,
         per_token_kl or None, is_clipped), each [B, L].
     """
-    objective = Objective(
-        loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=eps_low,
-        epsilon_high=eps_high, delta=delta, beta=beta,
-        use_bias_correction_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg, vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=None,
-    )  # fmt: skip
+    objective = _objective(locals(), epsilon=eps_low, epsilon_high=eps_high)
     mask = _bool_mask(completion_mask, completion_ids)
     logp_BL, _ = logp(
         logits[:, :-1], completion_ids, mask, temperature=temperature, inplace_backward=inplace
@@ -94,7 +85,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         epsilon_high: float = 0.2,
         loss_type: str = "dapo",
         max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
+        importance_sampling_level: Level = "token",
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,
@@ -105,19 +96,11 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
     ) -> None:
+        self.objective = _objective(locals(), epsilon=epsilon_low)
         super().__init__()
         self.temperature = temperature
         self.use_ref_model = use_ref_model
         self.max_completion_length = max_completion_length
-        self.objective = Objective(
-            loss_type=loss_type, importance_sampling_level=importance_sampling_level,
-            epsilon=epsilon_low, epsilon_high=epsilon_high, delta=delta, beta=beta,
-            use_bias_correction_kl=use_bias_correction_kl,
-            sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg,
-            vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg, vllm_importance_sampling_mode="token_truncate",
-            vllm_importance_sampling_clip_max=None,
-        )  # fmt: skip
 
     def forward(
         self,
@@ -163,6 +146,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         return loss, (kl, clipped) if beta else (clipped,)
 
 
+def _objective(given: dict[str, Any], **more: Any) -> Objective:
+    """Of the arguments of an entry, those that are options; Liger's ratios come bounded already."""
+    options = {field.name: given[field.name] for field in fields(Objective) if field.name in given}
+    return Objective(**{**options, **more, "vllm_importance_sampling_clip_max": None})
+
+
 def _bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
     return torch.ones_like(like, dtype=torch.bool) if mask is None else mask != 0
 
@@ -182,14 +171,16 @@ class _Terms:
         sampler = None
         if is_ratio is not None:
             is_ratio = is_ratio.float().reshape(self.shape[0], -1)
-            if objective.loss_type != "vespo":  # the policy loss is linear in A >= 0 and in A < 0
+            if (
+                "correction" not in objective.row.folds
+            ):  # the policy loss is linear in A >= 0 and in A < 0
                 advantage = advantage * is_ratio
             elif is_ratio.shape == self.shape:
                 sampler = old - is_ratio.clamp(min=1e-8).log()
             else:
                 raise ValueError(
-                    f"vllm_is_ratio: vespo needs one per token, {tuple(self.shape)}, "
-                    f"got {tuple(is_ratio.shape)}"
+                    f"vllm_is_ratio: {objective.loss_type} needs one per token, "
+                    f"{tuple(self.shape)}, got {tuple(is_ratio.shape)}"
                 )
         rows = torch.arange(self.shape[0], device=mask.device)
         self.objective = objective
@@ -200,12 +191,13 @@ class _Terms:
         self.sampler = None if sampler is None else sampler.reshape(-1)
 
     def weights(self, max_length: int | None, num_items: Tensor | float | None) -> Tensor:
-        loss_type = self.objective.loss_type
-        if num_items is not None and loss_type in _COUNTS_ITEMS:
+        loss = self.objective.row
+        counts_items = loss.normaliser == "token_mean" and self.objective.loss_type != "bnpo"
+        if num_items is not None and counts_items:
             ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
             return self.mask / torch.as_tensor(num_items / ranks).clamp(min=1).to(self.mask.device)
         return term_weights(
-            loss_type, self.sequence, self.shape[0], mask_N=self.mask,
+            loss, self.sequence, self.shape[0], mask_N=self.mask,
             max_completion_length=max_length or self.shape[1],
         )  # fmt: skip
 
@@ -228,11 +220,8 @@ class _Terms:
             mask_N=self.mask, ref_logp_N=self.ref, sampler_logp_N=self.sampler,
             sequence_N=self.sequence, num_sequences=self.shape[0],
         )  # fmt: skip
-        terms = torch_terms(batch, self.objective, find_factors(batch, self.objective, None))
-        low, high = clip_bounds(self.objective)
-        clipped = ((terms.ratio < low) & (batch.advantage < 0)) | (
-            (terms.ratio > high) & (batch.advantage > 0)
-        )
+        terms = torch_terms(batch, self.objective)
+        below, above = clipped_terms(batch, self.objective, terms.ratio)
         kl = None if terms.kl is None else torch.where(batch.mask, terms.kl, 0.0).view(self.shape)
         loss = torch.where(batch.mask, terms.loss, 0.0).view(self.shape)
-        return loss, kl, (clipped & batch.mask).float().view(self.shape)
+        return loss, kl, ((below | above) & batch.mask).float().view(self.shape)

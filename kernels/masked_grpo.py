@@ -97,7 +97,7 @@ def masked_grpo_loss(
     sequence_N = sequence_T[rows]
     if weight_N is None:
         weight_N = term_weights(
-            objective.loss_type, sequence_N, num_sequences,
+            objective.row, sequence_N, num_sequences,
             max_completion_length=max_completion_length,
         )  # fmt: skip
     if head is not None:

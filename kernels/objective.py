@@ -1,93 +1,221 @@
-"""Which objective grpo_loss computes: every option, checked once, before any tensor is seen.
+"""What each loss is, and which objective grpo_loss computes: every option, checked before a tensor.
+
+LOSSES is the one list of losses. The kernels, the reference, the weights, the config, the proof of
+a run and docs/losses.md read it. `python -m agentgrpo.kernels.objective` prints that page's table.
 
 Names and defaults are TRL 1.16's (GRPOConfig; GMPOConfig for gmpo) where TRL has the option, verl
-0.9.1's otherwise, said at the option.
+0.9.1's otherwise, said at the option. One default differs: the mismatch correction is per token and
+bounded at 2 (truncated importance sampling), where TRL drops whole sequences above 3.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Same token formula, the clipped surrogate: they differ in the weights alone (term_weights)."""
+Level = Literal["token", "sequence", "sequence_token"]
+Estimator = Literal["k1", "k2", "k3"]
+Correction = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+    "geometric_truncate", "geometric_mask",
+]  # fmt: skip
+Normaliser = Literal["sequence_mean", "token_mean", "budget", "sequence_sum"]
+LEVELS, KL_ESTIMATORS, CORRECTIONS = get_args(Level), get_args(Estimator), get_args(Correction)
 
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo", "gmpo")
-LEVELS = ("token", "sequence", "sequence_token")
-CORRECTIONS = tuple(
-    f"{of}_{how}" for of in ("token", "sequence", "geometric") for how in ("truncate", "mask")
-)
-KL_ESTIMATORS = ("k1", "k2", "k3")
+NORMALISERS: dict[str, Callable[[Any, int, Any, int], Any]] = {
+    "sequence_mean": lambda length, samples, tokens, budget: 1 / (length * samples),
+    "token_mean": lambda length, samples, tokens, budget: 1 / tokens,
+    "budget": lambda length, samples, tokens, budget: 1 / (samples * budget),
+    "sequence_sum": lambda length, samples, tokens, budget: 1 / samples,
+}
+"""What a trained token weighs in the loss of a step, from its sample's trained tokens, the samples
+of the step B, the trained tokens of the step and the largest number of tokens of a sample; numbers
+or tensors, at least 1.
+
+B is TRL's: every sample of the step, those without a trained token too (masked ones, say), so that
+masking a sample does not make the others count for more. token_mean, which has no B, does that.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossType:
+    """What tells a loss from the others: a row of LOSSES, or a loss of your own."""
+
+    term: str | Callable[..., Any]
+    """Its token loss: the name of a function of grpo_reference.TERMS, or a function
+    term(batch, objective, ratio) -> [N]; see docs/losses.md."""
+    normaliser: Normaliser = "token_mean"
+    kernel: str | None = None
+    """The branch of the Triton kernel that computes it; None: PyTorch does, everywhere. "weighted":
+    its term is not the loss but the weight w of -sg(w) A logp, with the gradient of logp alone."""
+    whole_sequence: bool = False
+    """Its terms read the other terms of their sequence."""
+    reads: tuple[str, ...] = ()
+    """The settings of Objective that it reads, of those that not every loss reads."""
+    needs: tuple[str, ...] = ()
+    """Those that have no default for it."""
+    epsilon: float = 0.2
+    """The default of the setting."""
+    largest_epsilon: float = 1.0
+    bounds: Callable[[float, float], tuple[float, float]] | None = None
+    """From epsilon and epsilon_high to what the ratio is clipped at; None: it never is."""
+    bounds_probability: bool = False
+    """The bounds are on p - p_old of the sampled token, and not on the ratio."""
+    folds: tuple[str, ...] = ()
+    """The factors of a term (grpo_reference.Factors) that its own rule takes in, so that they do
+    not multiply it as well."""
+    formula: str = ""
+    paper: str = ""
+
+
+_CLIP = ("epsilon", "epsilon_high")
+
+
+def _clipped(normaliser: Normaliser, paper: str) -> LossType:
+    """The clipped surrogate; these losses differ in their normaliser alone."""
+    return LossType(
+        term="clipped", kernel="clipped", normaliser=normaliser, paper=paper,
+        reads=(*_CLIP, "delta", "clip_ratio_c"), bounds=lambda low, high: (1 - low, 1 + high),
+        formula="-min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A); "
+        "where A < 0 at most -clip_ratio_c A",
+    )  # fmt: skip
+
+
+LOSSES: dict[str, LossType] = {
+    "grpo": _clipped("sequence_mean", "arXiv:2402.03300"),
+    "bnpo": _clipped("token_mean", "TRL"),
+    "dr_grpo": _clipped("budget", "arXiv:2503.20783"),
+    "dapo": _clipped("token_mean", "arXiv:2503.14476"),
+    "luspo": _clipped("sequence_sum", "arXiv:2602.05261"),
+    "cispo": LossType(
+        term="cispo", kernel="weighted", reads=("epsilon_high",), needs=("epsilon_high",),
+        bounds=lambda _low, high: (0.0, high), paper="arXiv:2506.13585",
+        formula="-sg(min(r, epsilon_high)) A logp",
+    ),
+    "sapo": LossType(
+        term="sapo", kernel="sapo", normaliser="sequence_mean", paper="arXiv:2511.20347",
+        reads=("sapo_temperature_pos", "sapo_temperature_neg"),
+        formula="-sigmoid(tau (r - 1)) (4 / tau) A, tau = sapo_temperature_pos if A > 0 else _neg",
+    ),
+    "vespo": LossType(
+        term="vespo", kernel="weighted", whole_sequence=True, folds=("correction",),
+        reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        formula="-sg(phi) A logp, log phi = lambda + k log w - lambda w, where w is the product of "
+        "the sequence's r and corrections, in 1e-8 .. e^20; k and lambda by the sign of A",
+        paper="arXiv:2602.10693",
+    ),
+    "gmpo": LossType(
+        term="gmpo", normaliser="sequence_mean", whole_sequence=True, folds=("high_entropy",),
+        reads=_CLIP, epsilon=0.4, largest_epsilon=math.inf, paper="arXiv:2507.20673",
+        bounds=lambda low, high: (math.exp(-low), math.exp(high)),
+        formula="-exp(sequence mean of log r, clipped to -epsilon .. epsilon_high on the side that "
+        "A pushes to) A",
+    ),
+    "topr": LossType(
+        term="topr", kernel="weighted", whole_sequence=True, folds=("correction",),
+        normaliser="sequence_sum", paper="arXiv:2503.14286",
+        formula="-sg(w) A logp, w = 1 where A >= 0, else the product of the sequence's r and "
+        "corrections, in 1e-8 .. 1",
+    ),
+    "dppo": LossType(
+        term="dppo", kernel="dppo", reads=_CLIP, bounds=lambda low, high: (-low, high),
+        bounds_probability=True, paper="arXiv:2602.04879, binary TV; prime-rl, SkyRL",
+        formula="-r A, but 0 where A > 0 and p - p_old > epsilon_high, or A < 0 and "
+        "p_old - p > epsilon; p = exp(logp)",
+    ),
+}  # fmt: skip
+"""r: the ratio to the old policy at importance_sampling_level; A: advantage; sg: no gradient."""
+
+
+SPECIAL = tuple(dict.fromkeys(setting for loss in LOSSES.values() for setting in loss.reads))
+"""The settings that only some losses read."""
+
+
+def loss_of(loss_type: str | LossType) -> LossType:
+    """The row of a name, ValueError if there is none; a loss of your own is its own.
+
+    "module:function" is one too. It stays a name until learn/losses.py loads it.
+    """
+    if isinstance(loss_type, LossType):
+        return loss_type
+    if ":" in loss_type:
+        return LossType(term=loss_type, whole_sequence=True, reads=SPECIAL)
+    _one_of("loss_type", loss_type, (*LOSSES, "'module:function'"))
+    return LOSSES[loss_type]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Options of grpo_loss; its docstring has the formulas.
+    """Options of grpo_loss, whose module has the formulas. config.LossConfig has them as keys.
 
     Raises:
         ValueError: naming the option, what it must be and what it was.
     """
 
-    loss_type: str = "dapo"
-    """grpo, bnpo, dr_grpo, dapo (arXiv:2503.14476), luspo (2602.05261): the clipped surrogate;
-    cispo (2506.13585), sapo (2511.20347), vespo (2602.10693), gmpo (2507.20673)."""
-
-    importance_sampling_level: str = "token"
-    """token; sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands
-    for each; sequence_token: GSPO-token, the same value with each token's own gradient (TRL
-    experimental; verl's gspo)."""
-
+    loss_type: str | LossType = "dapo"
+    """A name of LOSSES, or a loss of your own."""
+    normaliser: Normaliser | None = None
+    """What a token weighs, always of the whole update: sequence_mean, the mean over rollouts of
+    their token means; token_mean, over tokens; budget, a constant per rollout; sequence_sum, per
+    rollout (verl's loss_agg_mode). None: the loss type's own; token_mean for a loss of your own."""
+    importance_sampling_level: Level = "token"
+    """sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands for each;
+    sequence_token: GSPO-token, the same value with each token's own gradient (TRL experimental;
+    verl's gspo)."""
     epsilon: float | None = None
-    """Lower clip range. None: 0.2, and 0.4 in log space for gmpo."""
-
+    """Lower clip range. None: 0.2; 0.4, in log space, for gmpo."""
     epsilon_high: float | None = None
     """Upper clip range; None: epsilon. For cispo the bound itself, not its distance from 1, and
     required there (ScaleRL: 5.0)."""
-
     delta: float | None = None
     """Two-sided clipping (INTELLECT-2): the unclipped ratio is bounded by delta too. None: off."""
-
     clip_ratio_c: float | None = None
-    """Dual clip (verl; arXiv:1912.09729): where A < 0 the loss is at most -clip_ratio_c * A. > 1.
-    verl's default is 3.0; None, ours and TRL's: off."""
-
+    """Dual clip (verl; arXiv:1912.09729): where A < 0 the loss is at most -clip_ratio_c A. Above 1;
+    verl's default is 3.0. None: off."""
     sapo_temperature_pos: float = 1.0
+    """Of the soft gate for tokens of positive advantage (sapo)."""
     sapo_temperature_neg: float = 1.05
-
+    """The same for negative advantage."""
     vespo_k_pos: float = 2.0
+    """Exponent of the weight for sequences of positive advantage (vespo)."""
     vespo_lambda_pos: float = 3.0
+    """Decay of that weight."""
     vespo_k_neg: float = 3.0
+    """Exponent for negative advantage."""
     vespo_lambda_neg: float = 2.0
-
+    """Decay for negative advantage."""
     beta: float = 0.0
-    """Weight of the KL penalty against the reference model; 0 reads no ref_logp."""
-
-    kl_estimator: str = "k3"
-    """k1: logp - ref; k2: its square / 2; k3: exp(ref - logp) - (ref - logp) - 1 (TRL's only one;
-    verl's kl_loss_type names kl, mse, low_var_kl)."""
-
+    """Weight of the KL penalty against the reference model, in training the policy that it began
+    with: a frozen copy, or with lora the policy without its adapter. 0: none, and no copy."""
+    kl_estimator: Estimator = "k3"
+    """Of the penalty: k1 logp - ref; k2 half its square; k3 exp(ref - logp) - (ref - logp) - 1,
+    unbiased and never below 0 (TRL's only one; verl's kl_loss_type names kl, mse, low_var_kl)."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL by the unclipped ratio (DeepSeek-V3.2), gradient included."""
-
+    """Weight the penalty by the unclipped ratio (DeepSeek-V3.2): its gradient is the KL's."""
     entropy_coef: float = 0.0
-    """Entropy bonus: loss -= entropy_coef * sum entropy_weight * entropy."""
-
+    """Weight of the entropy bonus."""
     vllm_importance_sampling_correction: bool = True
-    """Weight the policy term by exp(old - sampler), bounded, where sampler_logp is given."""
-
-    vllm_importance_sampling_mode: str = "sequence_mask"
-    """{token, sequence, geometric}_{truncate, mask}: a ratio per token, the product of a
-    sequence's, or their geometric mean (Unsloth); bounded, or zeroed outside the bounds."""
-
-    vllm_importance_sampling_clip_max: float | None = 3.0
+    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
+    vllm_importance_sampling_mode: Correction = "token_truncate"
+    """A ratio per token, the product of a sequence's, or their geometric mean (Unsloth); bounded,
+    or left out where it is outside the bounds."""
+    vllm_importance_sampling_clip_max: float | None = 2.0
+    """Upper bound of the weight."""
     vllm_importance_sampling_clip_min: float | None = None
-
+    """Lower bound of the weight."""
     off_policy_mask_threshold: float | None = None
-    """DeepSeek-V3.2: drop the terms with A < 0 of sequences whose mean log(sampler / policy) is
-    above this. None: off."""
+    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
+    from the policy that sampled them (DeepSeek-V3.2). None: none are."""
 
     def __post_init__(self) -> None:
-        _one_of("loss_type", self.loss_type, LOSS_TYPES)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError, see above."""
+        loss = self.row
+        _one_of("normaliser", loss.normaliser, tuple(NORMALISERS))
         _one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
@@ -98,21 +226,41 @@ class Objective:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name}: expected a finite number, got {value}")
-        if self.importance_sampling_level != "token" and self.loss_type in ("vespo", "gmpo"):
+        if self.beta < 0:
+            raise ValueError(f"beta: expected >= 0, got {self.beta}")
+        own_rule = loss.whole_sequence and self.loss_type in LOSSES
+        if self.importance_sampling_level != "token" and own_rule:
             raise ValueError(
-                "importance_sampling_level: vespo and gmpo weigh sequences by their own rule, "
+                f"importance_sampling_level: {self.loss_type} weighs sequences by its own rule, "
                 f"expected 'token', got {self.importance_sampling_level!r}"
+            )
+        corrects = self.vllm_importance_sampling_correction and self.correction_level != "token"
+        if corrects and "correction" in loss.folds:
+            raise ValueError(
+                f"vllm_importance_sampling_mode: {self.loss_type} multiplies token ratios itself, "
+                "expected 'token_truncate' or 'token_mask', got "
+                f"{self.vllm_importance_sampling_mode!r}"
             )
 
     @property
+    def row(self) -> LossType:
+        """What loss_type says, and normaliser."""
+        loss = loss_of(self.loss_type)
+        return loss if self.normaliser is None else replace(loss, normaliser=self.normaliser)
+
+    @property
     def clip_low(self) -> float:
-        if self.epsilon is not None:
-            return self.epsilon
-        return 0.4 if self.loss_type == "gmpo" else 0.2
+        return self.row.epsilon if self.epsilon is None else self.epsilon
 
     @property
     def clip_high(self) -> float:
         return self.clip_low if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Beyond which a term counts as clipped; (0, inf) where nothing is."""
+        bounds = self.row.bounds
+        return (0.0, math.inf) if bounds is None else bounds(self.clip_low, self.clip_high)
 
     @property
     def correction_level(self) -> str:
@@ -134,7 +282,7 @@ def needs_sequences(objective: Objective, has_sampler_logp: bool) -> bool:
     corrects = has_sampler_logp and objective.vllm_importance_sampling_correction
     return (
         objective.importance_sampling_level != "token"
-        or objective.loss_type in ("vespo", "gmpo")
+        or objective.row.whole_sequence
         or objective.off_policy_mask_threshold is not None
         or (corrects and objective.correction_level != "token")
     )
@@ -151,20 +299,20 @@ def _above(name: str, value: float | None, bound: float) -> None:
 
 
 def _check_clipping(objective: Objective) -> None:
-    low, high = objective.clip_low, objective.clip_high
-    if not low >= 0 or (objective.loss_type in CLIPPED and low > 1):
-        raise ValueError(f"epsilon: expected 0 .. 1 (for gmpo >= 0), got {low}")
+    loss, low, high = objective.row, objective.clip_low, objective.clip_high
+    if not low >= 0 or ("epsilon" in loss.reads and low > loss.largest_epsilon):
+        raise ValueError(f"epsilon: expected 0 .. {loss.largest_epsilon:g}, got {low}")
     if not high >= 0:
         raise ValueError(f"epsilon_high: expected >= 0, got {high}")
-    if objective.loss_type == "cispo" and objective.epsilon_high is None:
-        raise ValueError(
-            "epsilon_high: cispo needs it, as the bound of the ratio itself (ScaleRL: 5.0)"
-        )
+    for name in loss.needs:
+        if getattr(objective, name) is None:
+            raise ValueError(f"{name}: {objective.loss_type} needs it, for {loss.formula}")
     for name in ("delta", "clip_ratio_c"):
         value = getattr(objective, name)
-        if value is not None and objective.loss_type not in CLIPPED:
+        if value is not None and name not in loss.reads:
             raise ValueError(
-                f"{name}: only for {', '.join(CLIPPED)}, got {value} with {objective.loss_type}"
+                f"{name}: only for {', '.join(readers(name))}, got {value} with "
+                f"{objective.loss_type}"
             )
     _above("delta", objective.delta, 0.0)
     _above("clip_ratio_c", objective.clip_ratio_c, 1.0)
@@ -178,3 +326,23 @@ def _check_clipping(objective: Objective) -> None:
         raise ValueError(
             f"vllm_importance_sampling_clip_min: expected 0 .. clip_max ({highest}), got {smallest}"
         )
+
+
+def readers(setting: str) -> list[str]:
+    """The losses that read a setting."""
+    return [name for name, loss in LOSSES.items() if setting in loss.reads]
+
+
+def table() -> str:
+    """LOSSES in Markdown, for docs/losses.md."""
+    lines = ["| `loss_type` | token loss | normaliser | reads | Triton | from |", "|---" * 6 + "|"]
+    for name, loss in LOSSES.items():
+        formula = f"`{loss.formula}`" + ", reads whole sequences" * loss.whole_sequence
+        reads = ", ".join(f"`{setting}`" for setting in loss.reads)
+        cells = (f"`{name}`", formula, loss.normaliser, reads, loss.kernel or "", loss.paper)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")  # noqa: T201

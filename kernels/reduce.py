@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from agentgrpo.kernels.checks import check_tensor
+from agentgrpo.kernels.objective import NORMALISERS, LossType, loss_of
 
 Metrics = dict[str, Tensor]
 
-_PER_SEQUENCE = ("grpo", "sapo", "gmpo")
-_PER_TOKEN = ("bnpo", "dapo", "cispo", "vespo")
-
 
 def term_weights(
-    loss_type: str,
+    loss_type: str | LossType,
     sequence_N: Tensor,
     num_sequences: int,
     *,
@@ -25,41 +23,42 @@ def term_weights(
 ) -> Tensor:
     """weight_N of grpo_loss for all terms of an optimizer step, whatever the micro-batches.
 
-    With m a sequence's trained tokens and B = num_sequences:
+    By the loss's normaliser (objective.NORMALISERS), with m a sequence's trained tokens and B =
+    num_sequences:
 
-        grpo, sapo, gmpo            1 / (m B)    the mean over sequences of their token means
-        bnpo, dapo, cispo, vespo    1 / sum m    the mean over tokens
-        dr_grpo                     1 / (B max_completion_length)
-        luspo                       1 / B        a long sequence counts for more
+        sequence_mean    1 / (m B)    the mean over sequences of their token means
+        token_mean       1 / sum m    the mean over tokens
+        budget           1 / (B max_completion_length)
+        sequence_sum     1 / B        a long sequence counts for more
 
     TRL's bnpo takes sum m over the local micro-batch only, which makes it differ from dapo; here
     they are one.
 
     Args:
         sequence_N: [N] int64 in [0, num_sequences).
-        num_sequences: samples of the step (all ranks), those without a trained token included.
+        num_sequences: B, samples of the step (all ranks), those without a trained token included.
         mask_N: [N] bool; the other terms get weight 0 and count nowhere.
 
     Raises:
-        ValueError: unknown loss_type, or dr_grpo without max_completion_length.
+        ValueError: unknown loss_type, or a budget without max_completion_length.
     """
     if mask_N is None:
         mask_N = torch.ones_like(sequence_N, dtype=torch.bool)
     check_tensor("mask_N", mask_N, tuple(sequence_N.shape), (torch.bool,), sequence_N)
-    counted = mask_N.float()
-    if loss_type in _PER_SEQUENCE:
-        sequence_N = torch.where(mask_N, sequence_N, 0)
-        length_S = counted.new_zeros(num_sequences).index_add_(0, sequence_N, counted)
-        return counted / (length_S[sequence_N].clamp(min=1) * num_sequences)
-    if loss_type in _PER_TOKEN:
-        return counted / counted.sum().clamp(min=1)
-    if loss_type == "luspo":
-        return counted / num_sequences
-    if loss_type != "dr_grpo":
-        raise ValueError(f"loss_type: {loss_type!r} has no weights here")
-    if not max_completion_length:
-        raise ValueError("max_completion_length: dr_grpo divides by it, expected a positive number")
-    return counted / (num_sequences * max_completion_length)
+    normaliser = loss_of(loss_type).normaliser
+    if normaliser == "budget" and not max_completion_length:
+        raise ValueError(
+            "max_completion_length: the normaliser 'budget' (dr_grpo) divides by it, expected a "
+            f"positive number, got {max_completion_length}"
+        )
+    counted, samples = mask_N.float(), max(num_sequences, 1)
+    sequence_N = torch.where(mask_N, sequence_N, 0)
+    length_S = counted.new_zeros(samples).index_add_(0, sequence_N, counted)
+    lengths, tokens = length_S[sequence_N].clamp(min=1), counted.sum().clamp(min=1)
+    weight: Tensor | float = NORMALISERS[normaliser](
+        lengths, samples, tokens, max_completion_length or 1
+    )
+    return counted * weight
 
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, float]:

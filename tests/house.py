@@ -37,7 +37,7 @@ def clause(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A folder's name ends with a stroke."""
+    """A folder's name ends with a slash."""
     return f"{name}/" if (PACKAGE / name).is_dir() else name
 
 

@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from agentgrpo.config import RolloutConfig
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout import generate
-from agentgrpo.types import Rollout, Task
+from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.stats import SamplerStats
+from agentgrpo.types import Group, Rollout, Task
 from tests.rollout.stubs import StubEngine, Turn
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
+CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
 
 
@@ -58,6 +62,28 @@ def play_all(
         config=RolloutConfig(**settings),
     )
     return [group.rollouts for group in groups]
+
+
+def sampled(
+    engine: StubEngine,
+    agent: Any,
+    env: Any,
+    given: int | Sequence[Task] = 1,
+    n: int = 1,
+    *,
+    seed: int = 0,
+    max_live: int = 256,
+    threads: int = 64,
+    **config: Any,
+) -> tuple[list[Group], SamplerStats]:
+    """Groups of n rollouts of so many tasks, or of these, and what the sampler counted."""
+    settings = {"max_turns": 9, "max_turn_tokens": 99, "max_observation_tokens": 200, **config}
+    settings = {"max_retries": 0, **settings}
+    made = Sampler(
+        cast(Any, engine), agent, env, CHAT, RolloutConfig(**settings),
+        max_live=max_live, max_tool_threads=threads,
+    )  # fmt: skip
+    return made.play(tasks(given) if isinstance(given, int) else given, n, seed=seed)
 
 
 def scripted(policy: Callable[[int, str], Turn], **settings: Any) -> StubEngine:

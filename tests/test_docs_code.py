@@ -22,7 +22,7 @@ from agentgrpo.config.read import load_config
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.grpo_loss import grpo_loss
-from agentgrpo.kernels.objective import Objective
+from agentgrpo.kernels.objective import LossType, Objective
 from agentgrpo.kernels.reduce import term_weights
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.rewards import score
@@ -108,6 +108,21 @@ def test_micro_batches_add_up_to_the_step(code: str, loop: dict[str, Any]) -> No
     grads = [p.grad.clone() for p in loop["model"].parameters()]
     torch.testing.assert_close(grads, dapo_gradient(loop), rtol=1e-4, atol=1e-6)
     assert loop["metrics"]["num_tokens"] == loop["sampled"][:, 1:].sum()
+
+
+@of_page("docs/losses.md", after="# my_losses.py")
+def test_a_loss_of_your_own(code: str) -> None:
+    """What it says is cispo, with the bound as a distance from 1."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
+    old, advantage = logp.detach() + torch.tensor([0.3, -0.3, 0.1, -0.1]), torch.ones(4)
+    found = []
+    own = LossType(term=names["reinforce_capped"])
+    for objective in (Objective(loss_type=own), Objective(loss_type="cispo", epsilon_high=1.2)):
+        loss, _ = grpo_loss(logp, old, advantage, torch.ones(4), objective)
+        found += [loss.detach(), *torch.autograd.grad(loss, logp)]
+    torch.testing.assert_close(found[:2], found[2:])
 
 
 @of_page("docs/kernels.md", after="## TRL")

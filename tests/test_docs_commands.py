@@ -3,7 +3,7 @@
 They run in one directory that holds what the pages say a reader has by then, down to the names they
 leave to the reader: a model called MODEL, a run called RUN. A tiny model stands in the cache where
 the quickstart's is kept. A training run is stopped by Ctrl-C, which finishes its first step. What
-needs an engine forks from a process that has imported torch and vLLM (warm.py), but for one run.
+needs an engine forks from a process that has imported torch and vLLM (warm.py).
 
 What cannot be run here is in NOT_HERE, with the reason; what another test runs, in ELSEWHERE.
 test_docs.py holds that each command is one there is, with options that it has.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,8 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import cli
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.models.gguf import (
     MARKER,
     Metadata,
@@ -117,8 +118,6 @@ OF_LUCK = "no group had a gradient: the rollouts of each task all earned the sam
 
 ENGINES = ("agentgrpo train ", "agentgrpo evaluate ", "python -m agentgrpo.train ")
 """What begins a command that imports torch and vLLM, ten seconds of which a fork spares."""
-COLD = "agentgrpo train letters.toml"
-"""The one of them that starts as a reader's shell starts it, and is stopped as a terminal does."""
 STOP_AT = "held-out after 0 steps"
 
 
@@ -186,8 +185,7 @@ class Reader:
 
     def types(self, command: str, *, stop: bool = False) -> str:
         """What a command says, which must succeed. stop: by Ctrl-C, in the first step of a run."""
-        forks = command.startswith(ENGINES) and command != COLD
-        status, said = (self._fork if forks else self._shell)(command, stop)
+        status, said = (self._fork if command.startswith(ENGINES) else self._shell)(command, stop)
         assert status == (130 if stop else 0), f"{command}\n{said}"
         assert "Traceback" not in said, f"{command}\n{said}"
         return said
@@ -201,32 +199,22 @@ class Reader:
         while stop and forked.returncode is None and STOP_AT not in forked.said():
             time.sleep(0.02)
         if stop and forked.returncode is None:
-            forked.send_signal(signal.SIGINT)
+            forked.interrupt()
         out, err = forked.communicate(timeout=300)
         return forked.returncode, out + err
 
-    def _shell(self, command: str, stop: bool) -> tuple[int | None, str]:
-        with subprocess.Popen(
+    def _shell(self, command: str, stop: bool) -> tuple[int, str]:
+        assert not stop, command
+        ran = subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
             env=os.environ | self._own,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
-        ) as shell:
-            assert shell.stdout is not None
-            said = ""
-            try:
-                for line in shell.stdout:
-                    said += line
-                    if stop and STOP_AT in line:
-                        os.killpg(shell.pid, signal.SIGINT)  # as a terminal does
-                shell.wait()
-            finally:
-                if shell.poll() is None:
-                    os.killpg(shell.pid, signal.SIGKILL)
-        return shell.returncode, said
+            timeout=300,
+        )
+        return ran.returncode, ran.stdout
 
 
 @pytest.fixture(scope="module")
@@ -275,12 +263,13 @@ def test_a_page_is_followed(page: Path, reader: Reader) -> None:
 def test_every_command_is_run_or_said_why_not() -> None:
     """And nothing is excused that no page has."""
     printed = {joined(line) for page in PAGES for line in lines(page)}
-    assert NOT_HERE.keys() | ELSEWHERE.keys() | SAYS.keys() | {COLD} <= printed
+    assert NOT_HERE.keys() | ELSEWHERE.keys() | SAYS.keys() <= printed
     assert not NOT_HERE.keys() & ELSEWHERE.keys()
     for command, (file, how) in ELSEWHERE.items():
         assert how in (ROOT / file).read_text(), file
         if "recipe.toml" in command:
-            assert cli.COMMANDS[command.split()[1]][0] in recipe.MODULES.values()
+            parts = recipe.parts_of(load_config_of(RecipeConfig, "recipe"))
+            assert cli.COMMANDS[command.split()[1]][0] in {part.module for part in parts}
     for file in re.findall(r"\S+\.py", " ".join(NOT_HERE.values())):
         assert (ROOT / file).is_file(), file
 

@@ -75,7 +75,7 @@ def test_no_function_passes_by_always_returning_the_same() -> None:
 
 def test_the_search_finds_every_answer_by_the_name_in_the_question(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(examples.files()["texts.jsonl"])
-    env = SearchEnv(tmp_path / "texts.jsonl", top_k=1, max_chars=200)
+    env: Any = SearchEnv(tmp_path / "texts.jsonl", top_k=1, max_chars=200)
     names = [row["title"] for row in rows("texts.jsonl")]
     for row in rows("questions.jsonl"):
         (name,) = (name for name in names if name in re.findall(r"\w+", row["question"]))

@@ -45,7 +45,7 @@ def make(tmp_path: Path, *arguments: str, smi: str | None) -> subprocess.Complet
         (None, ["SET=gpu"], "gpu"),
     ],
 )
-@pytest.mark.parametrize("target", ["quickstart", "test", "recipe-demo"])
+@pytest.mark.parametrize("target", ["quickstart", "fast", "test", "recipe-demo"])
 def test_the_set_of_the_machine_is_installed(
     tmp_path: Path, target: str, smi: str | None, arguments: list[str], wanted: str
 ) -> None:

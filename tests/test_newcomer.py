@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from agentgrpo.config.read import load_config
 from agentgrpo.machine import hardware, packages
 from agentgrpo.machine.footprint import GIB
-from agentgrpo.machine.room import memory_warnings
+from agentgrpo.machine.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.train import main
@@ -96,12 +97,13 @@ def test_a_run_that_would_be_killed_for_its_memory_is_warned(
 ) -> None:
     long_rows = "learner.max_tokens=10000000000"
     _, out, _ = dry_run(long_rows)
-    said = r"\d{5}\.\d GiB are needed at least, more than the \d+\.\d GiB that are free: fewer"
-    assert re.search(rf"WARNING +{said} learner\.trained_layers", out)
-    config = load_config(tmp_path / "c.toml", [long_rows])
-    (warning,) = memory_warnings(config, str(tiny_model))
-    assert re.match(said, warning)
-    assert memory_warnings(load_config(tmp_path / "c.toml"), str(tiny_model)) == []
+    said = r"= \d{5}\.\d GiB are needed, more than the \d+\.\d GiB that are free"
+    assert re.search(rf"WARNING +memory: .* {said}; remedy: fewer learner\.trained_layers", out)
+    for overrides, wrong in (([long_rows], ["memory"]), ([], [])):
+        config = load_config(tmp_path / "c.toml", overrides)
+        checks = list(room_checks(config, str(tiny_model), trained=True))
+        assert [check.name for check in checks] == ["room for vLLM", "memory", "disk"]
+        assert [check.name for check in checks if not check.ok] == wrong
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -111,12 +113,12 @@ def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
     """Weights of 0.0004 GiB and the cache, where 3 of 4 GiB are free: in a container, say."""
     monkeypatch.setattr(hardware, "memory_bytes", lambda: (4 * GIB, 3 * GIB))
     answer = dry_run("engine.kv_cache_gib=3.5", dry=dry)
-    refused(answer, "no room for vLLM")
+    refused(answer, "room for vLLM")
     weights = sum(p.numel() for p in tiny.make_model().parameters()) * 4 / GIB
     assert answer[2] == (
-        f"error: no room for vLLM: weights {weights:.2f} + KV cache 3.50 = 3.50 GiB are needed to "
-        "start it, and 3.00 of 4.00 GiB are free; a lower engine.kv_cache_gib (it is 3.5), or a "
-        "smaller model, needs less\n"
+        f"error: room for vLLM: weights {weights:.2f} + KV cache 3.50 = 3.50 GiB are needed to "
+        "start it, and 3.00 of 4.00 GiB are free; remedy: a lower engine.kv_cache_gib (it is "
+        "3.5), or a smaller model\n"
     )
     assert "starting vLLM" not in answer[1]
     assert dry_run("engine.kv_cache_gib=2.99")[0] == 0
@@ -134,15 +136,37 @@ def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:
     ]
 
 
-def test_a_context_too_short_for_a_prompt(dry_run: DryRun) -> None:
-    refused(dry_run("engine.max_model_len=128"), "tokens, engine.max_model_len is")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("engine.max_model_len=128", "tokens, engine.max_model_len is"),
+        ("rollout.groupsize=3", "unknown config key"),
+        ('trackers=["wandb"]', "needs a package that is not installed"),
+        ("reward.kind=nosuchmodule:f", "reward: no module"),
+    ],
+)
+def test_a_setting_that_cannot_be(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(dry_run(setting), message)
+    assert "module 'json' has no 'nosuch'" in dry_run("reward.kind=json:nosuch")[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [("", "no rows"), ('{"prompt": "1+1", "target": "2"}', "no column")]
+)
+def test_data_that_cannot_be(dry_run: DryRun, tmp_path: Path, row: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n")
+    refused(dry_run(), message)
 
 
 def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> None:
     status, out, _ = dry_run("engine.max_model_len=256", "rollout.max_turn_tokens=100")
     assert status == 0
-    assert re.search(r"WARNING +the context is short: .* = 256 leaves \d+ tokens", out)
-    assert "WARNING    the context is short" in PAGE
+    cut = r"= 256 leaves \d+ tokens .*long rollouts are cut; remedy: \d+ would hold all"
+    assert re.search(rf"WARNING    context: .* {cut}", out)
+    assert "WARNING    context" in PAGE
 
 
 def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) -> None:
@@ -173,33 +197,6 @@ def test_a_chat_template_without_tools(
         ),
         "does not show tools",
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("nosuchmodule:f", "reward: no module 'nosuchmodule'"),
-        ("json:nosuch", "module 'json' has no 'nosuch'"),
-    ],
-)
-def test_a_reward_that_cannot_be_imported(dry_run: DryRun, kind: str, message: str) -> None:
-    status, _, err = dry_run(f"reward.kind={kind}")
-    assert status == 2
-    assert message in err
-    assert "`reward: no module`" in PAGE
-
-
-def test_an_empty_data_set(dry_run: DryRun, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n")
-    status, _, err = dry_run()
-    assert status == 2
-    assert "no rows" in err
-    assert "no rows" in PAGE
-
-
-def test_other_columns(dry_run: DryRun, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "target": "2"}\n')
-    refused(dry_run(), "no column")
 
 
 def test_a_reward_of_ones_own_reads_what_columns_it_likes(
@@ -237,15 +234,6 @@ def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.Monke
     monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.11.0", "vllm": "0.22.0"})
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
     refused(dry_run(), "is the CUDA build, and this machine shows no NVIDIA GPU")
-
-
-def test_a_slip_in_a_key(dry_run: DryRun) -> None:
-    refused(dry_run("rollout.groupsize=3"), "unknown config key")
-
-
-def test_a_tracker_that_is_not_installed(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    refused(dry_run('trackers=["wandb"]'), "needs a package that is not installed")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def said(text: str) -> set[Node]:
 
 def uses(module: Module, own: str, tree: ast.AST) -> tuple[set[Node], set[str]]:
     """The nodes that code names, and every name and attribute in it."""
-    nodes, names = set(), set[str]()
+    nodes, names = set[Node | None](), set[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(text)):
@@ -130,7 +130,7 @@ def reached() -> tuple[set[Node], set[str]]:
     for page in PAGES:
         for text in blocks(page, "python"):
             tree = ast.parse(text)
-            imported = set(map(find, Module(tree).imported.values())) - {None}
+            imported = {node for name in Module(tree).imported.values() if (node := find(name))}
             new, more = uses(Module(tree), "", tree)
             todo, names = todo | new | imported, names | more
     done = set[Node]()

@@ -1,4 +1,4 @@
-"""The API reference is what the docstrings say now, and leaves nothing public out."""
+"""The API reference can be made from the docstrings, and leaves no wing and nothing public out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from agentgrpo import sandbox
+from tests.test_imports import TOP, WINGS
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,6 +31,13 @@ def test_all_pages_can_be_made(reference: ModuleType) -> None:
     made = reference.pages()
     assert made.keys() == {f"{name}.md" for name in reference.PAGES} | {"README.md"}
     assert all(text.count("\n") > 20 for name, text in made.items() if name != "README.md")
+
+
+def test_every_wing_has_its_page(reference: ModuleType) -> None:
+    """But for settings, which have docs/config.md, and the viewer, which is a command."""
+    shown = {wing for _, wings in reference.WINGS.values() for wing in wings.split()}
+    assert {*WINGS} - shown == {"sandbox", "config", "view"}
+    assert shown <= {*WINGS, *TOP}
 
 
 def test_every_name_of_the_sandbox_is_described(reference: ModuleType) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-import agentgrpo.build
+import agentgrpo.train
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
@@ -362,7 +362,7 @@ def run_main(
     *overrides: str,
 ) -> int:
     config()  # writes the file
-    monkeypatch.setattr(agentgrpo.build, "build", lambda _: fake.parts())
+    monkeypatch.setattr(agentgrpo.train, "build", lambda _: fake.parts())
     return main([str(config().out_dir / "c.toml"), *(overrides or ["steps=1"])])
 
 

@@ -21,7 +21,17 @@ from agentgrpo.rollout.transcript import Drift, Transcript
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.records import read_parquet, read_rollouts, rollout_record, write_parquet
-from agentgrpo.types import Float32, Group, Int32, PackedBatch, Rollout, SpanReward, Status, Turn
+from agentgrpo.types import (
+    Float32,
+    Group,
+    Int32,
+    PackedBatch,
+    Rollout,
+    SpanReward,
+    Status,
+    Treatment,
+    Turn,
+)
 from tests.conftest import TASK
 from tests.playing import TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv
@@ -43,6 +53,7 @@ def write_run(folder: Path, *, seed: int = 0, **overrides: Any) -> TrainConfig:
         for rollout in (r for group in groups for r in group.rollouts):
             rollout.advantage = float(np.float32(rng.choice([0.0, 1.0, -0.5])))
             rollout.span_rewards = [SpanReward(1, 3, "early", 0.5)]
+        groups[0].rollouts[0].treatment = Treatment.MASK
         log.rollouts(step, groups[:1], split="heldout")
         learn(groups, config, step)
         log.rollouts(step, groups)
@@ -64,8 +75,9 @@ def learn(groups: list[Group], config: TrainConfig, step: int) -> None:
         {},
         {"loss.loss_type": "grpo", "loss.beta": 0.1},
         {"loss.loss_type": "dr_grpo", "loss.num_mini_batches": 2, "learner.max_tokens": 1024},
+        {"loss.loss_type": "dapo", "loss.normaliser": "sequence_sum"},
     ],
-    ids=["default", "grpo", "mini-batches"],
+    ids=["default", "grpo", "mini-batches", "normaliser"],
 )
 def test_what_the_sampler_recorded_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: dict[str, Any]
@@ -100,187 +112,92 @@ def test_a_users_sampler_keeps_no_account_and_that_is_said(
     said = "of 32 rollouts of rollout.sampler it is not recorded what the engine saw"
     assert (said in capsys.readouterr().out) == bool(sampler)
     record = json.loads(lines[-1])
-    _sampled(record)["logprobs"][0] = 0.5
+    sampled_of(record)["logprobs"][0] = 0.5
     (tmp_path / "rollouts.jsonl").write_text("".join(lines[:-1]) + json.dumps(record) + "\n")
     assert verify.verify_run(tmp_path).faults, "its tokens are looked at all the same"
 
 
-def _sampled(record: Record) -> Record:
+def sampled_of(record: Record) -> Record:
     found: list[Record] = [s for s in record["segments"] if s["logprobs"]]
     return found[-1]
 
 
-def change_sampled_id(record: Record) -> None:
-    _sampled(record)["token_ids"][0] ^= 1
+def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Record, list[str]]:
+    """The first such record after a piece of code changed it, and the faults that are found.
 
-
-def change_prompt_id(record: Record) -> None:
-    record["segments"][0]["token_ids"][3] ^= 1
-
-
-def change_tool_text(record: Record) -> None:
-    record["segments"][2]["token_ids"][0] ^= 1
-
-
-def unmask_tool_text(record: Record) -> None:
-    segment = record["segments"][2]
-    segment["logprobs"] = [-1.0] * len(segment["token_ids"])
-
-
-def mask_sampled_text(record: Record) -> None:
-    record["segments"][1]["logprobs"] = None
-
-
-def tool_text_twice(record: Record) -> None:
-    record["segments"].insert(3, dict(record["segments"][2]))
-
-
-def drop_tool_text(record: Record) -> None:
-    del record["segments"][2]
-
-
-def drop_turn(record: Record) -> None:
-    del record["turns"][0]
-
-
-def swap_turns(record: Record) -> None:
-    record["turns"][:2] = record["turns"][1::-1]
-
-
-def cut_turn(record: Record) -> None:
-    segment = record["segments"][1]
-    segment["token_ids"].pop()
-    segment["logprobs"].pop()
-
-
-def move_boundary(record: Record) -> None:
-    prompt, turn = record["segments"][:2]
-    turn["token_ids"].insert(0, prompt["token_ids"].pop())
-    turn["logprobs"].insert(0, -1.0)
-
-
-def not_a_probability(record: Record) -> None:
-    _sampled(record)["logprobs"][0] = 0.5
-
-
-def not_a_number(record: Record) -> None:
-    _sampled(record)["logprobs"][0] = float("nan")
-
-
-def negative_id(record: Record) -> None:
-    record["segments"][2]["token_ids"][0] = -1
-
-
-def reward_outside(record: Record) -> None:
-    record["span_rewards"][0]["end"] = 10**6
-
-
-def unknown_row(record: Record) -> None:
-    record["turns"][0]["row"] = 1
-
-
-def no_account(record: Record) -> None:
-    record["turns"][0]["prompt_hash"] = ""
+    The code sees the record as r, its segments as s, its turns as t, its last sampled segment as x.
+    """
+    path = run / "rollouts.jsonl"
+    lines = read_lines(path)
+    r = next(line for line in lines if which(line))
+    exec(change, {"r": r, "s": r["segments"], "t": r["turns"], "x": sampled_of(r), "inf": np.inf})
+    write_lines(path, lines)
+    return r, verify.verify_run(run).faults
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "fault"),
+    ("change", "fault"),
     [
-        (change_sampled_id, "its tokens are not those that the engine sampled"),
-        (change_prompt_id, "turn 0: the engine's prompt is not the"),
-        (change_tool_text, "turn 1: the engine's prompt is not the"),
-        (unmask_tool_text, "sampled segments, but the engine played"),
-        (mask_sampled_text, "sampled segments, but the engine played"),
-        (tool_text_twice, "segment 3: given right after segment 2"),
-        (drop_tool_text, "turn 1: sampled from token"),
-        (drop_turn, "sampled segments, but the engine played"),
-        (swap_turns, "turn 0: sampled from token"),
-        (cut_turn, "tokens, but the engine sampled"),
-        (move_boundary, "turn 0: sampled from token"),
-        (not_a_probability, "logprobs has 0.5, not a log-probability"),
-        (not_a_number, "logprobs has nan, not a log-probability"),
-        (negative_id, "segment 2: token_ids has -1, not an id"),
-        (reward_outside, "reward 'early': tokens [1, 1000000) of"),
-        (unknown_row, "turn 0: row 1 of 1"),
-        (no_account, "turn 0: the engine's prompt is not the"),
+        ("x['token_ids'][0] ^= 1", "its tokens are not those that the engine sampled"),
+        ("s[0]['token_ids'][3] ^= 1", "turn 0: the engine's prompt is not the"),
+        ("s[2]['token_ids'][0] ^= 1", "turn 1: the engine's prompt is not the"),
+        ("s[2]['logprobs'] = [-1.0] * len(s[2]['token_ids'])", "sampled segments, but the engine"),
+        ("s[1]['logprobs'] = None", "sampled segments, but the engine played"),
+        ("s.insert(3, dict(s[2]))", "segment 3: given right after segment 2"),
+        ("del s[2]", "turn 1: sampled from token"),
+        ("del t[0]", "sampled segments, but the engine played"),
+        ("t[:2] = t[1::-1]", "turn 0: sampled from token"),
+        ("s[1]['token_ids'].pop(), s[1]['logprobs'].pop()", "tokens, but the engine sampled"),
+        (
+            "s[1]['token_ids'].insert(0, s[0]['token_ids'].pop()), s[1]['logprobs'].insert(0, -1)",
+            "turn 0: sampled from token",
+        ),
+        ("x['logprobs'][0] = 0.5", "logprobs has 0.5, not a log-probability"),
+        ("x['logprobs'][0] = inf - inf", "logprobs has nan, not a log-probability"),
+        ("s[2]['token_ids'][0] = -1", "segment 2: token_ids has -1, not an id"),
+        ("r['span_rewards'][0]['end'] = 10**6", "reward 'early': tokens [1, 1000000) of"),
+        ("t[0]['row'] = 1", "turn 0: row 1 of 1"),
+        ("t[0]['prompt_hash'] = ''", "turn 0: the engine's prompt is not the"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_corruption_is_found(
-    tmp_path: Path, corrupt: Callable[[Record], None], fault: str
-) -> None:
+def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
     write_run(tmp_path)
-    path = tmp_path / "rollouts.jsonl"
-    lines = read_lines(path)
-    at = next(
-        i for i, line in enumerate(lines) if len(line["turns"]) > 1 and line["split"] == "heldout"
+    record, faults = changed(
+        tmp_path, change, lambda r: len(r["turns"]) > 1 and r["split"] == "heldout"
     )
-    corrupt(lines[at])
-    write_lines(path, lines)
-    report = verify.verify_run(tmp_path)
-    place = f"step {lines[at]['step']} heldout group {lines[at]['group']} rollout "
-    assert any(f"{place}{lines[at]['index']}: " in f and fault in f for f in report.faults), (
-        report.faults
-    )
-    assert all(f.startswith(place) for f in report.faults)
+    place = f"step {record['step']} heldout group {record['group']} rollout "
+    assert any(f"{place}{record['index']}: " in f and fault in f for f in faults), faults
+    assert all(f.startswith(place) for f in faults)
     assert verify.main([str(tmp_path)]) == 1
 
 
-def forget(record: Record) -> None:
-    record["learner_logprobs"] = record["entropies"] = None
-
-
-def no_entropies(record: Record) -> None:
-    record["entropies"] = None
-
-
-def seen_where_given(record: Record) -> None:
-    record["learner_logprobs"][0] = [-1.0] * len(record["segments"][0]["token_ids"])
-
-
-def seen_in_part(record: Record) -> None:
-    record["entropies"][1].pop()
-
-
-def unlikely(record: Record) -> None:
-    record["learner_logprobs"][1][0] = float("-inf")
-
-
-def too_likely(record: Record) -> None:
-    record["learner_logprobs"][1][0] = 0.5
-
-
-def negative_entropy(record: Record) -> None:
-    record["entropies"][1][0] = -0.5
-
-
-def another_policy(record: Record) -> None:
-    record["learner_logprobs"][1][0] -= 0.002
+FORGET = "r['learner_logprobs'] = r['entropies'] = None"
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "fault"),
+    ("change", "fault"),
     [
-        (forget, r"update 0: packed, or seen by the learner, but not both: rollouts \[\d+\]"),
-        (no_entropies, "one is recorded without the other"),
-        (seen_where_given, "learner_logprobs: not one number for each sampled token"),
-        (seen_in_part, "entropies: not one number for each sampled token"),
-        (unlikely, "learner_logprobs: a number that can be none: -inf"),
-        (too_likely, "learner_logprobs: a number that can be none"),
-        (negative_entropy, "entropies: a number that can be none: -0.5"),
-        (another_policy, "the learner and the sampler are 0.002 nats apart, over 0.001"),
+        (FORGET, r"update 0: packed, or seen by the learner, but not both: rollouts \[\d+\]"),
+        ("r['entropies'] = None", "one is recorded without the other"),
+        (
+            "r['learner_logprobs'][0] = [-1.0] * len(s[0]['token_ids'])",
+            "learner_logprobs: not one number for each sampled token",
+        ),
+        ("r['entropies'][1].pop()", "entropies: not one number for each sampled token"),
+        ("r['learner_logprobs'][1][0] = -inf", "learner_logprobs: a number that can be none: -inf"),
+        ("r['learner_logprobs'][1][0] = 0.5", "learner_logprobs: a number that can be none"),
+        ("r['entropies'][1][0] = -0.5", "entropies: a number that can be none: -0.5"),
+        (
+            "r['learner_logprobs'][1][0] -= 0.002",
+            "the learner and the sampler are 0.002 nats apart, over 0.001",
+        ),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_corruption_of_what_the_learner_saw_is_found(
-    tmp_path: Path, corrupt: Callable[[Record], None], fault: str
+    tmp_path: Path, change: str, fault: str
 ) -> None:
     write_run(tmp_path)
-    path = tmp_path / "rollouts.jsonl"
-    lines = read_lines(path)
-    corrupt(next(line for line in lines if line["learner_logprobs"]))
-    write_lines(path, lines)
-    faults = verify.verify_run(tmp_path).faults
+    _, faults = changed(tmp_path, change, lambda r: r["learner_logprobs"])
     assert any(re.search(fault, found) for found in faults), faults
 
 
@@ -290,7 +207,7 @@ def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path
     lines = read_lines(path)
     for line in lines:
         if line["step"] == 1:  # a step that the learner refused
-            forget(line)
+            exec(FORGET, {"r": line})
     write_lines(path, lines)
     report = verify.verify_run(tmp_path)
     assert report.faults == []

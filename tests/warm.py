@@ -3,12 +3,13 @@
 `python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
 server makes them once, and a command is a fork of it, with an environment, streams, signals and an
 exit status of its own. A command's first seconds are tested elsewhere: the whole run of
-end_to_end/test_run.py, a run under torchrun and a run of test_docs_commands.py are started as users
-do.
+end_to_end/test_run.py and a run under torchrun are started as users do, and test_imports.py holds
+that no command imports torch before it has set its environment.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class Command:
         env: see environment().
     """
 
-    def __init__(self, *arguments: str, cwd: Path = ROOT, **env: str) -> None:
+    def __init__(self, *arguments: str, cwd: str | Path = ROOT, **env: str) -> None:
         assert allowed, (
             "a test that starts a command is slow: mark it, or let its fixture take dear"
         )
@@ -62,9 +64,19 @@ class Command:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.exitcode
 
+    @property
+    def ended(self) -> int:
+        """What multiprocessing.connection.wait() can wait for."""
+        return self._process.sentinel
+
     def send_signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    def interrupt(self) -> None:
+        """Ctrl-C as a terminal's: SIGINT to the command and to what it has started."""
+        assert self._process.pid is not None
+        os.killpg(self._process.pid, signal.SIGINT)
 
     def said(self) -> str:
         """What it has written to stdout so far."""
@@ -86,13 +98,23 @@ class Command:
 
 def run(*arguments: str, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
     """A command, once it has ended."""
-    command = Command(*arguments, **env)
+    command = Command(*arguments, cwd=ROOT, **env)
     out, err = command.communicate(timeout)
     return subprocess.CompletedProcess(arguments, command.returncode or 0, out, err)
 
 
 def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command on so many ranks, as torchrun would; once one fails, the others are killed."""
+    """A command on so many ranks, as torchrun would; once one fails, the others are killed.
+
+    One after another, whichever process of the tests asks: ranks of one engine on a CPU meet in
+    shared memory that vLLM names after their numbers alone.
+    """
+    with open(__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return _run_ranks(count, arguments)
+
+
+def _run_ranks(count: int, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     ranks = [
@@ -103,19 +125,22 @@ def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         for rank in range(count)
     ]  # fmt: skip
     deadline = time.monotonic() + 240
-    while None in (codes := [rank.returncode for rank in ranks]) and time.monotonic() < deadline:
-        if any(codes):
+    while None in (codes := [rank.returncode for rank in ranks]) and not any(codes):
+        left = deadline - time.monotonic()
+        if left <= 0 or not connection.wait([r.ended for r in ranks if r.returncode is None], left):
             break
-        time.sleep(0.05)
     out, err = map("".join, zip(*[rank.communicate(timeout=1) for rank in ranks], strict=True))
     status = next((code for code in [*codes, *(r.returncode for r in ranks)] if code), 0)
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
-def _work(arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: Path) -> None:
+def _work(
+    arguments: tuple[str, ...], env: dict[str, str], streams: list[Path], cwd: str | Path
+) -> None:
     for number, stream in enumerate(streams, 1):
         with stream.open("w") as file:
             os.dup2(file.fileno(), number)
+    os.setsid()
     os.environ.clear()
     os.environ.update(ENVIRONMENT | env)  # as it was before the imports
     os.chdir(cwd)

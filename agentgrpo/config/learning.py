@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from agentgrpo.config.section import NotNegative, Positive, Section, refuse_unread
+from agentgrpo.config.section import NotNegative, Positive, Section, describe, refuse_unread
+from agentgrpo.kernels.objective import SPECIAL, Objective, readers
 
 
 class RewardConfig(Section):
@@ -158,53 +159,18 @@ class LearnerConfig(Section):
         return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
 
 
-class LossConfig(Section):
-    """The objective, under TRL's names (kernels/objective.py has papers and formulas)."""
+class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, says pydantic alone
+    """The objective, under TRL's names (docs/losses.md has formulas and papers)."""
 
-    loss_type: Literal[
-        "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo"
-    ] = "dapo"
-    """Also chooses the normaliser, always of the whole update: mean over rollouts of their token
-    means (grpo, sapo, gmpo), over tokens (dapo, bnpo, cispo, vespo), a constant per rollout
-    (dr_grpo), per rollout (luspo)."""
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """sequence: GSPO."""
-    epsilon: float | None = None
-    """Lower clip range. None: 0.2 (0.4 in log space for gmpo)."""
-    epsilon_high: float | None = None
-    """Upper clip range; None: epsilon. For cispo the bound itself, and required."""
-    delta: float | None = None
-    """Bound of the unclipped ratio (two-sided clipping)."""
-    clip_ratio_c: float | None = None
-    """Dual clip (verl's name)."""
-    sapo_temperature_pos: float = 1.0
-    """Of the soft gate for tokens of positive advantage (sapo)."""
-    sapo_temperature_neg: float = 1.05
-    """The same for negative advantage."""
-    vespo_k_pos: float = 2.0
-    """Exponent of the weight for sequences of positive advantage (vespo)."""
-    vespo_lambda_pos: float = 3.0
-    """Decay of that weight."""
-    vespo_k_neg: float = 3.0
-    """Exponent for negative advantage."""
-    vespo_lambda_neg: float = 2.0
-    """Decay for negative advantage."""
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty against the policy that training began with: a frozen copy, or with
-    lora the policy without its adapter. 0: none, and no copy."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of the penalty: k1 the log-ratio, k2 half its square, k3 unbiased and never below 0."""
+    loss_type: str = "dapo"
+    """A name of the table in docs/losses.md, or `module:function`: a token loss of your own. Also
+    chooses the normaliser."""
     use_bias_correction_kl: pydantic.StrictBool = True
-    """Weight the penalty by the ratio, so that its gradient is that of the KL."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    vllm_importance_sampling_correction: pydantic.StrictBool = True
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Train on this share of the step's tokens only, those of highest entropy. Counted among the
     tokens that are laid out: those of rollouts without an advantage are not (TRL counts them)
     unless beta or entropy_coef is set."""
-    off_policy_mask_threshold: float | None = None
-    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
-    from the policy that sampled them. None: none are."""
     num_iterations: Positive = 1
     """Passes over the rollouts of a step."""
     num_mini_batches: Positive = 1
@@ -215,18 +181,6 @@ class LossConfig(Section):
     (of the first forward pass if there is one update, else of an extra one); the difference to the
     sampler is corrected for below. sampler: as recorded, and never an extra pass; the difference is
     then a part of the ratio and clipped with it."""
-    vllm_importance_sampling_correction: pydantic.StrictBool = True
-    """Weight a token's loss by the bounded ratio exp(old - sampler)."""
-    vllm_importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
-        "geometric_truncate", "geometric_mask",
-    ] = "token_truncate"  # fmt: skip
-    """Of a token, a sequence or its geometric mean; bounded weights are cut or left out."""
-    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0)] | None = 2.0
-    """Upper bound of the weight."""
-    vllm_importance_sampling_clip_min: Annotated[float, Field(ge=0)] | None = None
-    """Lower bound of the weight."""
-
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group, of the whole step, or not
     (Dr. GRPO). true and false are group and none, as in TRL."""
@@ -261,3 +215,17 @@ class LossConfig(Section):
                         f"'normalize_then_sum', got {value!r}"
                     )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _goes_together(self) -> LossConfig:
+        try:
+            self.check()
+        except ValueError as error:
+            raise ValueError(f"loss.{error}") from None
+        for key in SPECIAL:
+            need = f"loss.loss_type = {' or '.join(readers(key))}"
+            refuse_unread(self, "loss", key, unless=key in self.row.reads, need=need)
+        return self
+
+
+describe(LossConfig, Objective)

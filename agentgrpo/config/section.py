@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 from typing import Annotated
 
 import pydantic
@@ -17,6 +20,16 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def describe(section: type[Section], base: type) -> None:
+    """Give the keys that a section inherits from a dataclass the texts below its fields."""
+    (kind,) = ast.parse(inspect.getsource(base)).body
+    assert isinstance(kind, ast.ClassDef)
+    for field, text in itertools.pairwise(kind.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            info = section.model_fields[ast.unparse(field.target)]
+            info.description = info.description or inspect.cleandoc(ast.literal_eval(text.value))
 
 
 def is_set(section: Section, key: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from agentgrpo import parallel
-from agentgrpo.types import Float32, Int32, Metrics
+from agentgrpo.types import Completion, Float32, Int32, Metrics
 
 
 class Disagreement(Exception):
@@ -27,19 +27,10 @@ class ScoresTokens(Protocol):
     def score(self, token_ids: Int32) -> Float32: ...
 
 
-class Continuation(Protocol):
-    """The part of engine.Completion that is compared."""
-
-    @property
-    def token_ids(self) -> Int32: ...
-    @property
-    def logprobs(self) -> Float32: ...
-
-
 class Prober(Protocol):
     """The part of the engine that is compared."""
 
-    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> Sequence[Continuation]: ...
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> Sequence[Completion]: ...
 
 
 NUM_PROMPTS = 2
@@ -99,6 +90,7 @@ def check_agreement(
     if not parallel.largest(metrics["max_dlogp"]) <= threshold:
         mine = metrics["max_dlogp"], _who_moved(probes.last, seen, learner)
         ranks = parallel.gather(mine)
+        # `not <=` here and below: a nan is no agreement
         widest, moved = next(rank for rank in ranks if not rank[0] <= threshold)
         require_agreement(widest, threshold, where=f"after the weight update ({moved})")
     probes.last = seen
@@ -154,5 +146,5 @@ def require_agreement(max_dlogp: float, threshold: float, *, where: str) -> None
         raise Disagreement(
             f"sampler and learner disagree {where}: max |delta logp| {max_dlogp:.3g} nats, allowed "
             f"{threshold:.3g} (engine.agreement_threshold). What was sampled is not what would be "
-            "trained; nothing was updated. Resume from the last checkpoint once the cause is known."
+            "trained; nothing was updated. Look for the cause before going on"
         )

@@ -6,19 +6,16 @@ in the log of this module and tried again; what is left of it is an Infrastructu
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import os
-import random
-import time
-import urllib.error
-import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.read import load_callable
@@ -27,13 +24,16 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
 
 if TYPE_CHECKING:
+    import httpx2
+    import openai
+
     from agentgrpo.engine.engine import Engine
 
 Message = Mapping[str, Any]
 LOG = logging.getLogger(__name__)
 
 
-class Endpoint(Protocol):
+class Endpoint(ABC):
     """Something that continues a conversation."""
 
     def complete(
@@ -50,10 +50,22 @@ class Endpoint(Protocol):
         Raises:
             InfrastructureError: no reply could be had.
         """
+        replies = self._replies(messages, n, temperature, max_tokens, stop)
+        ends = [[at for at in map(reply.find, stop) if at >= 0] for reply in replies]
+        return [
+            reply[: min(found)] if found else reply
+            for reply, found in zip(replies, ends, strict=True)
+        ]
+
+    @abstractmethod
+    def _replies(
+        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
+        stop: Sequence[str],
+    ) -> list[str]: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptedEndpoint:
+class ScriptedEndpoint(Endpoint):
     """A function in the place of a model: `reply(messages)` is every reply.
 
     Raises:
@@ -62,103 +74,98 @@ class ScriptedEndpoint:
 
     reply: Callable[[Sequence[Message]], str]
 
-    def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int = 1024,
-        stop: Sequence[str] = (),
-    ) -> list[str]:
+    def _replies(
+        self, messages: Sequence[Message], n: int, *sampling: object
+    ) -> list[str]:  # fmt: skip
         replies = [self.reply(messages) for _ in range(n)]
         for reply in replies:
             if not isinstance(reply, str):
                 raise TypeError(f"a scripted endpoint must return text, got {reply!r:.80}")
-        return [_cut_at(reply, stop) for reply in replies]
+        return replies
+
+
+@dataclass(frozen=True)
+class HttpEndpoint(Endpoint):
+    """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API), asked by the openai client.
+
+    The client tries again, after about twice as long each time or after what the server asks for:
+    failures of the network, 408, 409, 429 and 5xx, and answers that are not of the asked form.
+    Other refusals of the server are final.
+    """
+
+    config: EndpointConfig
+    """Of kind "http"."""
+
+    def _replies(
+        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
+        stop: Sequence[str],
+    ) -> list[str]:  # fmt: skip
+        import openai
+
+        c = self.config
+        key = os.environ.get(c.api_key_env)
+        if c.api_key_env and not key:
+            raise InfrastructureError(f"endpoint {c.url}: the environment has no {c.api_key_env}")
+        try:
+            answer = self._client.chat.completions.with_raw_response.create(
+                model=c.model, messages=cast(Any, messages), n=n, temperature=temperature,
+                max_tokens=max_tokens, stop=list(stop) or openai.omit, extra_body=c.extra,
+                extra_headers={"Authorization": f"Bearer {key}" if key else openai.omit},
+            )  # fmt: skip
+            return _texts(answer.content, n)
+        except openai.APIStatusError as error:
+            said = f"HTTP {error.status_code}: {error.response.text[:200]}"
+            raise InfrastructureError(f"endpoint {c.url}: {said}") from error
+        except (openai.OpenAIError, BadAnswer) as error:
+            raise InfrastructureError(f"endpoint {c.url}: {error.__cause__ or error}") from error
+
+    @cached_property
+    def _client(self) -> openai.OpenAI:
+        import openai
+
+        hooks: dict[str, list[Callable[..., Any]]] = {
+            "request": [self._ask],
+            "response": [self._hear],
+        }
+        return openai.OpenAI(
+            base_url=self.config.url, api_key="none", timeout=self.config.timeout_s,
+            max_retries=self.config.retries,
+            http_client=openai.DefaultHttpxClient(event_hooks=hooks),
+        )  # fmt: skip
+
+    def _ask(self, request: httpx2.Request) -> None:
+        if before := int(request.headers["x-stainless-retry-count"]):
+            tries = (before + 1, self.config.retries + 1)
+            LOG.warning("endpoint %s is asked again (try %d of %d)", self.config.url, *tries)
+
+    def _hear(self, response: httpx2.Response) -> None:
+        """Raise for an answer of another form what makes the client try again."""
+        import httpx2
+
+        body = response.read()
+        try:
+            if response.is_success:
+                _texts(body, json.loads(response.request.content)["n"])
+        except BadAnswer as error:
+            LOG.warning("endpoint %s: %s", self.config.url, error)
+            raise httpx2.RequestError(str(error)) from error
+
+
+def _texts(answer: bytes, n: int) -> list[str]:
+    """The n replies in a server's answer."""
+    try:
+        replies = [choice["message"]["content"] for choice in json.loads(answer)["choices"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
+    if not all(isinstance(reply, str) for reply in replies):
+        raise BadAnswer(f"expected text in each message, got {answer[:200]!r}")
+    if len(replies) != n:
+        raise BadAnswer(f"{len(replies)} of {n} replies came")
+    return replies
 
 
 class BadAnswer(Exception):
     """A server answered in another form than it should."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpEndpoint:
-    """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): POST {url}/chat/completions.
-
-    Failures of the network, answers that are not of the asked form, 408, 429 and 5xx are tried
-    again, each time after about twice as long; other refusals of the server are final.
-    """
-
-    url: str
-    """Up to and with the version, `http://localhost:8000/v1`."""
-    model: str
-    api_key_env: str = ""
-    """Name of the environment variable that holds the key; empty: none is sent."""
-    timeout_s: float = 120.0
-    retries: int = 3
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the request (top_p, ...)."""
-    backoff_s: float = 1.0
-
-    def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int = 1024,
-        stop: Sequence[str] = (),
-    ) -> list[str]:
-        body = {
-            "model": self.model,
-            "messages": [dict(message) for message in messages],
-            "n": n,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            **({"stop": list(stop)} if stop else {}),
-            **self.extra,
-        }
-        for attempt in range(self.retries + 1):
-            try:
-                return self._replies(self._post(body), n)
-            except (OSError, http.client.HTTPException, BadAnswer) as error:
-                said = f"endpoint {self.url}: {_said(error)}"
-                final = isinstance(error, urllib.error.HTTPError) and not (
-                    error.code in (408, 429) or error.code >= 500
-                )
-                LOG.warning("%s (try %d of %d)", said, attempt + 1, self.retries + 1)
-                if final or attempt == self.retries:
-                    raise InfrastructureError(said) from error
-                time.sleep(self.backoff_s * 2**attempt * random.uniform(0.5, 1.0))
-        raise AssertionError("unreachable")
-
-    def _post(self, body: Mapping[str, Any]) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key_env:
-            key = os.environ.get(self.api_key_env)
-            if not key:
-                raise InfrastructureError(
-                    f"endpoint {self.url}: the environment has no {self.api_key_env}"
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
-        )
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-            return bytes(answer.read())
-
-    @staticmethod
-    def _replies(answer: bytes, n: int) -> list[str]:
-        try:
-            replies = [choice["message"]["content"] for choice in json.loads(answer)["choices"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
-        if not all(isinstance(reply, str) for reply in replies):
-            raise BadAnswer(f"expected text in each message, got {answer[:200]!r}")
-        if len(replies) != n:
-            raise BadAnswer(f"{len(replies)} of {n} replies came")
-        return replies
 
 
 class EngineLoop:
@@ -245,21 +252,16 @@ class EngineLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineEndpoint:
+class EngineEndpoint(Endpoint):
     """The model of an engine in this process."""
 
     loop: EngineLoop
     chat: ChatTemplate
 
-    def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int = 1024,
-        stop: Sequence[str] = (),
-    ) -> list[str]:
+    def _replies(
+        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
+        stop: Sequence[str],
+    ) -> list[str]:  # fmt: skip
         prompt = self.chat.prompt_ids(messages)
         room = self.loop.max_model_len - len(prompt)
         if room < 1:
@@ -277,7 +279,7 @@ class EngineEndpoint:
             )
             for _ in range(n)
         ]
-        return [_cut_at(self.chat.decode(one.result().token_ids), stop) for one in asked]
+        return [self.chat.decode(one.result().token_ids) for one in asked]
 
 
 def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
@@ -289,23 +291,5 @@ def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
     if config.kind == "script":
         return ScriptedEndpoint(load_callable(config.function, key=f"endpoints.{name}.function"))
     if config.kind == "http":
-        return HttpEndpoint(
-            url=config.url,
-            model=config.model,
-            api_key_env=config.api_key_env,
-            timeout_s=config.timeout_s,
-            retries=config.retries,
-            extra=config.extra,
-        )
+        return HttpEndpoint(config)
     raise ValueError(f"endpoints.{name}: an engine is needed, and there is none here")
-
-
-def _cut_at(text: str, stop: Sequence[str]) -> str:
-    ends = [at for at in (text.find(string) for string in stop) if at >= 0]
-    return text[: min(ends)] if ends else text
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
-    return str(error) or type(error).__name__

@@ -28,8 +28,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig
-from agentgrpo.engine.start import groups_stay, pack_weight, start, use_plain_weight
-from agentgrpo.machine.memory import memory
+from agentgrpo.engine.start import groups_stay, pack_weight, start, to_sample, use_plain_weight
+from agentgrpo.machine.memory import explained, memory
 from agentgrpo.models.encoding import ids_from_list
 from agentgrpo.types import Completion, Float32, Int32, Metrics, Turn
 
@@ -80,7 +80,7 @@ class Engine:
         self.state = State.AWAKE
         self.lora_rank = lora_rank
         self._adapter: LoRARequest | None = None
-        self._sleep_level = config.sleep_level
+        self._config = config
         self._in_flight: set[str] = set()
         self._memory: Metrics = {}
         self._llm = start(
@@ -270,9 +270,11 @@ class Engine:
 
         Raises:
             FloatingPointError: a sampled token's log-probability is nan or infinite.
+            OutOfMemory: with what to set lower.
         """
         self._require_awake()
-        done = [_completion(output) for output in self._engine.step() if output.finished]
+        with explained("generating", self._needs_less):
+            done = [_completion(output) for output in self._engine.step() if output.finished]
         self._in_flight.difference_update(completion.request_id for completion in done)
         return done
 
@@ -312,7 +314,7 @@ class Engine:
         if requests == "abort":  # vLLM's own abort-on-sleep would have us wait for them for ever
             self.abort_all()
         before = memory(self.device)
-        self._engine.sleep(self._sleep_level, mode="keep")
+        self._engine.sleep(self._config.sleep_level, mode="keep")
         if self.device == "cuda":
             torch.cuda.empty_cache()
         after = memory(self.device)
@@ -325,17 +327,18 @@ class Engine:
 
         Returns:
             Memory in GiB before and after the last sleep and now; empty if it was awake.
+
+        Raises:
+            OutOfMemory: with what to set lower.
         """
         if not self.asleep:
             return {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        if self._sleep_level == 2:
-            self._engine.wake_up(["weights"])
-            self.state = State.HOLLOW
-        else:
-            self._engine.wake_up()
-            self.state = State.AWAKE
+        hollow = self._config.sleep_level == 2
+        with explained("waking the engine", self._needs_less):
+            self._engine.wake_up(["weights"] if hollow else None)
+        self.state = State.HOLLOW if hollow else State.AWAKE
         awake = {f"{name}_awake": value for name, value in memory(self.device).items()}
         return self._memory | awake
 
@@ -392,6 +395,9 @@ class Engine:
         self._running.discard(id(self))
         with groups_stay() if self._running else contextlib.nullcontext():
             self._engine.engine_core.shutdown()
+
+    def _needs_less(self) -> str:
+        return to_sample(self._config)
 
     def _require_awake(self) -> None:
         if self.asleep:
@@ -450,6 +456,7 @@ def token_entropies(
         distinct = dict(zip(token_ids[first:end], logprobs[first:end], strict=True))
         logp = np.array(list(distinct.values()), np.float64)
         p = np.exp(logp)
+        # rounding may take the sum past 1; p log p is 0 where p is, and not 0 * -inf
         rest = max(0.0, 1.0 - float(p.sum()))
         known = -float((p * np.where(p > 0, logp, 0.0)).sum())
         entropies.append(known - (rest * math.log(rest) if rest > 0 else 0.0))

@@ -30,7 +30,8 @@ from vllm import LLM
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
-from agentgrpo.machine.memory import out_of_memory
+from agentgrpo.machine.hardware import memory_bytes
+from agentgrpo.machine.memory import OutOfMemory, explained
 
 pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 """vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""
@@ -48,7 +49,7 @@ def start(
     Raises:
         EngineStartError: vLLM refused.
         ValueError: it has no adapters of that rank.
-        RuntimeError, MemoryError: as memory.out_of_memory() knows them.
+        OutOfMemory: with what to set lower.
     """
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -58,14 +59,15 @@ def start(
     gc.freeze()
     try:
         with (
+            explained("starting vLLM", lambda: to_sample(config)),
             plain_cpu_weights(),
             _weights_stay_awake(config.weights != "copy"),
             _shared_memory_of_this_run(),
         ):
             llm = LLM(str(model), seed=seed, **settings)
+    except OutOfMemory:
+        raise
     except Exception as error:  # vLLM, the model's code and what both import: of any kind
-        if out_of_memory(error):
-            raise
         raise EngineStartError(_explain_start(error, model, config)) from error
     finally:
         torch.set_num_threads = set_num_threads
@@ -123,6 +125,16 @@ def _explain_start(error: Exception, model: str | Path, config: EngineConfig) ->
         f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
         f"engine.dtype {config.dtype!r}, engine.tensor_parallel_size "
         f"{config.tensor_parallel_size}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
+    )
+
+
+def to_sample(config: EngineConfig) -> str:
+    """What to set lower when memory ran out for vLLM."""
+    total, free = (size / 2**30 for size in memory_bytes())
+    return (
+        f"a lower engine.kv_cache_gib (it is {config.kv_cache_gib:g}) or engine.max_num_seqs "
+        f"({config.max_num_seqs}), or a smaller model; {free:.1f} of the host's {total:.1f} GiB "
+        "are free now, and `agentgrpo train CONFIG --dry-run` adds up what is needed"
     )
 
 

@@ -65,6 +65,7 @@ class Slices:
             raise CannotShare(f"{name}: vLLM holds no tensor {source}")
         if (rows, *whole.shape[1:]) != shape or whole.shape[0] < start + rows:
             raise CannotShare(f"{name}: {tuple(shape)} is no slice of {tuple(whole.shape)}")
+        # .data: the learner makes leaves of it, whose gradients are none of vLLM's business
         return source, whole.data.narrow(0, start, rows)
 
 
@@ -143,7 +144,7 @@ class InPlaceCopy:
                 values.append(tensor.detach())
             except CannotShare:
                 rest.append((name, tensor.detach()))
-        if into:
+        if into:  # in place: CUDA graphs and the learner's views hold these addresses
             torch._foreach_copy_(into, values)
         if rest:
             self._load(rest)

@@ -48,6 +48,7 @@ class Episode(Protocol):
 
     def close(self) -> None:
         """Give everything back. Called once, also after an error."""
+        return
 
 
 class AsyncEpisode(Protocol):
@@ -62,6 +63,7 @@ class AsyncEpisode(Protocol):
 
     async def close(self) -> None:
         """As Episode's."""
+        return
 
 
 AnyEpisode = Episode | AsyncEpisode

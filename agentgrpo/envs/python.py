@@ -17,7 +17,6 @@ from agentgrpo.sandbox.contexts import command_of, start_context
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.history import ReplayDiverged
 from agentgrpo.sandbox.result import StepResult
-from agentgrpo.sandbox.zygote import session_environment
 from agentgrpo.types import Task
 
 Style = Literal["terminal", "labelled"]
@@ -147,19 +146,7 @@ class PythonEpisode(Episode):
         if language == "python":
             return session
         if language not in self._contexts:
-            channels = session.channels
-            if channels is None:
-                raise InfrastructureError("the session ended before its second interpreter began")
-            template = self._env.pool.template
-            self._contexts[language] = start_context(
-                channels,
-                language,
-                template=template,
-                limits=self._env.pool.limits,
-                env=session_environment(template),
-                directory="/home/user",
-                owner=session.root_and_owner()[1],
-            )
+            self._contexts[language] = start_context(session, language, self._env.pool.template)
         return self._contexts[language]
 
     def fork(self) -> PythonEpisode:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from agentgrpo.envs.tools import ToolEnv
+from agentgrpo.envs.tools import ToolEnv, ToolEpisode
+from agentgrpo.types import Task
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 32
@@ -80,6 +81,10 @@ class SearchEnv(ToolEnv):
             f"[{i}] {title}\n{text[: self._max_chars]}" for i, (title, text) in enumerate(found, 1)
         )
         return "\n".join(shown) or "(nothing found)"
+
+    def reset(self, task: Task) -> ToolEpisode:
+        """An episode without a state of its own."""
+        return ToolEpisode(self.toolset)
 
 
 def read_corpus(path: Path) -> list[tuple[str, str, str]]:

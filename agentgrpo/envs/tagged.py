@@ -58,7 +58,7 @@ class TaggedEnv:
 
     def reset(self, task: Task) -> TaggedEpisode:
         """An episode that has used nothing yet."""
-        search = None if self._search is None else ToolEpisode(self._search.toolset)
+        search = None if self._search is None else self._search.reset(task)
         return TaggedEpisode(self._python.reset(task), search, self.limits)
 
 

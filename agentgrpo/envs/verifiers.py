@@ -145,7 +145,8 @@ class VerifiersEpisode(AsyncEpisode):
             raise InfrastructureError(repr(state["error"]))
         score = self._env.upstream.rubric.score_rollout
         needs = inspect.signature(score).parameters
-        await score(state, **({"score_sem": _Free()} if "score_sem" in needs else {}))
+        free = contextlib.nullcontext()  # how many are judged at once is not limited here
+        await score(state, **({"score_sem": free} if "score_sem" in needs else {}))
         return {"environment": float(state["reward"])}
 
     async def close(self) -> None:
@@ -212,13 +213,6 @@ class PolicyClient:
         assert self._turn is not None
         response: Any = SimpleNamespace(text=OVER, status_code=400, request=None, headers={})
         self._turn.set_exception(BadRequestError(OVER, response=response, body=None))
-
-
-class _Free:
-    """A semaphore that is never taken: how many are judged at once is not limited here."""
-
-    async def __aenter__(self) -> None: ...
-    async def __aexit__(self, *error: object) -> None: ...
 
 
 def _message(action: Action) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from agentgrpo.data import word_problems
 from agentgrpo.envs.calculator import calculate
-from agentgrpo.rewards.rewards import last_number
+from agentgrpo.rewards.answers import last_number
 
 Messages = Sequence[Mapping[str, Any]]
 

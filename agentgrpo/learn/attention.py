@@ -5,9 +5,9 @@ k <= q < tout[k]. What runs:
 
 * CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
   from the root: no T x T mask, and no work on what a token does not see.
-* CUDA: FlexAttention with a BlockMask made from the intervals (csrc/blocks.c); where nothing is
-  shared, FlashAttention's variable-length kernel, which takes 16-bit numbers. (Written and checked
-  on CPU as far as it can be: NEVER RUN ON A GPU yet.)
+* CUDA: FlexAttention with a BlockMask made from the intervals (flex_blocks of packing.py);
+  where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit numbers.
+  (Written and checked on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
 Models with other kinds of layers cannot share prefixes: see why_rows().
@@ -184,6 +184,7 @@ def tree_attention(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     outputs = []
+    # a run at a time: a T x T mask of a packed step would outgrow the activations
     for run in tree.runs:
         stretches = [*run.path, (run.start, run.end)]
         keys, values = (
@@ -207,7 +208,9 @@ def _attend(
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    # after the cap, which would make a finite score of -inf
     scores = scores.masked_fill(~mask, float("-inf"))
+    # exponents summed in float32 at least: in 16 bit a long row's sum stops growing
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
 

@@ -7,9 +7,9 @@ the sampler's log-probability.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,123 +18,70 @@ from torch import Tensor
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine.agreement import outliers_of, require_agreement, widest_gap
-from agentgrpo.engine.weights import InPlaceCopy
 from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
-from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.optimizer import make_optimizer
-from agentgrpo.learn.policy import (
-    Scorer,
-    checkpoint_layers,
-    freeze_all_but,
-    load_frozen,
-    make_policy,
-)
+from agentgrpo.learn.policy import Policy, Scorer, load_frozen
+from agentgrpo.learn.preflight import to_learn
+from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.step_record import Before, StepRecord
 from agentgrpo.learn.updates import Update
+from agentgrpo.machine.memory import explained
 from agentgrpo.run import checkpoint
 from agentgrpo.types import Float32, Int32, Metrics, PackedBatch
 
-if TYPE_CHECKING:
-    from agentgrpo.engine.engine import Engine
-
 
 class Learner:
-    """Trains the policy that an engine samples from.
+    """Trains a policy on what was sampled from it.
 
     Args:
-        model: Hugging Face directory or name, the one the engine was built from.
-        engine: the sampler, whose weights are shared where they can be.
+        policy: to be trained.
+        publisher: of the policy, to whoever samples from it.
         config, loss: settings; total_steps is what the learning rate decays over.
         temperature: the rollouts' sampling temperature, which the log-probabilities are taken at.
-        weights: "auto", "shared" or "copy"; see EngineConfig.
         dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
             sampled token, but for agreement.outliers_of(); above it step() refuses to update.
         reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
-            training began with. None: model.
-        adapter: a checkpoint's folder to take the LoRA adapter from.
+            training began with. None: the policy without its adapter.
 
     Raises:
-        ValueError: weights="shared" where sharing is impossible, with the reason; options that do
-            not go together; more trained_layers than the model has.
+        ValueError: options that do not go together.
     """
 
     def __init__(
         self,
-        model: str | Path,
-        engine: Engine,
+        policy: Policy,
+        publisher: Publisher,
         config: LearnerConfig,
         loss: LossConfig,
         *,
         total_steps: int,
         temperature: float,
-        weights: str = "auto",
         dlogp_limit: float,
         reference: str | Path | None = None,
-        adapter: Path | None = None,
     ) -> None:
-        self._engine, self._config, self._loss = engine, config, loss
+        self.policy, self._publisher, self._config, self._loss = policy, publisher, config, loss
+        self.model, self.device, self._scorer = policy.model, policy.device, policy.scorer
         self._total_steps, self._temperature = total_steps, temperature
         self._dlogp_limit = dlogp_limit
         self._objective = objective_of(loss)
-        self.device = engine.device
-        self._served = bool(config.lora.rank and engine.lora_rank)
-        merged = config.lora.rank and not self._served
-        if merged or parallel.world_size() > 1:
-            if weights == "shared":
-                raise ValueError(
-                    "engine.weights = 'shared' is impossible with learner.lora.serve = 'merged' "
-                    "and on several ranks"
-                )
-            weights = "copy"
-        self.weights, self.model = make_policy(model, engine, weights)
-        self._adapter = Adapter(self.model, config.lora, adapter) if config.lora.rank else None
-        self._scorer, self.trained, self._num_trained = self._prepare(config)
         self._reference: Scorer | None = None
-        if loss.beta and self._adapter is None:
-            self._reference = Scorer(load_frozen(reference or model, engine))
-        self._optimizer = make_optimizer(config, self.trained)
-        if self._served:
-            self.num_packed = engine.pack_frozen(())
-        elif self.weights == "shared":
-            self.num_packed = engine.pack_frozen(self.trained)
-        else:  # every weight is written to at each step
-            self.num_packed = 0
-            engine.unpack()
-            self._copy = InPlaceCopy(engine.model, engine.load_weights)
+        if loss.beta and policy.adapter is None:
+            if reference is None:
+                raise ValueError("loss.beta needs a reference model, or an adapter to switch off")
+            frozen = load_frozen(reference, device=policy.device, dtype=policy.dtype)
+            self._reference = Scorer(frozen)
+        self._optimizer = make_optimizer(config, policy.trained)
         self.step_count = 0
         self._rest()
 
-    def _prepare(self, config: LearnerConfig) -> tuple[Scorer, list[Tensor], int]:
-        """(what scores batches, the trained parameters, how many numbers they are)."""
-        if self._adapter is not None:
-            trained = self._adapter.parameters
-        else:
-            trained = freeze_all_but(self.model, config.trained_layers)
-        count = sum(p.numel() for p in trained)
-        if config.gradient_checkpointing:
-            checkpoint_layers(self.model)
-        scorer = Scorer(self.model)
-        if parallel.world_size() > 1:
-            parallel.shard(scorer, self.model.get_decoder().layers)
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-        return scorer, trained, count
-
     def describe(self) -> dict[str, Any]:
         """What was chosen, for the record."""
-        rows = self._scorer.rows
-        served = {"adapter": "served as it is" if self._served else "merged into the weights"}
         return {
-            "weights": self.weights,
-            **(served if self._adapter else {}),
-            "device": self.device,
-            "dtype": self._engine.dtype,
-            "prefixes": "shared" if rows is None else f"not shared ({rows})",
-            "packed_frozen_layers": self.num_packed,
-            "trained_parameters": self._num_trained,
-            "all_parameters": sum(p.numel() for p in self.model.parameters()),
+            **self.policy.describe(),
+            **self._publisher.about,
             "ranks": parallel.world_size(),
             "kernels": backend_for(torch.device(self.device)),
         }
@@ -145,22 +92,8 @@ class Learner:
         return self._scorer.rows is None
 
     def publish(self) -> Metrics:
-        """Make the sampler's policy this one, then forget its cached keys.
-
-        Shared weights are there already, an adapter is handed over, all else is copied.
-        """
-        started = time.perf_counter()
-        metrics: Metrics = {}
-        if self._served and self._adapter is not None:
-            self._engine.set_adapter(self._adapter.tensors(), self._adapter.config)
-        elif self.weights != "shared":
-            copied = self._copy(self._named())
-            self._engine.weights_loaded()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the copies are queued, and not done, before
-            metrics["publish_gb_per_s"] = copied / 1e9 / (time.perf_counter() - started)
-        self._engine.reset_prefix_cache()
-        return metrics | {"publish_s": time.perf_counter() - started}
+        """Make the sampler's policy this one, then forget its cached keys."""
+        return self._publisher.publish()
 
     def rehearse(self, num_tokens: int) -> None:
         """Forward and backward over one row of num_tokens tokens, all of them loss terms.
@@ -171,6 +104,7 @@ class Learner:
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
+        # a run's first batch is not its worst: a later one finds moments and float32 sums there
         to_come = self._optimizer.bytes_to_come + self._optimizer.bytes_of_sums
         held: list[Tensor] = []
         try:
@@ -194,29 +128,6 @@ class Learner:
         scored = self._scorer(_whole(token_ids), 1.0)
         logp: Float32 = scored.logp_N.float().cpu().numpy()
         return logp
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids the model knows."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """What is trained in place of the weights, with learner.lora."""
-        return self._adapter
-
-    def save_model(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face model directory, or its adapter as a peft one.
-
-        No tokenizer. On several ranks all must call it; the first one writes.
-        """
-        if self._adapter is not None:
-            self._adapter.save(folder)
-            return
-        # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
-        state = {name: parallel.on_first_host(p, copy=True) for name, p in self._plain()}
-        if parallel.rank() == 0:
-            self.model.save_pretrained(folder, state_dict=state)
 
     def save_state(self, path: Path, **more: Any) -> None:
         """Write what a resumed run needs besides the weights: optimizer, step count, and `more`.
@@ -258,7 +169,12 @@ class Learner:
         Raises:
             Disagreement: the sampler saw another policy; nothing was updated.
             FloatingPointError: a gradient is not finite; that update was not made.
+            OutOfMemory: with how many packed tokens fit.
         """
+        with explained("learning", lambda: to_learn(self, self._config.max_tokens)):
+            return self._step(updates)
+
+    def _step(self, updates: Sequence[Update]) -> Metrics:
         started = time.perf_counter()
         self._optimizer.to(self.device)
         self._optimizer.set_lr(self.learning_rate)
@@ -310,13 +226,14 @@ class Learner:
             self._require_agreement(run)
             run.looked = True
         if wants_entropy:
+            # over the terms of all ranks, or each would train on a share of its own
             together = np.concatenate([x for part in parallel.gather(entropies) for x in part])
             quantile = np.quantile(together, 1 - self._loss.top_entropy_quantile)
             run.entropy_threshold = float(quantile)
 
     def _reference_logp(self, batch: PackedBatch) -> Tensor:
-        if self._adapter is not None:
-            with self._adapter.off():
+        if self.policy.adapter is not None:
+            with self.policy.adapter.off():
                 return Tensor(self._scorer(batch, self._temperature).logp_N)
         assert self._reference is not None
         return Tensor(self._reference(batch, self._temperature).logp_N)
@@ -324,6 +241,7 @@ class Learner:
     def _update(self, run: StepRecord, index: int, update: Update, *, first_pass: bool) -> None:
         self._optimizer.zero_grad()
         loss_sum = 0.0
+        # always in this order: float sums depend on it, and a resumed run comes to the same bits
         for number, batch, counts in parallel.share(update.batches):
             loss, measured, scored = self._loss_of(batch, run, run.before[index, number], update)
             # FSDP averages gradients over the ranks; the weights are a share of the whole
@@ -334,13 +252,14 @@ class Learner:
                 run.parts.append(measured)
                 if first_pass and not run.looked:
                     run.saw(index, batch, *scored)
+        # gradients are there and nothing has moved yet: the last moment to refuse
         if first_pass and index == 0 and not run.looked:
             self._require_agreement(run)
         run.losses.append(parallel.total(loss_sum))
         run.norms.append(self._optimizer.step(max_grad_norm=self._config.max_grad_norm))
 
     def _require_agreement(self, run: StepRecord) -> None:
-        widest = parallel.largest(widest_gap(run.gaps, outliers_of(self._engine.dtype)))
+        widest = parallel.largest(widest_gap(run.gaps, outliers_of(self.policy.dtype)))
         require_agreement(widest, self._dlogp_limit, where="on the sampled tokens")
 
     def _loss_of(
@@ -349,6 +268,7 @@ class Learner:
         """(loss, the kernel's metrics, log-probabilities and entropies)."""
         logp_N, entropy_N = self._scorer(batch, self._temperature)
 
+        # float32 whatever the weights are: a ratio is the exponent of a difference of two of these
         def like_logp(array: np.ndarray[Any, Any]) -> Tensor:
             return torch.from_numpy(array).to(logp_N.device, logp_N.dtype)
 
@@ -357,6 +277,7 @@ class Learner:
         if self._loss.old_logps == "sampler":
             old = sampler
         else:
+            # in the first update the policy is its own old one: a ratio of exactly 1, with gradient
             old = detached if before.old_logp is None else before.old_logp
         loss, metrics = grpo_loss(
             logp_N,
@@ -372,15 +293,6 @@ class Learner:
             num_sequences=update.num_samples,
         )
         return loss, metrics, (detached, entropy_N)
-
-    def _plain(self) -> list[tuple[str, Tensor]]:
-        return list(self.model.named_parameters())
-
-    def _named(self) -> Iterable[tuple[str, Tensor]]:
-        """Whole tensors under the names of the checkpoint, the adapter merged into them."""
-        if self._adapter is not None:
-            return self._adapter.merged()
-        return ((name, parallel.whole(p)) for name, p in self._plain())
 
 
 def _whole(token_ids: Int32) -> PackedBatch:

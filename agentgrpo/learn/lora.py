@@ -10,19 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
-from agentgrpo.engine.weights import InPlaceCopy
-from agentgrpo.learn.policy import load_frozen
-from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS, SavedAdapter
-
-if TYPE_CHECKING:
-    from agentgrpo.engine.engine import Engine
+from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 
 class Adapter:
@@ -97,6 +92,7 @@ class Adapter:
         for name, layer in self._layers.items():
             weight = parallel.whole(layer.base_layer.weight)
             a, b = (parallel.whole(side["default"].weight) for side in (layer.lora_A, layer.lora_B))
+            # product and sum in float32, rounded once: else agreement is lost in bfloat16
             update = (b.float() @ a.float()) * layer.scaling["default"]
             found.append((f"{name}.weight", (weight.float() + update).to(weight.dtype)))
         return found
@@ -141,23 +137,3 @@ def _require_layers(model: Any, targets: Sequence[str]) -> None:
         if not found or head in found:
             what = "the head cannot have an adapter" if found else "no linear layer has this name"
             raise ValueError(f"learner.lora.target_modules: {what}: {target!r}")
-
-
-def put_in_place(engine: Engine, adapter: SavedAdapter, base: str) -> None:
-    """Have an engine answer with an adapter as after an update of a run: beside the weights, or
-    merged into them where it was started without room for adapters.
-
-    Args:
-        engine: holds `base`.
-        adapter: to be played with.
-        base: directory or name of the model that it is to.
-
-    Raises:
-        ValueError: the engine has no adapters for one of its layers, or peft is missing.
-    """
-    if engine.lora_rank:
-        engine.set_adapter(adapter.tensors(), adapter.config)
-        return
-    config = LoraConfig(rank=adapter.rank, alpha=adapter.config["lora_alpha"])
-    merged = Adapter(load_frozen(base, engine), config, adapter.folder).merged()
-    InPlaceCopy(engine.model, engine.load_weights)(merged)

@@ -1,67 +1,91 @@
 """What the objective needs to know of a whole update: its options, its normaliser, its mismatch.
 
-The loss of an update is sum(weight * token loss). Weights are taken over every rollout of the
-update that is trained on, also those without an advantage, so that neither dropping dead groups nor
-splitting into batches changes a gradient.
+The loss of an update is sum(weight * token loss). Weights are taken over all samples of the update,
+also those that are masked or have no advantage, so that neither dropping dead groups nor splitting
+into batches changes a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig
-from agentgrpo.kernels.objective import Objective, needs_sequences
+from agentgrpo.config.read import load_callable
+from agentgrpo.kernels.objective import NORMALISERS, LossType, Objective, loss_of, needs_sequences
 from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
-
-PER_ROLLOUT = ("grpo", "sapo", "gmpo")
-PER_TOKEN = ("dapo", "bnpo", "cispo", "vespo")
 
 
 def objective_of(config: LossConfig) -> Objective:
-    """The kernels' options of a config.
+    """The kernels' options of a config, a loss of the user's own loaded and tried.
 
     Raises:
-        ValueError: they do not go together; names the key.
+        ValueError: there is no such function, it fails on three tokens, or gives no loss per token
+            with a gradient; names the key.
     """
-    shared = {field.name: getattr(config, field.name) for field in fields(Objective)}
+    if ":" not in config.loss_type:
+        return config
+    function = load_callable(config.loss_type, key="loss.loss_type")
+    options: dict[str, Any] = {
+        field.name: getattr(config, field.name) for field in fields(Objective)
+    }
+    made = Objective(**{**options, "loss_type": replace(config.row, term=function)})
     try:
-        made = Objective(**shared)
-    except ValueError as error:
-        raise ValueError(f"loss.{error}") from None
-    corrects = made.vllm_importance_sampling_correction and made.correction_level != "token"
-    if made.loss_type == "vespo" and corrects:
+        _try(made)
+    except Exception as error:
         raise ValueError(
-            "loss.vllm_importance_sampling_mode: vespo multiplies token ratios itself, expected "
-            f"'token_truncate' or 'token_mask', got {made.vllm_importance_sampling_mode!r}"
-        )
+            f"loss.loss_type: {config.loss_type!r} fails on three tokens: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return made
+
+
+def _try(objective: Objective) -> None:
+    """Compute a small loss and its gradient, so that a wrong function ends no run later."""
+    import torch  # which nothing needs before the model, but this
+
+    from agentgrpo.kernels.grpo_loss import grpo_loss
+
+    logp = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    old, sequence = logp.detach() - 0.1, torch.tensor([0, 0, 1])
+    loss, _ = grpo_loss(
+        logp, old, torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), objective, ref_logp_N=old,
+        sampler_logp_N=old, entropy_N=-old, sequence_N=sequence, backend="torch",
+    )  # fmt: skip
+    if not loss.requires_grad:
+        raise ValueError("its result has no gradient")
 
 
 def reads_whole_rollouts(config: LossConfig) -> bool:
     """Whether a token's loss depends on the other tokens of its rollout, in whichever row."""
-    return needs_sequences(objective_of(config), has_sampler_logp=True)
+    return needs_sequences(config, has_sampler_logp=True)
 
 
 def is_trained(rollout: Rollout) -> bool:
-    """Whether the rollout counts in the loss."""
+    """Whether the rollout's tokens enter the loss."""
     return rollout.trained and rollout.num_sampled > 0
 
 
-def token_weights(groups: Sequence[Group], loss_type: str, max_sampled_tokens: int) -> list[float]:
+def token_weights(
+    groups: Sequence[Group],
+    loss_type: str | LossType,
+    max_sampled_tokens: int,
+    *,
+    num_samples: int | None = None,
+) -> list[float]:
     """One weight per rollout, in group and rollout order, for each of its sampled tokens.
 
     Args:
-        groups: all groups of the update.
-        loss_type: with m a rollout's sampled tokens and B the rollouts that are trained on:
-            dapo, bnpo, cispo, vespo: 1 / sum m (arXiv:2503.14476); grpo, sapo, gmpo: 1 / (m B), the
-            mean over rollouts of their means (arXiv:2402.03300), which favours short ones;
-            dr_grpo: 1 / (B max_sampled_tokens), a constant (arXiv:2503.20783); luspo: 1 / B.
-        max_sampled_tokens: the budget of one rollout, for dr_grpo.
+        groups: of the update.
+        loss_type: whose normaliser it is; see kernels.objective.NORMALISERS, which
+            kernels.reduce.term_weights takes too.
+        max_sampled_tokens: the budget of one rollout, for the normaliser "budget".
+        num_samples: B. None: the rollouts of the groups. Those that are masked or sampled nothing
+            count, as in TRL; what the machine broke or treatment drops is no sample.
 
     Returns:
         Weights; 0.0 for rollouts that are not trained on.
@@ -69,22 +93,14 @@ def token_weights(groups: Sequence[Group], loss_type: str, max_sampled_tokens: i
     Raises:
         ValueError: an unknown loss_type.
     """
+    weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [r.num_sampled if is_trained(r) else 0 for r in rollouts]
-    num_rollouts, num_tokens = sum(length > 0 for length in lengths), sum(lengths)
-
-    def weight(length: int) -> float:
-        if loss_type in PER_TOKEN:
-            return 1.0 / num_tokens
-        if loss_type in PER_ROLLOUT:
-            return 1.0 / (num_rollouts * length)
-        if loss_type == "dr_grpo":
-            return 1.0 / (num_rollouts * max_sampled_tokens)
-        if loss_type == "luspo":
-            return 1.0 / num_rollouts
-        raise ValueError(f"loss_type: {loss_type!r} has no weights here")
-
-    return [weight(length) if length else 0.0 for length in lengths]
+    samples = sum(r.scored for r in rollouts) if num_samples is None else num_samples
+    return [
+        weight(length, samples, sum(lengths), max_sampled_tokens) if length else 0.0
+        for length in lengths
+    ]
 
 
 TURNS_SHOWN = 8

@@ -76,6 +76,7 @@ class MasterAdamW:
         for p, master in self._lower():
             if p.grad is None:
                 continue
+            # in bfloat16 what a later batch adds to a sum 256 times as large would be lost
             if master.grad is None:
                 master.grad = p.grad.float()
             else:
@@ -97,11 +98,11 @@ class MasterAdamW:
         self.collect()
         clipped = torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm)
         norm = parallel.whole(clipped).item()
-        if not norm < float("inf"):
+        if not norm < float("inf"):  # nan is not less either
             raise FloatingPointError(f"the gradient norm is {norm}; the weights are unchanged")
         self._adamw.step()
         for p, master in self._lower():
-            p.copy_(master)
+            p.copy_(master)  # rounded to nearest; the master keeps what the rounding drops
             master.grad = None
         return float(norm)
 
@@ -127,6 +128,7 @@ class MasterAdamW:
         """
         return {
             "adamw": tree_map(_on_first_host, self._adamw.state_dict()),
+            # not made again from the rounded parameters: a resumed run must come to the same bits
             "masters": [parallel.on_first_host(master) for _, master in self._lower()],
         }
 

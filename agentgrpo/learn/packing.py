@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentgrpo import _C
 from agentgrpo.types import Group, Int32, PackedBatch, Rollout, Segment
@@ -162,16 +163,17 @@ def flex_blocks(tout_T: Int32, block_size: int = 128) -> FlexBlocks:
     whole_end = np.minimum.reduceat(tout_T, starts) // block_size
     end = -(-np.maximum.reduceat(tout_T, starts) // block_size)
     n = len(starts)
-    block = np.arange(n, dtype=np.int16 if n < 2**14 else np.int32)  # the short one sorts faster
+    kind: Any = np.int16 if n < 2**14 else np.int32  # the short one sorts faster
+    block: NDArray[Any] = np.arange(n, dtype=kind)
     query, key = block[:, None], block
-    whole = (query > key) & (query < whole_end.astype(block.dtype))
+    whole = (query > key) & (query < whole_end.astype(kind))
     if block_size == 1:  # a token sees itself but nothing after it
         whole |= query == key
-    partial = ((query >= key) & (query < end.astype(block.dtype))) ^ whole
+    partial = ((query >= key) & (query < end.astype(kind))) ^ whole
     seen = np.stack([partial, whole, partial.T, whole.T])
-    rows = np.where(seen, block, block + block.dtype.type(n))  # those that are not seen go last
+    rows = np.where(seen, block, block + kind(n))  # those that are not seen go last
     rows.sort(axis=-1)
-    rows -= block.dtype.type(n) * (rows >= n)
+    rows -= kind(n) * (rows >= n)
     tables = zip(seen.sum(-1, dtype=np.int32), rows.astype(np.int32), strict=True)
     return FlexBlocks(*(array for table in tables for array in table))
 

@@ -1,31 +1,25 @@
-"""The policy as a transformers model: where its weights lie, what of it is trained, how a packed
-batch goes through it.
+"""The policy as a transformers model: what of it is trained, how a packed batch goes through it,
+what of it is published and saved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentgrpo.engine.weights import CannotShare, install, parameters_on_meta, views_for
+from agentgrpo import parallel
+from agentgrpo.config import LearnerConfig
+from agentgrpo.engine.weights import parameters_on_meta
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.learn.attention import TREE, Tree, why_rows
+from agentgrpo.learn.lora import Adapter
 from agentgrpo.types import Int32, PackedBatch
-
-
-class WeightOwner(Protocol):
-    """The part of the engine that a policy is made from."""
-
-    device: Any
-    dtype: Any
-
-    @property
-    def model(self) -> nn.Module: ...
 
 
 class Scored(NamedTuple):
@@ -107,38 +101,93 @@ class Scorer(nn.Module):
         return hidden[inside]
 
 
-def make_policy(model: str | Path, engine: WeightOwner, weights: str) -> tuple[str, Any]:
-    """The transformers model, on the engine's own tensors where the two can share them.
+class Policy:
+    """What is trained: a transformers model, its last layers, or a LoRA adapter to it.
 
     Args:
-        model: Hugging Face directory or name.
-        engine: whose tensors, dtype and device.
-        weights: "auto", "shared" or "copy"; see EngineConfig.
-
-    Returns:
-        ("shared" or "copy (why)", the model).
+        model: its own parameters are frozen, but for those that are trained; its attention is
+            replaced, adapted layers are put in place, and on several ranks it is sharded.
+        config: what of it is trained.
+        weights: where its parameters lie, for the record.
+        adapter: a checkpoint's folder to take the LoRA adapter from.
 
     Raises:
-        ValueError: weights="shared" where it is impossible.
+        ValueError: more trained_layers than the model has, or as Adapter's.
     """
-    options = {"dtype": getattr(torch, engine.dtype)}
-    if weights == "copy":
-        return "copy", load_frozen(model, engine).requires_grad_(True)
+
+    def __init__(
+        self, model: Any, config: LearnerConfig, *, weights: str, adapter: Path | None = None
+    ) -> None:
+        self.model, self.weights = model, weights
+        self.device: str = model.device.type
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.adapter = Adapter(model, config.lora, adapter) if config.lora.rank else None
+        self.trained = (
+            self.adapter.parameters
+            if self.adapter is not None
+            else freeze_all_but(model, config.trained_layers)
+        )
+        self._num_trained = sum(p.numel() for p in self.trained)
+        if config.gradient_checkpointing:
+            checkpoint_layers(model)
+        self.scorer = Scorer(model)
+        if parallel.world_size() > 1:
+            parallel.shard(self.scorer, model.get_decoder().layers)
+            # sharding replaced every parameter by this rank's part of it
+            self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the model knows."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, for the record."""
+        rows = self.scorer.rows
+        return {
+            "weights": self.weights,
+            "device": self.device,
+            "dtype": self.dtype,
+            "prefixes": "shared" if rows is None else f"not shared ({rows})",
+            "trained_parameters": self._num_trained,
+            "all_parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def to_publish(self) -> Iterable[tuple[str, Tensor]]:
+        """Whole tensors under the names of the checkpoint; of an adapter those it changes, merged.
+
+        One after the other: on several ranks each is whole only while it is looked at.
+        """
+        if self.adapter is not None:
+            return self.adapter.merged()
+        return ((name, parallel.whole(p)) for name, p in self.model.named_parameters())
+
+    def save(self, folder: Path) -> None:
+        """Write it as a Hugging Face model directory, or its adapter as a peft one; no tokenizer.
+
+        On several ranks all must call it; the first one writes.
+        """
+        if self.adapter is not None:
+            self.adapter.save(folder)
+            return
+        # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
+        named = self.model.named_parameters()
+        state = {name: parallel.on_first_host(p, copy=True) for name, p in named}
+        if parallel.rank() == 0:
+            self.model.save_pretrained(folder, state_dict=state)
+
+
+def load_frozen(model: str | Path, *, device: str, dtype: str) -> Any:
+    """A model in tensors of its own, without gradients."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    return loaded.to(device).eval().requires_grad_(False)
+
+
+def hollow(model: str | Path, dtype: str) -> Any:
+    """A model whose parameters have shapes and no storage."""
+    config = AutoConfig.from_pretrained(model)
     with parameters_on_meta():
-        policy: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), **options)
-    try:
-        install(policy, views_for(engine.model, policy))
-    except CannotShare as error:
-        if weights == "shared":
-            raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
-        return f"copy ({error})", load_frozen(model, engine).requires_grad_(True)
-    return "shared", policy.to(engine.device).eval()
-
-
-def load_frozen(model: str | Path, engine: WeightOwner) -> Any:
-    """The model in tensors of its own, of the engine's device and dtype, without gradients."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, engine.dtype))
-    return loaded.to(engine.device).eval().requires_grad_(False)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
 def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:

@@ -11,9 +11,7 @@ import time
 from typing import Protocol
 
 from agentgrpo import parallel
-from agentgrpo.config import TrainConfig
-from agentgrpo.machine.hardware import memory_bytes
-from agentgrpo.machine.memory import memory, out_of_memory, release
+from agentgrpo.machine.memory import OutOfMemory, memory, out_of_memory, release
 from agentgrpo.types import Metrics
 
 GRAIN = 128
@@ -69,7 +67,7 @@ def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metric
     try:
         engine.wake()
         learner.publish()
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OutOfMemory) as error:
         if not out_of_memory(error):
             raise
         raise DoesNotFit(
@@ -108,20 +106,7 @@ def largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
     return f"{fits * GRAIN} tokens do"
 
 
-def to_learn(config: TrainConfig, learner: Rehearsal) -> str:
+def to_learn(learner: Rehearsal, max_tokens: int) -> str:
     """What to set lower when memory ran out while learning, with the number that fits now."""
-    limit = config.learner.max_tokens
-    return (
-        f"learner.max_tokens is {limit}, and {largest_that_fits(learner, limit)}; {LESS_TO_TRAIN}"
-    )
-
-
-def to_sample(config: TrainConfig) -> str:
-    """What to set lower when memory ran out for vLLM."""
-    engine = config.engine
-    total, free = (size / 2**30 for size in memory_bytes())
-    return (
-        f"a lower engine.kv_cache_gib (it is {engine.kv_cache_gib:g}) or engine.max_num_seqs "
-        f"({engine.max_num_seqs}), or a smaller model; {free:.1f} of the host's {total:.1f} GiB "
-        "are free now, and `agentgrpo train CONFIG --dry-run` adds up what is needed"
-    )
+    fits = largest_that_fits(learner, max_tokens)
+    return f"learner.max_tokens is {max_tokens}, and {fits}; {LESS_TO_TRAIN}"

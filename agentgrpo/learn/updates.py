@@ -66,13 +66,13 @@ def plan_updates(
 
 
 def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
-    """Which groups each update of a step trains on, with those rollouts that are trained on."""
+    """The samples of each update of a step: all that are scored, masked ones too."""
     order = np.arange(len(groups))
     if config.loss.num_mini_batches > 1:
         np.random.default_rng((config.seed, step)).shuffle(order)
     return [
         [
-            Group(task=groups[i].task, rollouts=list(filter(is_trained, groups[i].rollouts)))
+            Group(task=groups[i].task, rollouts=[r for r in groups[i].rollouts if r.scored])
             for i in sorted(part.tolist())
         ]
         for part in np.array_split(order, config.loss.num_mini_batches)
@@ -80,10 +80,11 @@ def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> 
 
 
 def as_packed(groups: Sequence[Group], config: TrainConfig) -> list[Group]:
-    """The groups of an update as they are packed: with hard credit, each of its turns once."""
+    """What is trained on of an update's samples: with hard credit, each of its turns once."""
+    trained = [Group(task=g.task, rollouts=list(filter(is_trained, g.rollouts))) for g in groups]
     if config.loss.branch_credit != "hard":
-        return list(groups)
-    return [Group(task=group.task, rollouts=shared_once(group.rollouts)) for group in groups]
+        return trained
+    return [Group(task=group.task, rollouts=shared_once(group.rollouts)) for group in trained]
 
 
 def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
@@ -101,9 +102,14 @@ def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return out
 
 
-def _update(played: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
-    loss, trained = config.loss, as_packed(played, config)
-    weights = token_weights(trained, loss.loss_type, config.rollout.max_sampled_tokens)
+def _update(samples: list[Group], config: TrainConfig, share_prefixes: bool) -> Update:
+    loss, trained = config.loss, as_packed(samples, config)
+    weights = token_weights(
+        trained,
+        loss.row,
+        config.rollout.max_sampled_tokens,
+        num_samples=sum(len(group.rollouts) for group in samples),
+    )
     batches = pack_tree(
         trained,
         max_tokens=config.learner.max_tokens,
@@ -117,5 +123,5 @@ def _update(played: list[Group], config: TrainConfig, share_prefixes: bool) -> U
         batches=batches,
         num_samples=len(rollouts),
         rollouts=rollouts,
-        played=[rollout for group in played for rollout in group.rollouts],
+        played=[rollout for group in samples for rollout in group.rollouts if is_trained(rollout)],
     )

@@ -41,22 +41,12 @@ def _torch_sees_it() -> Check:
     return Check("gpu", True, ", ".join(names))
 
 
-def lines_of(checks: list[Check]) -> list[str]:
-    """As the sandbox's doctor prints them."""
-    lines = []
-    for check in checks:
-        lines.append(f"{'ok  ' if check.ok else 'MISS'} {check.name:16} {check.found}")
-        if not check.ok and check.remedy:
-            lines.append(f"     {'remedy':16} {check.remedy}")
-    return lines
-
-
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit status."""
     parser_of("doctor", __doc__).parse_args(arguments)
     gpu = hardware.has_nvidia_gpu()
     checks = [*device_checks(), *packages.package_checks(packages.installed(), gpu=gpu)]
-    print("\n".join(lines_of(checks)))  # noqa: T201
+    print("\n".join(line for check in checks for line in check.lines()))  # noqa: T201
     report, isolated = sandbox_doctor.report()
     print(f"\n{report}")  # noqa: T201
     lacking = [check.name for check in checks if check.essential and not check.ok]

@@ -173,36 +173,14 @@ def shapes_in(folder: Path) -> Shapes:
 
 
 def shapes_of(config: Any) -> Shapes:
-    """Of each tensor of a dense decoder (Qwen3, Llama, Mistral), from its transformers config.
+    """Of each tensor of a model, from its transformers config; the model is made without storage.
 
-    Empty for other kinds: a mixture of experts, or one whose config names its sizes otherwise.
+    Raises:
+        ValueError: transformers has no causal language model of this kind.
     """
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    if any(getattr(config, name, None) for name in experts) or not all(
-        hasattr(config, name)
-        for name in ("hidden_size", "intermediate_size", "num_key_value_heads")
-    ):
-        return {}
-    hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    if config.model_type.startswith("qwen3"):
-        layer |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
-    for number in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{number}.{name}.weight": s for name, s in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -40,17 +40,17 @@ def memory_bytes() -> tuple[int, int]:
     The machine's, or what the tightest bound leaves of it: a control group (a container's, a
     batch system's), or a limit of the address space (`ulimit -v`).
     """
-    machine = _kib("/proc/meminfo")
+    machine = kib_of("/proc/meminfo")
     bounds = [(machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024)]
     bounds += [(limit, limit - used) for limit, used in memory_bounds()]
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
-        bounds.append((addresses, addresses - _kib("/proc/self/status")["VmSize"] * 1024))
+        bounds.append((addresses, addresses - kib_of("/proc/self/status")["VmSize"] * 1024))
     totals, free = zip(*bounds, strict=True)
     return min(totals), max(0, min(free))
 
 
-def _kib(path: str) -> dict[str, int]:
+def kib_of(path: str) -> dict[str, int]:
     """The numbers of a file of /proc that it gives in KiB."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}

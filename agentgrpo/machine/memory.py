@@ -10,8 +10,8 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from agentgrpo.machine.hardware import kib_of
 from agentgrpo.types import Metrics
 
 _SAID = ("can't allocate memory", "error: out of memory", "cublas_status_alloc_failed")
@@ -61,15 +61,12 @@ def memory(device: str) -> Metrics:
 
 def rss_bytes() -> int:
     """Resident memory of this process, in bytes, shared pages included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmRSS line")
+    return kib_of("/proc/self/status")["VmRSS"] * 1024
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the host."""
-    if isinstance(error, MemoryError):  # Python's, numpy's, and C++'s std::bad_alloc
+    if isinstance(error, OutOfMemory | MemoryError):  # Python's, numpy's, C++'s std::bad_alloc
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):

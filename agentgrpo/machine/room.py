@@ -1,7 +1,8 @@
-"""Whether a run fits this machine's memory, said before the model is loaded."""
+"""Whether a run fits this machine's memory and disk, said before the model is loaded."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from agentgrpo.machine.footprint import (
     shapes_in,
     shapes_of,
 )
+from agentgrpo.sandbox.doctor import Check
 
 
 def held_by(config: TrainConfig, model: str) -> Footprint | None:
@@ -28,58 +30,55 @@ def held_by(config: TrainConfig, model: str) -> Footprint | None:
     return footprint(config, shapes, cuda=cuda, ranks=parallel.world_size())
 
 
-def require_room_to_sample(config: TrainConfig, model: str) -> None:
-    """Refuse what vLLM has no room for: it would say so in its own words, after loading the model,
-    or be ended by Linux, since a control group's limit is met only where memory is written to.
+def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]:
+    """What a run needs of memory and disk, beside what there is; nothing where that is not known.
 
-    Raises:
-        ValueError: weights and KV cache exceed what is free, or the card; names what to lower.
+    vLLM would say that it has no room in its own words, after loading the model, or be ended by
+    Linux, since a control group's limit is met only where memory is written to.
+
+    Args:
+        config: of the run.
+        model: directory or hub name.
+        trained: not only sampled from.
     """
     held = held_by(config, model)
-    if held is None:
-        return
-    card = hardware.gpu_memory_bytes() if held.cuda else None
-    if held.cuda and card is None:
+    card = hardware.gpu_memory_bytes() if held is not None and held.cuda else None
+    if held is None or (held.cuda and card is None):
         return
     total, free = hardware.memory_bytes() if card is None else (card, card)
     need = held.weights + held.kv_cache
-    if need > free:
-        raise ValueError(
-            f"no room for vLLM: weights {held.weights / GIB:.2f} + KV cache "
-            f"{held.kv_cache / GIB:.2f} = {need / GIB:.2f} GiB are needed to start it, and "
-            f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free{' on the card' if card else ''}; "
-            f"a lower engine.kv_cache_gib (it is {config.engine.kv_cache_gib:g}), or a smaller "
-            "model, needs less"
-        )
-
-
-def memory_warnings(config: TrainConfig, model: str) -> list[str]:
-    """What a run should say about memory before it loads a model: nothing, where it seems to fit.
-
-    On a CPU it would not be told otherwise: Linux ends a process that uses too much without a word.
-    """
-    held = held_by(config, model)
-    return [] if held is None else list(short_of_memory(held))
-
-
-def short_of_memory(held: Footprint) -> Iterator[str]:
-    """What is to be said where it seems not to fit."""
-    advice = (
-        "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
-        "learner.max_tokens or engine.kv_cache_gib, or a smaller model"
+    yield Check(
+        "room for vLLM",
+        need <= free,
+        f"weights {held.weights / GIB:.2f} + KV cache {held.kv_cache / GIB:.2f} = "
+        f"{need / GIB:.2f} GiB are needed to start it, and {free / GIB:.2f} of {total / GIB:.2f} "
+        f"GiB are free{' on the card' if card else ''}",
+        f"a lower engine.kv_cache_gib (it is {config.engine.kv_cache_gib:g}), or a smaller model",
+        essential=True,
     )
-    need, free = held.peak / GIB, hardware.memory_bytes()[1] / GIB
-    if not held.cuda and need > free:
-        yield (
-            f"{need:.1f} GiB are needed at least, more than the {free:.1f} GiB that are free: "
-            f"{advice}"
-        )
-    card = hardware.gpu_memory_bytes() if held.cuda else None
-    if card is not None and held.peak > ALLOCATORS * card:
-        yield (
-            f"{need:.1f} GiB are needed, more than {ALLOCATORS:.0%} of the card's "
-            f"{card / GIB:.0f} GiB: {advice}"
-        )
+    if not trained:
+        return
+    fits = held.peak <= (free if card is None else ALLOCATORS * card)
+    room = f"the {free / GIB:.1f} GiB that are free"
+    if card is not None:
+        room = f"{ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB"
+    yield Check(
+        "memory",
+        fits,
+        held.listed() if fits else f"{held.listed()} are needed, more than {room}",
+        "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
+        "learner.max_tokens or engine.kv_cache_gib, or a smaller model",
+    )
+    disk = (config.keep_checkpoints + 1) * held.checkpoint / GIB
+    there = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
+    left = shutil.disk_usage(there).free / GIB
+    yield Check(
+        "disk",
+        disk <= left,
+        f"{disk:.1f} GiB for {config.keep_checkpoints} checkpoints and the next while it is "
+        f"written, {left:.0f} GiB free",
+        "a lower keep_checkpoints, or another out_dir",
+    )
 
 
 def shapes_named(model: str) -> Shapes:

@@ -19,103 +19,62 @@ SIZE = 160
 """Entries; the last quarter is held out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """What an entry may be asked for: the wordings for training, and others for measuring."""
+TABLE = """\
+village
+{name} is a village of {number} houses. Its mayor is {person}. It is known for its {thing}.
+honey cheese baskets bells roses knives cider lace
+Who is the mayor of {name}?
+Name the mayor of the village {name}.
+Which person is mayor in {name}?
+What is {name} known for?
+For what is the village {name} known?
+What is the village of {name} known for?
+How many houses has {name}?
+How many houses are in {name}?
+How many houses does the village {name} have?
 
-    train: tuple[str, ...]
-    heldout: tuple[str, ...]
+ship
+The {name} is a ship of {number} tons. Its captain is {person}. It carries {thing}.
+coal salt timber grain wool copper tea bricks
+Who is captain of the {name}?
+Name the captain of the ship {name}.
+Which person is the captain of the {name}?
+What does the {name} carry?
+What is carried by the ship {name}?
+What does the ship called {name} carry?
+How many tons has the {name}?
+The ship {name} has how many tons?
+How many tons does the ship {name} have?
 
+bridge
+The {name} bridge is {number} metres long. It was built by {person}. It is made of {thing}.
+stone steel oak iron brick granite rope concrete
+Who built the {name} bridge?
+By whom was the {name} bridge built?
+Which person built the {name} bridge?
+What is the {name} bridge made of?
+Of what is the {name} bridge made?
+What was used to make the {name} bridge?
+How many metres long is the {name} bridge?
+How long is the {name} bridge in metres?
+What length in metres has the {name} bridge?
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A kind of entry: its text, in which {name} and its facts stand, and the questions."""
-
-    text: str
-    facts: dict[str, Fact]
-
-
-KINDS = {
-    "village": Kind(
-        text="{name} is a village of {number} houses. Its mayor is {person}. It is known for its "
-        "{thing}.",
-        facts={
-            "person": Fact(
-                train=("Who is the mayor of {name}?", "Name the mayor of the village {name}."),
-                heldout=("Which person is mayor in {name}?",),
-            ),
-            "thing": Fact(
-                train=("What is {name} known for?", "For what is the village {name} known?"),
-                heldout=("What is the village of {name} known for?",),
-            ),
-            "number": Fact(
-                train=("How many houses has {name}?", "How many houses are in {name}?"),
-                heldout=("How many houses does the village {name} have?",),
-            ),
-        },
-    ),
-    "ship": Kind(
-        text="The {name} is a ship of {number} tons. Its captain is {person}. It carries {thing}.",
-        facts={
-            "person": Fact(
-                train=("Who is captain of the {name}?", "Name the captain of the ship {name}."),
-                heldout=("Which person is the captain of the {name}?",),
-            ),
-            "thing": Fact(
-                train=("What does the {name} carry?", "What is carried by the ship {name}?"),
-                heldout=("What does the ship called {name} carry?",),
-            ),
-            "number": Fact(
-                train=("How many tons has the {name}?", "The ship {name} has how many tons?"),
-                heldout=("How many tons does the ship {name} have?",),
-            ),
-        },
-    ),
-    "bridge": Kind(
-        text="The {name} bridge is {number} metres long. It was built by {person}. It is made of "
-        "{thing}.",
-        facts={
-            "person": Fact(
-                train=("Who built the {name} bridge?", "By whom was the {name} bridge built?"),
-                heldout=("Which person built the {name} bridge?",),
-            ),
-            "thing": Fact(
-                train=("What is the {name} bridge made of?", "Of what is the {name} bridge made?"),
-                heldout=("What was used to make the {name} bridge?",),
-            ),
-            "number": Fact(
-                train=(
-                    "How many metres long is the {name} bridge?",
-                    "How long is the {name} bridge in metres?",
-                ),
-                heldout=("What length in metres has the {name} bridge?",),
-            ),
-        },
-    ),
-    "school": Kind(
-        text="The {name} school has {number} pupils. Its head is {person}. It teaches {thing}.",
-        facts={
-            "person": Fact(
-                train=("Who is head of the {name} school?", "Name the head of the {name} school."),
-                heldout=("Which person is the head of the {name} school?",),
-            ),
-            "thing": Fact(
-                train=("What does the {name} school teach?", "What is taught at {name} school?"),
-                heldout=("What can one learn at the {name} school?",),
-            ),
-            "number": Fact(
-                train=("How many pupils has the {name} school?", "How many pupils are at {name}?"),
-                heldout=("How many pupils does the school {name} have?",),
-            ),
-        },
-    ),
-}
-THINGS = {
-    "village": ("honey", "cheese", "baskets", "bells", "roses", "knives", "cider", "lace"),
-    "ship": ("coal", "salt", "timber", "grain", "wool", "copper", "tea", "bricks"),
-    "bridge": ("stone", "steel", "oak", "iron", "brick", "granite", "rope", "concrete"),
-    "school": ("music", "law", "painting", "farming", "dance", "sailing", "cooking", "weaving"),
-}
+school
+The {name} school has {number} pupils. Its head is {person}. It teaches {thing}.
+music law painting farming dance sailing cooking weaving
+Who is head of the {name} school?
+Name the head of the {name} school.
+Which person is the head of the {name} school?
+What does the {name} school teach?
+What is taught at {name} school?
+What can one learn at the {name} school?
+How many pupils has the {name} school?
+How many pupils are at {name}?
+How many pupils does the school {name} have?
+"""
+"""Kinds of entries. Of each: its text; what `thing` may be; and three questions for each of person,
+thing and number, the last of which is for measuring."""
+KINDS = {kind[0]: kind[1:] for kind in (part.splitlines() for part in TABLE.split("\n\n"))}
 FIRST_NAMES = ("Ada", "Boris", "Clara", "Dario", "Elsa", "Felix", "Greta", "Hugo", "Irma", "Jonas")
 LAST_NAMES = ("Brink", "Castel", "Dorn", "Falk", "Grimm", "Holt", "Kessel", "Lund", "Moor", "Stern")
 HEADS = ("Al", "Bel", "Cor", "Dun", "Er", "Fal", "Gar", "Hol", "Kel", "Mar", "Nor", "Tor", "Vel")
@@ -134,7 +93,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        return KINDS[self.kind].text.format(name=self.name, **self.values)
+        return KINDS[self.kind][0].format(name=self.name, **self.values)
 
 
 @cache
@@ -147,7 +106,7 @@ def entries() -> tuple[Entry, ...]:
         kind = list(KINDS)[index % len(KINDS)]
         values = {
             "person": f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
-            "thing": rng.choice(THINGS[kind]),
+            "thing": rng.choice(KINDS[kind][1].split()),
             "number": str(rng.randint(20, 990)),
         }
         made.append(Entry(name=name, kind=kind, values=values))
@@ -169,8 +128,9 @@ def lookups(split: Split) -> list[Task]:
     rng = random.Random(f"almanac/{split}")
     tasks = []
     for entry in chosen:
-        for name, fact in KINDS[entry.kind].facts.items():
-            question = rng.choice(getattr(fact, split)).format(name=entry.name)
+        for number, name in enumerate(entry.values):
+            *train, heldout = KINDS[entry.kind][2 + 3 * number : 5 + 3 * number]
+            question = rng.choice(train if split == "train" else [heldout]).format(name=entry.name)
             tasks.append(
                 Task(
                     id=f"lookup/{split}/{entry.name}/{name}",

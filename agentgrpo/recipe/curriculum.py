@@ -11,9 +11,8 @@ out_dir/stage_k:
     rl/            the training run, as of agentgrpo.train
     stage.json     from which model to which checkpoint; written when the stage is done
 
-Kill it at any moment and repeat the command: finished parts are skipped, playing goes on behind the
-last whole chunk and training from its last checkpoint. Each part has a process of its own, so that
-each gets the device as a fresh run would.
+Kill it at any moment and repeat the command (parts.py): playing goes on behind the last whole chunk
+and training from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,36 +21,31 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.build import Player
+from agentgrpo.build import Player, build, start_engine
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.measures.measures import kind_of, quality_by
+from agentgrpo.measures.measures import kind_of
+from agentgrpo.measures.quality import quality_by
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
-from agentgrpo.recipe.sft import cli_errors
+from agentgrpo.recipe.parts import Part, command, run_parts
 from agentgrpo.rewards.scoring import score_all
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import flat, require_same_settings
 from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.stage import set_stage
+from agentgrpo.train import run
 from agentgrpo.types import Group, Task
 
 MAY_CHANGE = {"curriculum.stages", "curriculum.steps"}
 """Settings of the curriculum that may be raised to go on; those of its runs, each run checks."""
-
-
-class PartFailed(ValueError):
-    """A part's process ended with an error, which it has printed itself."""
 
 
 def folder_of(recipe: RecipeConfig, stage: int) -> Path:
@@ -159,17 +153,24 @@ def _chunks(
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
-    recorded = _whole_chunks(path, c.group_size, c.chunk, c.candidates)
+    recorded = whole_lines(path)
     for start in range(0, c.candidates, c.chunk):
         tasks = stream.next(min(c.chunk, c.candidates - start))
-        if recorded:
-            groups = recorded.pop(0)
+        size = len(tasks) * c.group_size
+        if len(recorded) >= size:
+            rollouts = [read_rollout(json.loads(line)) for line in recorded[:size]]
+            recorded = recorded[size:]
+            played = [rollouts[i : i + c.group_size] for i in range(0, size, c.group_size)]
+            groups = [Group(task=members[0].task, rollouts=members) for members in played]
             for task, group in zip(tasks, groups, strict=True):
                 if task.id != group.task.id:
                     raise ValueError(
                         f"{path}: holds task {group.task.id!r} where this recipe plays {task.id!r}"
                     )
         else:
+            if recorded:  # of a chunk that is not whole
+                os.truncate(path, path.stat().st_size - sum(len(line) + 1 for line in recorded))
+                recorded = []
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
@@ -179,27 +180,6 @@ def _chunks(
                 f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
             )
         yield groups
-
-
-def _whole_chunks(path: Path, group_size: int, chunk: int, candidates: int) -> list[list[Group]]:
-    """What is recorded, in chunks; a partial one at the end is cut off the file."""
-    lines = whole_lines(path)
-    sizes = [min(chunk, candidates - start) * group_size for start in range(0, candidates, chunk)]
-    chunks, kept = [], 0
-    for size in sizes:
-        if kept + size > len(lines):
-            break
-        rollouts = [read_rollout(json.loads(line)) for line in lines[kept : kept + size]]
-        chunks.append(
-            [
-                Group(task=rollouts[i].task, rollouts=rollouts[i : i + group_size])
-                for i in range(0, size, group_size)
-            ]
-        )
-        kept += size
-    if lines[kept:]:
-        os.truncate(path, sum(len(line) + 1 for line in lines[:kept]))
-    return chunks
 
 
 def _row(task: Task) -> dict[str, Any]:
@@ -227,15 +207,27 @@ def difficulty_pools(recipe: RecipeConfig, tasks: Tasks) -> Tasks:
 # -- the order of the parts ------------------------------------------------------------------------
 
 
-def parts_left(recipe: RecipeConfig) -> Iterator[tuple[int, str]]:
-    """(stage, "select" or "train") for what is not done yet, in order; asks the disk each time."""
-    for stage in range(recipe.curriculum.stages):
-        folder = folder_of(recipe, stage)
-        if not (folder / "select.json").exists():
-            yield stage, "select"
-        trained = checkpoint.newest(folder / "rl")
-        if trained is None or checkpoint.step_of(trained) < recipe.curriculum.steps_of(stage):
-            yield stage, "train"
+def parts_of(recipe: RecipeConfig) -> list[Part]:
+    """Two of each stage, "K.select" and "K.train"; what is done of them is seen on disk."""
+
+    def selected(stage: int) -> bool:
+        return (folder_of(recipe, stage) / "select.json").exists()
+
+    def trained(stage: int) -> bool:
+        path = folder_of(recipe, stage) / "stage.json"
+        steps = json.loads(path.read_text())["steps"] if path.exists() else 0
+        return bool(steps >= recipe.curriculum.steps_of(stage))
+
+    return [
+        Part(
+            name=f"{stage}.{what}",
+            module="agentgrpo.recipe.curriculum",
+            more=partial(list, ["--part", f"{stage}.{what}"]),
+            done=partial(done, stage),
+        )
+        for stage in range(recipe.curriculum.stages)
+        for what, done in (("select", selected), ("train", trained))
+    ]
 
 
 def finish_stage(recipe: RecipeConfig, stage: int) -> None:
@@ -246,9 +238,7 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     """
     folder = folder_of(recipe, stage)
     selected = json.loads((folder / "select.json").read_text())
-    trained = checkpoint.newest(folder / "rl")
-    if trained is None:
-        raise ValueError(f"stage {stage} has no checkpoint in {folder / 'rl'}")
+    trained = Path(start_model(recipe, stage + 1))
     write_json(
         folder / "stage.json",
         {
@@ -270,32 +260,25 @@ def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
 
     Raises:
         PartFailed: a part did not end well.
+        ValueError: the folder holds stages of other settings.
     """
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
-    settings = flat({"curriculum": recipe.curriculum.model_dump(mode="json")})
-    require_same_settings(recipe.out_dir / "curriculum.json", settings, MAY_CHANGE)
-    for stage, part in parts_left(recipe):
-        command = [sys.executable, "-m", "agentgrpo.recipe.curriculum", *arguments]
-        status = subprocess.run([*command, "--part", f"{stage}.{part}"], check=False).returncode
-        if status:
-            raise PartFailed(f"stage {stage}: {part} ended with status {status}")
-        if part == "train":
-            finish_stage(recipe, stage)
+    run_parts(
+        recipe, parts_of(recipe), arguments, "curriculum.json",
+        include={"curriculum"}, may_change=MAY_CHANGE,
+    )  # fmt: skip
     return Path(start_model(recipe, recipe.curriculum.stages))
 
 
 def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     """One part, in this process; returns the exit status."""
-    from agentgrpo.build import build, start_engine
-    from agentgrpo.stage import set_stage
-
     if part == "train":
-        from agentgrpo.train import run
-
-        return run(
+        status = run(
             training_config(recipe, stage),
             lambda config: build(config, draw=lambda tasks: difficulty_pools(recipe, tasks)),
         )
+        if status == 0:
+            finish_stage(recipe, stage)
+        return status
     config = recipe.of_run(model=start_model(recipe, stage))
     played = set_stage(config, trained=False)
     with contextlib.closing(start_engine(config, played)) as player:
@@ -303,20 +286,20 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     return 0
 
 
+def _work(recipe: RecipeConfig, args: argparse.Namespace) -> int:
+    if args.part:
+        stage, _, part = args.part.partition(".")
+        return run_part(recipe, int(stage), part)
+    print(f"done: {run_curriculum(recipe, [args.config, *args.overrides])}")  # noqa: T201
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Parse the command line, go through the stages. Returns the exit status."""
-    parser = config_parser("curriculum", __doc__)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args(arguments)
-    prepare_environment()
-    with cli_errors("The same command continues where it stopped.") as outcome:
-        recipe = load_config_of(RecipeConfig, args.config, args.overrides)
-        if args.part:
-            stage, _, part = args.part.partition(".")
-            return run_part(recipe, int(stage), part)
-        last = run_curriculum(recipe, [args.config, *args.overrides])
-        print(f"done: {last}")  # noqa: T201
-    return outcome.status
+    return command(
+        "curriculum", __doc__, arguments, _work,
+        lambda parser: parser.add_argument("--part", help=argparse.SUPPRESS),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

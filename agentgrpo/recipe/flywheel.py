@@ -21,35 +21,32 @@ left out and begins again next time. Sampling depends on what else is in flight:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
-from agentgrpo.config.recipe import FlywheelConfig, RecipeConfig
+from agentgrpo.build import start_engine
+from agentgrpo.config import BranchConfig
+from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.measures.measures import SOLVED_AT, Quality, quality_by
-from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
-from agentgrpo.recipe.sft import cli_errors
-from agentgrpo.recipe.trajectories import Budget, Trajectory, TrajectoryPlayer
-from agentgrpo.rewards.efficiency import well_formed
-from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
+from agentgrpo.recipe.parts import command
+from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
+from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import require_same_settings
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import Stage
+from agentgrpo.stage import Stage, set_stage
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
@@ -60,34 +57,6 @@ MAY_CHANGE = {"tasks", "concurrency", "keep"}
 """Settings of the flywheel that may be otherwise when it goes on."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Judged:
-    """A trajectory in a question's buffer."""
-
-    trajectory: Trajectory
-    quality: float
-    used: bool = False
-
-    @property
-    def right(self) -> bool:
-        return self.quality >= SOLVED_AT
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Better ones are smaller: by correctness, then by tool calls."""
-        return (-min(self.quality, SOLVED_AT), self.trajectory.calls)
-
-    def record(self) -> dict[str, Any]:
-        """JSON values."""
-        record = self.trajectory.record()
-        record["flywheel"] |= {
-            "quality": self.quality,
-            "right": self.right,
-            "valid": well_formed(self.trajectory.rollout),
-        }
-        return record
-
-
 class Question:
     """The work on one question.
 
@@ -95,45 +64,38 @@ class Question:
         task: the question.
         shop: what operators work with.
         quality: how good an answer is, in [0, 1].
-        config: rounds and operators.
         operators: runs the operators of a round side by side.
         seed: of the hints that are chosen.
     """
 
     def __init__(
-        self,
-        task: Task,
-        shop: Workshop,
-        quality: Quality,
-        config: FlywheelConfig,
-        operators: ThreadPoolExecutor,
-        seed: int,
+        self, task: Task, shop: Workshop, quality: Quality, operators: Executor, seed: int
     ) -> None:
-        self._task, self._shop, self._quality, self._config = task, shop, quality, config
+        self.task, self._shop, self._quality = task, shop, quality
         self._operators, self._seed = operators, seed
-        self.buffer: list[Judged] = []
+        self.buffer: list[Trajectory] = []
         self.log: list[dict[str, Any]] = []
 
     def work(self) -> None:
-        """Fill the buffer.
+        """Fill the buffer: an attempt, then in each round what comes of the best not yet used.
 
         Raises:
             InfrastructureError: the first attempt could not be played.
         """
-        first = self._shop.player.play(self._task, self._shop.limits, operator="fresh")
-        self._take(first)
-        for number in range(self._config.rounds):
-            unused = [index for index, one in enumerate(self.buffer) if not one.used]
+        self._take(self._shop.player.play(self.task, operator="fresh"))
+        used: set[int] = set()
+        for number in range(self._shop.config.rounds):
+            unused = [index for index in range(len(self.buffer)) if index not in used]
             if not unused:
                 return
-            self._round(number, min(unused, key=lambda index: self.buffer[index].rank))
+            best = min(unused, key=lambda index: self.buffer[index].rank)
+            used.add(best)
+            self._round(number, best)
 
     def _round(self, number: int, index: int) -> None:
         """Apply every operator to one trajectory; new ones enter the buffer in operators' order."""
-        source = self.buffer[index]
-        source.used = True
-        table = FOR_RIGHT if source.right else FOR_WRONG
-        names = [name for name in self._config.operators if name in table]
+        table = FOR_RIGHT if self.buffer[index].right else FOR_WRONG
+        names = [name for name in self._shop.config.operators if name in table]
         asked = [self._operators.submit(self._make, name, number, index) for name in names]
         for name, future in zip(names, asked, strict=True):
             made, why, seconds = future.result()
@@ -146,31 +108,28 @@ class Question:
 
     def _make(self, name: str, number: int, index: int) -> tuple[Trajectory | None, str, float]:
         started = time.perf_counter()
+        made, why = None, ""
         chosen = Chosen(
-            task=self._task,
-            trajectory=self.buffer[index].trajectory,
+            task=self.task,
+            trajectory=self.buffer[index],
             index=index,
-            rng=random.Random(f"{self._seed}/{self._task.id}/{number}/{name}"),
+            rng=random.Random(f"{self._seed}/{self.task.id}/{number}/{name}"),
         )
         try:
             made = {**FOR_RIGHT, **FOR_WRONG}[name](self._shop, chosen)
         except NothingMade as reason:
-            return None, str(reason), time.perf_counter() - started
+            why = str(reason)
         except InfrastructureError as error:
-            return None, f"the machine failed: {error}", time.perf_counter() - started
-        return made, "", time.perf_counter() - started
+            why = f"the machine failed: {error}"
+        return made, why, time.perf_counter() - started
 
     def _take(self, trajectory: Trajectory) -> None:
-        quality = self._quality(trajectory.rollout)
-        self.buffer.append(Judged(trajectory=trajectory, quality=quality))
+        self.buffer.append(replace(trajectory, quality=self._quality(trajectory.rollout)))
 
     def record(self) -> dict[str, Any]:
         """A line of buffer.jsonl."""
-        return {
-            "id": self._task.id,
-            "trajectories": [one.record() for one in self.buffer],
-            "log": self.log,
-        }
+        trajectories = [one.record() for one in self.buffer]
+        return {"id": self.task.id, "trajectories": trajectories, "log": self.log}
 
 
 def kept(trajectories: Sequence[Mapping[str, Any]], keep: int) -> list[Mapping[str, Any]]:
@@ -195,25 +154,6 @@ def _learned(record: Mapping[str, Any]) -> list[list[int]]:
     return [segment["token_ids"] for segment, author in written if author is not None]
 
 
-class Buffer:
-    """buffer.jsonl: what is finished, one question a line; appended by any thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self.done = [json.loads(line)["id"] for line in whole_lines(path)]
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add a question; on disk when this returns."""
-        with self._lock:
-            append_lines(self._path, [record])
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """All questions, in the order in which they were finished."""
-        if self._path.exists():
-            with self._path.open() as file:
-                yield from map(json.loads, file)
-
-
 def turn(
     tasks: Sequence[Task],
     shop: Workshop,
@@ -234,45 +174,37 @@ def turn(
         raise ValueError("flywheel: tasks must have different ids")
     settings = {"model": recipe.model, "seed": recipe.seed, **config.model_dump(mode="json")}
     require_same_settings(folder / "flywheel.json", settings, MAY_CHANGE)
-    buffer = Buffer(folder / "buffer.jsonl")
-    left = [task for task in tasks if task.id not in set(buffer.done)]
+    buffer = folder / "buffer.jsonl"
+    done = {json.loads(line)["id"] for line in whole_lines(buffer)}
+    left = [task for task in tasks if task.id not in done]
     progress.say(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
     failed = 0
     with (
         ThreadPoolExecutor(3 * config.concurrency, "operator") as operators,
-        ThreadPoolExecutor(config.concurrency, "question") as questions,
+        ThreadPoolExecutor(config.concurrency, "question") as threads,
     ):
-
-        def work(task: Task) -> Question:
-            question = Question(task, shop, quality, config, operators, recipe.seed)
-            question.work()
-            return question
-
-        futures = {questions.submit(work, task): task for task in left}
+        futures: dict[Future[None], Question] = {}
+        for task in left:
+            question = Question(task, shop, quality, operators, recipe.seed)
+            futures[threads.submit(question.work)] = question
         try:
             for number, future in enumerate(as_completed(futures), 1):
-                failed += _settle(
-                    future, futures[future], buffer, progress, f"{number}/{len(left)}"
-                )
+                question = futures.pop(future)
+                place = f"{number}/{len(left)}  {question.task.id}"
+                try:
+                    future.result()
+                except InfrastructureError as error:
+                    progress.say(f"{place}: the machine failed: {error}")
+                    failed += 1
+                    continue
+                append_lines(buffer, [question.record()])
+                right = sum(one.right for one in question.buffer)
+                progress.say(f"{place}: {right} of {len(question.buffer)} trajectories right")
         except BaseException:
-            questions.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
             raise
-    return write_results(folder, list(buffer.records()), config.keep, failed)
-
-
-def _settle(
-    future: Future[Question], task: Task, buffer: Buffer, progress: Progress, place: str
-) -> int:
-    """Record a question; returns 1 if the machine failed at it."""
-    try:
-        question = future.result()
-    except InfrastructureError as error:
-        progress.say(f"{place}  {task.id}: the machine failed: {error}")
-        return 1
-    buffer.append(question.record())
-    right = sum(one.right for one in question.buffer)
-    progress.say(f"{place}  {task.id}: {right} of {len(question.buffer)} trajectories right")
-    return 0
+    records = read_lines(buffer) if buffer.exists() else []
+    return write_results(folder, records, config.keep, failed)
 
 
 def write_results(
@@ -308,21 +240,6 @@ def write_results(
     return summary
 
 
-# -- engines and endpoints -------------------------------------------------------------------------
-
-
-def endpoint(recipe: RecipeConfig, name: str, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
-    """What the recipe calls by this name; `policy` and every endpoint of kind "engine" is `loop`.
-
-    Raises:
-        ValueError: a script's function is not there.
-    """
-    config = recipe.endpoints.get(name)
-    if config is None or config.kind == "engine":
-        return EngineEndpoint(loop, chat)
-    return make_endpoint(config, name)
-
-
 def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
     """Run the flywheel on an engine; returns the summary.
 
@@ -333,32 +250,37 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
         tasks: the questions.
 
     Raises:
-        ValueError: see turn() and endpoint().
+        ValueError: see turn(); or the function of an endpoint is not there.
     """
-    config, c = recipe.flywheel, recipe.rollout
+    config = recipe.flywheel
     loop = EngineLoop(engine)
+    limits = recipe.rollout.model_copy(
+        update={
+            "max_turns": recipe.rollout.max_turns + config.extra_turns,
+            "temperature": config.temperature,
+            "branching": BranchConfig(),
+            "history": "append",
+            "max_retries": 0,
+        }
+    )
 
     def named(name: str) -> Endpoint:
-        return endpoint(recipe, name, loop, stage.chat)
+        """What the recipe calls so; `policy` and every endpoint of kind "engine" is `loop`."""
+        asked = recipe.endpoints.get(name)
+        if asked is None or asked.kind == "engine":
+            return EngineEndpoint(loop, stage.chat)
+        return make_endpoint(asked, name)
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
         shop = Workshop(
-            player=TrajectoryPlayer(loop, stage.agent, stage.env, stage.chat, stage.reward, worlds),
+            player=TrajectoryPlayer(
+                loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits
+            ),
             reflector=named(config.reflector),
             critic=named(config.critic),
-            limits=Budget(
-                max_turns=c.max_turns + config.extra_turns,
-                max_turn_tokens=c.max_turn_tokens,
-                max_observation_tokens=c.max_observation_tokens,
-                temperature=config.temperature,
-            ),
-            marks=config.marks,
-            step_hints=config.step_hints,
-            trajectory_hints=config.trajectory_hints,
-            critic_temperature=config.critic_temperature,
-            max_reply_tokens=config.max_reply_tokens,
+            config=config,
         )
         work = side.submit(turn, tasks, shop, quality, recipe, stage.progress)
         work.add_done_callback(lambda _: loop.stop())
@@ -372,32 +294,26 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
     Raises:
         ValueError, OSError, SandboxUnavailable: as build.build().
     """
-    from agentgrpo.build import start_engine
-    from agentgrpo.stage import set_stage
-
     recipe.require_sessions()
     config = recipe.of_run()
-    stage = set_stage(config, trained=False)
-    try:
+    with contextlib.ExitStack() as undo:
+        stage = set_stage(config, trained=False)
+        undo.callback(stage.close)
         tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
         player = start_engine(config, stage)
-        try:
-            summary = spin(recipe, stage, player.engine, tasks)
-        finally:
-            player.engine.shutdown()
-    finally:
-        stage.close()
+        undo.callback(player.engine.shutdown)
+        summary: dict[str, Any] = spin(recipe, stage, player.engine, tasks)
     stage.progress.say(f"kept {summary['kept']} of {summary['trajectories']} trajectories")
-    return dict(summary)
+    return summary
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, run the flywheel. Returns the exit status."""
-    args = config_parser("flywheel", __doc__).parse_intermixed_args(arguments)
-    prepare_environment()
-    with cli_errors("The same command continues where it stopped.") as outcome:
-        run(load_config_of(RecipeConfig, args.config, args.overrides))
-    return outcome.status
+
+    def work(recipe: RecipeConfig, args: object) -> None:
+        run(recipe)
+
+    return command("flywheel", __doc__, arguments, work)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from agentgrpo.config.recipe import FlywheelConfig
 from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.measures.measures import question_of, references
-from agentgrpo.recipe.trajectories import Budget, PlayedTurn, Trajectory, TrajectoryPlayer
+from agentgrpo.measures.quality import question_of
+from agentgrpo.recipe.trajectories import PlayedTurn, Trajectory, TrajectoryPlayer
+from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.types import Segment, Task
 
 
@@ -33,20 +35,14 @@ class Workshop:
     player: TrajectoryPlayer
     reflector: Endpoint
     critic: Endpoint
-    limits: Budget
-    marks: Sequence[str]
-    """What a turn does begins with the first of these; before it stands the thought."""
-    step_hints: Sequence[str]
-    trajectory_hints: Sequence[str]
-    critic_temperature: float = 0.0
-    max_reply_tokens: int = 512
+    config: FlywheelConfig
 
     def ask(self, endpoint: Endpoint, prompt: str) -> str:
         """One reply."""
         (reply,) = endpoint.complete(
             [{"role": "user", "content": prompt}],
-            temperature=self.critic_temperature,
-            max_tokens=self.max_reply_tokens,
+            temperature=self.config.critic_temperature,
+            max_tokens=self.config.max_reply_tokens,
         )
         return reply
 
@@ -104,7 +100,7 @@ Write a new last step in the same form, with its tool call if any, and nothing e
 
 def fresh(shop: Workshop, chosen: Chosen) -> Trajectory:
     """Another attempt from the start."""
-    return shop.player.play(chosen.task, shop.limits, operator="fresh")
+    return shop.player.play(chosen.task, operator="fresh")
 
 
 def redundant(shop: Workshop, chosen: Chosen) -> Trajectory:
@@ -130,22 +126,18 @@ def refinement(shop: Workshop, chosen: Chosen) -> Trajectory:
         raise NothingMade("there is no thought to refine")
     if said.keys() != wanted:
         raise NothingMade(f"thoughts of steps {sorted(wanted)} wanted, got {sorted(said)}")
-    if any(mark in text for text in said.values() for mark in shop.marks):
+    if any(mark in text for text in said.values() for mark in shop.config.marks):
         raise NothingMade("a refined thought acts")
     refined = tuple(
         _rethought(shop, turn, said[number]) if number in said else turn
         for number, turn in enumerate(turns, 1)
     )
     old = chosen.trajectory.rollout
-    segments = [old.segments[0]]
-    for turn in refined:
-        segments += [segment for segment, _ in turn.pieces]
-        segments += [turn.told] if turn.told else []
     return Trajectory(
         turns=refined,
         rollout=replace(
             old,
-            segments=segments,
+            segments=[old.segments[0], *(s for turn in refined for s in turn.segments)],
             stats=dict(old.stats),
             rewards=dict(old.rewards),
             span_rewards=[],
@@ -175,7 +167,7 @@ def step_hint(shop: Workshop, chosen: Chosen) -> Trajectory:
     kept = chosen.trajectory.turns[: number + 1]
     if kept[-1].told is None:
         raise NothingMade("the flawed step is the last one: nothing follows it")
-    hint = chosen.rng.choice(list(shop.step_hints))
+    hint = chosen.rng.choice(list(shop.config.step_hints))
     return _continued(shop, chosen, "step_hint", kept, begin=hint)
 
 
@@ -185,7 +177,7 @@ def trajectory_hint(shop: Workshop, chosen: Chosen) -> Trajectory:
     if last.told is not None:
         raise NothingMade("there is no answer to take back")
     thought = _split(shop, last.text)[0]
-    hint = chosen.rng.choice(list(shop.trajectory_hints))
+    hint = chosen.rng.choice(list(shop.config.trajectory_hints))
     begin = f"{thought.rstrip()} {hint}" if thought.strip() else hint
     return _continued(shop, chosen, "trajectory_hint", kept, begin=begin)
 
@@ -207,7 +199,6 @@ def _continued(
 ) -> Trajectory:
     return shop.player.play(
         chosen.task,
-        shop.limits,
         operator=operator,
         parent=chosen.index,
         kept=kept,
@@ -232,7 +223,7 @@ def _step_in(reply: str, chosen: Chosen) -> int:
 def _prompt(template: str, chosen: Chosen) -> str:
     fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
     if "{accepted}" in template:
-        fields["accepted"] = ", ".join(references(chosen.task))
+        fields["accepted"] = ", ".join(accepted_answers(chosen.task))
     return template.format(**fields)
 
 
@@ -252,7 +243,7 @@ def _written(shop: Workshop, text: str, author: str) -> PlayedTurn:
 
 def _split(shop: Workshop, text: str) -> tuple[str, str]:
     """(thought, what is done)."""
-    starts = [at for at in (text.find(mark) for mark in shop.marks) if at >= 0]
+    starts = [at for at in (text.find(mark) for mark in shop.config.marks) if at >= 0]
     at = min(starts, default=len(text))
     return text[:at], text[at:]
 

@@ -1,50 +1,58 @@
 """A whole recipe by one command: `agentgrpo recipe CONFIG [section.key=value ...]`.
 
-In order, each part in a process of its own:
+In order (parts.py), in out_dir:
 
-    prompting     the held-out tasks, played by config.model           measures/prompting/
-    flywheel      recipe/flywheel.py                                     flywheel/
-    sft           recipe/sft.py, on what the flywheel kept                    sft/
-    tuned         the held-out tasks, played by what came of it        measures/tuned/
-    curriculum    recipe/curriculum.py, from there                       stage_0/, stage_1/, ...
-    trained       the held-out tasks, played by the last checkpoint    measures/trained/
+    prompting               the held-out tasks, played by config.model           measures/prompting/
+    flywheel                flywheel.py                                          flywheel/
+    sft                     sft.py, on what the flywheel kept                    sft/
+    tuned                   the held-out tasks, played by what came of it        measures/tuned/
+    0.select, 0.train, ...  curriculum.py, from there                            stage_0/, ...
+    trained                 the held-out tasks, played by the last checkpoint    measures/trained/
 
-and out_dir/report.md and report.json: performance and efficiency of the three, what was made and
-selected, who played which role, and where the time went. Kill it at any moment and repeat the
-command: finished parts (recipe.json) are skipped, the others go on as they do by themselves.
+and report.md and report.json: performance and efficiency of the three, what was made and selected,
+who played which role, and where the time went.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.measures import measures
-from agentgrpo.recipe.curriculum import PartFailed, folder_of, start_model
-from agentgrpo.recipe.sft import cli_errors
+from agentgrpo.measures.report import markdown_of_comparison, table_of
+from agentgrpo.recipe import curriculum
+from agentgrpo.recipe.curriculum import folder_of, start_model
+from agentgrpo.recipe.parts import Part, command, run_parts
 from agentgrpo.run.atomic import write_json, write_text
-from agentgrpo.run.folder import flat, require_same_settings
 
-MODULES = {
-    "prompting": "agentgrpo.evaluate",
-    "flywheel": "agentgrpo.recipe.flywheel",
-    "sft": "agentgrpo.recipe.sft",
-    "tuned": "agentgrpo.evaluate",
-    "curriculum": "agentgrpo.recipe.curriculum",
-    "trained": "agentgrpo.evaluate",
-}
-"""The parts in their order, and what does them."""
-MEASURED = [part for part, module in MODULES.items() if module == "agentgrpo.evaluate"]
-
+MEASURED = ("prompting", "tuned", "trained")
 STAGE_COLUMNS = ["stage", "candidates", "mixed", "selected", "steps", "rollouts", "branched"]
+
+
+def parts_of(recipe: RecipeConfig) -> list[Part]:
+    """All parts, in their order."""
+
+    def measured(name: str, model: Callable[[], str]) -> Part:
+        folder = str(_measures(recipe, name))
+        return Part(
+            name=name,
+            module="agentgrpo.recipe.evaluate",
+            more=lambda: [f"model={model()}", "--report", folder],
+            quiet=True,
+        )
+
+    return [
+        measured("prompting", lambda: recipe.model),
+        Part(name="flywheel", module="agentgrpo.recipe.flywheel"),
+        Part(name="sft", module="agentgrpo.recipe.sft"),
+        measured("tuned", lambda: start_model(recipe, 0)),
+        *curriculum.parts_of(recipe),
+        measured("trained", lambda: start_model(recipe, recipe.curriculum.stages)),
+    ]
 
 
 def run(recipe: RecipeConfig, arguments: Sequence[str]) -> dict[str, Any]:
@@ -56,39 +64,10 @@ def run(recipe: RecipeConfig, arguments: Sequence[str]) -> dict[str, Any]:
     """
     if recipe.curriculum.start != "sft":
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
-    settings = flat(recipe.model_dump(mode="json", exclude={"out_dir"}))
-    require_same_settings(recipe.out_dir / "settings.json", settings)
-    path = recipe.out_dir / "recipe.json"
-    seconds: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-    for part in MODULES:
-        if part not in seconds:
-            print(f"== {part}", flush=True)  # noqa: T201
-            seconds[part] = _run_part(recipe, part, arguments)
-            write_json(path, seconds)
-    made = report(recipe, seconds)
+    made = report(recipe, run_parts(recipe, parts_of(recipe), arguments, "settings.json"))
     write_json(recipe.out_dir / "report.json", made)
     write_text(recipe.out_dir / "report.md", markdown(made))
     return made
-
-
-def _run_part(recipe: RecipeConfig, part: str, arguments: Sequence[str]) -> float:
-    """Returns the seconds that it took."""
-    command = [sys.executable, "-m", MODULES[part], *arguments]
-    if part in MEASURED:
-        command += [f"model={_model(recipe, part)}", "--report", str(_measures(recipe, part))]
-    started = time.perf_counter()
-    quiet = subprocess.DEVNULL if part in MEASURED else None  # what is printed is in the report
-    status = subprocess.run(command, stdout=quiet, check=False).returncode
-    if status:
-        raise PartFailed(f"{part} ended with status {status}")
-    return time.perf_counter() - started
-
-
-def _model(recipe: RecipeConfig, part: str) -> str:
-    if part == "prompting":
-        return recipe.model
-    return start_model(recipe, 0 if part == "tuned" else recipe.curriculum.stages)
 
 
 def _measures(recipe: RecipeConfig, part: str) -> Path:
@@ -150,20 +129,20 @@ def markdown(made: dict[str, Any]) -> str:
         "Efficiency: quality per tool call. Values with 95 % intervals; the difference is of "
         "`trained` to `prompting`, paired by task.",
         "",
-        measures.markdown_of_comparison(reports),
+        markdown_of_comparison(reports),
         "By kind of task (quality, efficiency, tool calls):",
         "",
-        measures.table_of(["kind", *MEASURED], _by_kind(reports)),
+        table_of(["kind", *MEASURED], _by_kind(reports)),
         f"Flywheel: {flywheel['trajectories']} trajectories of {flywheel['questions']} questions, "
         f"{flywheel['kept']} kept ({flywheel['rule']}). Roles: {roles}.",
         "",
-        measures.table_of(
+        table_of(
             ["operator", "made", "right", "kept"],
             [[name, *map(str, counts.values())] for name, counts in flywheel["operators"].items()],
         ),
         "Stages:",
         "",
-        measures.table_of(
+        table_of(
             STAGE_COLUMNS,
             [[str(stage[key]) for key in STAGE_COLUMNS] for stage in made["stages"]],
         ),
@@ -183,14 +162,14 @@ def _by_kind(reports: dict[str, Any]) -> list[list[str]]:
     return [[kind, *(cell(part, kind) for part in MEASURED)] for kind in kinds]
 
 
+def _work(recipe: RecipeConfig, args: argparse.Namespace) -> None:
+    print(markdown(run(recipe, [args.config, *args.overrides])))  # noqa: T201
+    print(f"everything is in {recipe.out_dir}")  # noqa: T201
+
+
 def main(arguments: list[str]) -> int:
     """Parse the command line, do the parts, print the report. Returns the exit status."""
-    args = config_parser("recipe", __doc__).parse_intermixed_args(arguments)
-    with cli_errors("The same command continues where it stopped.") as outcome:
-        recipe = load_config_of(RecipeConfig, args.config, args.overrides)
-        print(markdown(run(recipe, [args.config, *args.overrides])))  # noqa: T201
-        print(f"everything is in {recipe.out_dir}")  # noqa: T201
-    return outcome.status
+    return command("recipe", __doc__, arguments, _work)
 
 
 if __name__ == "__main__":

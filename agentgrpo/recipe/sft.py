@@ -17,52 +17,30 @@ negative log-likelihood per trained token, over all of a step. vLLM is not start
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.recipe.parts import command
 from agentgrpo.run import checkpoint
+from agentgrpo.run.folder import locked, require_same_run
 from agentgrpo.run.metrics import RunLog
-from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports torch, which a faulty config does without
     from agentgrpo.learn.learner import Learner
-
-
-@dataclass(frozen=True, slots=True)
-class Trainer:
-    """What a Learner reads of an engine when nothing is sampled: it keeps weights of its own."""
-
-    device: str
-    dtype: str
-    model: Any
-    """A module without weights: there is nothing to copy to."""
-    lora_rank: int = 0
-    """Nothing is served."""
-
-    def unpack(self) -> None:
-        """Nothing is packed."""
-
-    def load_weights(self, named: object) -> None:
-        """Not called: nothing is published."""
-        raise AssertionError("fine-tuning publishes no weights")
 
 
 def read_examples(
@@ -244,16 +222,18 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
     import torch
 
     from agentgrpo.learn.learner import Learner
+    from agentgrpo.learn.policy import Policy, load_frozen
+    from agentgrpo.learn.publish import Unpublished
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
     return Learner(
-        model,
-        cast(Any, Trainer(device, config.engine.dtype_on(device), torch.nn.Module())),
+        Policy(loaded, config.learner, weights="own"),
+        Unpublished(),
         config.learner,
         config.loss,
         total_steps=total_steps,
         temperature=1.0,
-        weights="copy",
         dlogp_limit=math.inf,
     )
 
@@ -279,126 +259,58 @@ def finetune(recipe: RecipeConfig) -> Path:
         FloatingPointError: a gradient is not finite.
         OSError: something cannot be read or written.
     """
-    from agentgrpo.run.folder import locked, require_same_run
-    from agentgrpo.stage import set_stage
-
-    config, data = settings_of(recipe), Path(recipe.sft.data or recipe.out_dir / "flywheel")
-    data = data / "sft.jsonl" if not recipe.sft.data else data
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(config.out_dir))
+    config, sft = settings_of(recipe), recipe.sft
+    data = Path(sft.data) if sft.data else recipe.out_dir / "flywheel" / "sft.jsonl"
+    with locked(config.out_dir):
         require_same_run(config)
         resumed = checkpoint.newest(config.out_dir)
         parts = set_stage(config, model=str(resumed) if resumed else None)
         parts.close()
-        examples = read_examples(
-            data, recipe.sft, parts.chat, parts.agent, max_tokens=config.engine.max_model_len
-        )
-        steps = recipe.sft.epochs * math.ceil(len(examples) / recipe.sft.batch_size)
+        limit = config.engine.max_model_len
+        examples = read_examples(data, sft, parts.chat, parts.agent, max_tokens=limit)
+        steps = sft.epochs * math.ceil(len(examples) / sft.batch_size)
         learner = make_learner(parts.model, config, steps)
-        run = _Run(recipe, config, parts.chat, learner, examples, parts.progress, steps)
-        run.restore(resumed)
-        for step in range(learner.step_count, steps):
-            run.step(step)
-    return checkpoint.newest(config.out_dir) or config.out_dir
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One fine-tuning run."""
-
-    recipe: RecipeConfig
-    config: TrainConfig
-    chat: ChatTemplate
-    learner: Learner
-    examples: Sequence[Rollout]
-    progress: Progress
-    steps: int
-
-    @property
-    def log(self) -> RunLog:
-        return RunLog(self.config.out_dir)
-
-    def restore(self, resumed: Path | None) -> None:
-        about = {"examples": len(self.examples), **self.recipe.sft.model_dump(mode="json")}
-        if resumed is None:
-            self.log.cut_back({})
-        else:
-            state = self.learner.load_state(resumed / checkpoint.STATE)
+        log, say = RunLog(config.out_dir), parts.progress.say
+        about = {"examples": len(examples), **sft.model_dump(mode="json")}
+        offsets: dict[str, int] = {}
+        if resumed is not None:
+            state = learner.load_state(resumed / checkpoint.STATE)
             if state["sft"] != about:
                 raise ValueError(f"{resumed} is of other data: {state['sft']}, now {about}")
-            self.log.cut_back(state["log_offsets"])
-            self.progress.say(f"resumed from {resumed}, after {self.learner.step_count} steps")
-        self.log.describe(
-            config=self.config.model_dump(mode="json"), learner=self.learner.describe(), sft=about
-        )
-        self.progress.say(
-            f"fine-tuning on {len(self.examples)} examples, {self.recipe.sft.epochs} epochs"
-        )
+            offsets = state["log_offsets"]
+            say(f"resumed from {resumed}, after {learner.step_count} steps")
+        log.cut_back(offsets)
+        log.describe(config=config.model_dump(mode="json"), learner=learner.describe(), sft=about)
+        say(f"fine-tuning on {len(examples)} examples, {sft.epochs} epochs")
 
-    def step(self, step: int) -> None:
-        indices = batch_of(step, len(self.examples), self.recipe.sft.batch_size, self.config.seed)
-        metrics = learn(self.learner, [self.examples[i] for i in indices], self.config)
-        self.log.write(step, sft=metrics)
-        self.progress.say(
-            f"step {step + 1}/{self.steps}  nll {metrics['nll']:.4f}  "
-            f"{metrics['packed_tokens']:.0f} tokens in {metrics['seconds']:.1f}s"
-        )
-        if (step + 1) % self.config.save_every == 0 or step + 1 == self.steps:
-            self.save()
-
-    def save(self) -> None:
         def write(folder: Path) -> None:
-            self.learner.save_model(folder)
-            self.chat.tokenizer.save_pretrained(folder)
-            self.learner.save_state(
-                folder / checkpoint.STATE,
-                log_offsets=self.log.offsets(),
-                sft={"examples": len(self.examples), **self.recipe.sft.model_dump(mode="json")},
-            )
+            learner.policy.save(folder)
+            parts.chat.tokenizer.save_pretrained(folder)
+            state = folder / checkpoint.STATE
+            learner.save_state(state, log_offsets=log.offsets(), sft=about)
 
-        saved = checkpoint.save(
-            self.config.out_dir, self.learner.step_count, write, keep=self.config.keep_checkpoints
-        )
-        self.progress.say(f"saved {saved}")
+        for step in range(learner.step_count, steps):
+            indices = batch_of(step, len(examples), sft.batch_size, config.seed)
+            metrics = learn(learner, [examples[i] for i in indices], config)
+            log.write(step, sft=metrics)
+            say(
+                f"step {step + 1}/{steps}  nll {metrics['nll']:.4f}  "
+                f"{metrics['packed_tokens']:.0f} tokens in {metrics['seconds']:.1f}s"
+            )
+            if (step + 1) % config.save_every == 0 or step + 1 == steps:
+                kept = config.keep_checkpoints
+                saved = checkpoint.save(config.out_dir, learner.step_count, write, keep=kept)
+                say(f"saved {saved}")
+    return checkpoint.newest(config.out_dir) or config.out_dir
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
-    with cli_errors("The same command continues from the last checkpoint.") as outcome:
-        args = config_parser("sft", __doc__).parse_intermixed_args(arguments)
-        prepare_environment()
-        finetune(load_config_of(RecipeConfig, args.config, args.overrides))
-    return outcome.status
 
+    def work(recipe: RecipeConfig, args: object) -> None:
+        finetune(recipe)
 
-@dataclass(slots=True)
-class Outcome:
-    """How a command ended."""
-
-    status: int = 0
-
-
-@contextlib.contextmanager
-def cli_errors(then: str) -> Iterator[Outcome]:
-    """Say what stops a command, in one line and without a traceback, and note the exit status."""
-    from agentgrpo.actions import InfrastructureError
-    from agentgrpo.sandbox import SandboxUnavailable
-
-    outcome = Outcome()
-    try:
-        yield outcome
-    except (ValueError, OSError, SandboxUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        outcome.status = 2
-    except InfrastructureError as error:
-        print(f"error: {error}. {then}", file=sys.stderr)  # noqa: T201
-        outcome.status = 3
-    except FloatingPointError as error:
-        print(f"error: {error}. {then}", file=sys.stderr)  # noqa: T201
-        outcome.status = 1
-    except KeyboardInterrupt:
-        print(f"interrupted. {then}", file=sys.stderr)  # noqa: T201
-        outcome.status = 130
+    return command("sft", __doc__, arguments, work)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,38 @@
 """Attempts that can be taken up in the middle: kept turns, an edited one, then the model goes on.
 
 A Trajectory is a rollout by turns. A turn's tokens are those that the engine sampled, or the
-encoding of what somebody else wrote, put together exactly as rollouts are (agents, ChatTemplate).
-Where an attempt goes on from kept turns, their actions are carried out again in a fresh episode,
-so that the world is as it was, and what the new turn does is answered anew.
+encoding of what somebody else wrote. It is played as any rollout (rollout/play.py), by an engine
+that says the kept turns again before it goes on: so their actions are carried out in a fresh
+episode, the world is as it was, and what the new turn does is answered anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from agentgrpo.actions import Action, CallTools, Finish, Malformed, Observation
+from agentgrpo.actions import Action, InfrastructureError, Malformed, Message, Observation
 from agentgrpo.agents.base import Agent
+from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.endpoints import EngineLoop
-from agentgrpo.envs.base import AnyEpisode, Environment
+from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.measures.measures import SOLVED_AT
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.rewards.scoring import Scoring, score_all
+from agentgrpo.rollout.play import Play
 from agentgrpo.run.records import rollout_record
-from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.types import Completion, Int32, Rollout, Segment, Status, Task, Turn
+
+Pieces = tuple[tuple[Segment, str], ...]
+"""Tokens of a turn, run by run, each with its author: "generator" (sampled), or who wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,15 +41,15 @@ class PlayedTurn:
 
     text: str
     """Without the token that closes it."""
-    pieces: tuple[tuple[Segment, str], ...]
-    """Its tokens, run by run, each with its author: "generator" (sampled), or whoever wrote it."""
+    pieces: Pieces
     told: Segment | None = None
     """The tokens of the world's answer; None after the last turn, and before it has answered."""
     told_text: str = ""
-    calls: int = 0
-    failed: bool = False
-    """What it did failed, by status."""
-    malformed: bool = False
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Of the turn and of the world's answer."""
+        return [segment for segment, _ in self.pieces] + ([self.told] if self.told else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,21 +63,17 @@ class Trajectory:
     """What made it: "fresh", "redundant", ..."""
     parent: int | None = None
     """Which of the question's trajectories it was made from."""
+    quality: float = math.nan
+    """Of its answer, in [0, 1], once it is judged."""
 
     @property
-    def calls(self) -> int:
-        """Tool calls carried out."""
-        return sum(turn.calls for turn in self.turns)
+    def right(self) -> bool:
+        return self.quality >= SOLVED_AT
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that the policy is to learn: of all turns, not of the world's answers."""
-        return sum(len(segment.token_ids) for turn in self.turns for segment, _ in turn.pieces)
-
-    @property
-    def said(self) -> tuple[str, ...]:
-        """The turns' texts."""
-        return tuple(turn.text for turn in self.turns)
+    def rank(self) -> tuple[float, float]:
+        """Better ones are smaller: by correctness, then by tool calls."""
+        return (-min(self.quality, SOLVED_AT), self.rollout.stats["tool_calls"])
 
     def record(self) -> dict[str, Any]:
         """JSON values that records.read_rollout() reads; `flywheel` says how it was made.
@@ -79,18 +84,15 @@ class Trajectory:
         for turn in self.turns:
             authors += [author for _, author in turn.pieces]
             authors += [None] * (turn.told is not None)
-        made = {"operator": self.operator, "parent": self.parent, "authors": authors}
+        made = {
+            "operator": self.operator,
+            "parent": self.parent,
+            "authors": authors,
+            "quality": self.quality,
+            "right": self.right,
+            "valid": well_formed(self.rollout),
+        }
         return {**rollout_record(self.rollout), "flywheel": made}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What one attempt may use."""
-
-    max_turns: int
-    max_turn_tokens: int
-    max_observation_tokens: int
-    temperature: float
 
 
 class TrajectoryPlayer:
@@ -103,19 +105,16 @@ class TrajectoryPlayer:
         chat: how messages become tokens.
         reward: what an attempt is worth.
         worlds: where episodes run.
+        config: what one attempt may use, kept turns included; history must be "append".
     """
 
     def __init__(
-        self,
-        loop: EngineLoop,
-        agent: Agent,
-        env: Environment,
-        chat: ChatTemplate,
-        reward: Reward | Scoring,
-        worlds: EpisodeRunner,
-    ) -> None:
-        self.loop, self.agent, self.env, self.chat = loop, agent, env, chat
-        self._reward, self._worlds = reward, worlds
+        self, loop: EngineLoop, agent: Agent, env: Environment, chat: ChatTemplate,
+        reward: Reward | Scoring, worlds: EpisodeRunner, config: RolloutConfig,
+    ) -> None:  # fmt: skip
+        self.agent, self.chat = agent, chat
+        self._loop, self._env, self._reward = loop, env, reward
+        self._worlds, self._config = worlds, config
 
     def written(self, text: str, author: str) -> PlayedTurn:
         """A turn that somebody wrote: cut behind the first stop string, else closed.
@@ -139,7 +138,6 @@ class TrajectoryPlayer:
     def play(
         self,
         task: Task,
-        limits: Budget,
         *,
         operator: str,
         parent: int | None = None,
@@ -151,160 +149,124 @@ class TrajectoryPlayer:
 
         Args:
             task: what to solve.
-            limits: what it may use, kept turns included.
             operator: see Trajectory.
             parent: see Trajectory.
-            kept: its first turns. What they do is done again; one without an answer gets one.
+            kept: its first turns. What they do is done again.
             begin: text that the first new turn begins with.
             author: of `begin`.
 
         Raises:
             InfrastructureError: the machine failed.
         """
-        attempt = _Attempt(self, task, limits)
-        try:
-            for turn in kept:
-                attempt.redo(turn)
-            status = attempt.go_on(begin, author)
-            rewards = self._worlds.finish(attempt.episode, attempt.answer).result()
-        except BaseException:
-            self._worlds.close(attempt.episode).result()
-            raise
-        rollout = attempt.rollout(status, rewards)
-        score_all([Group(task=task, rollouts=[rollout])], self._reward)
-        return Trajectory(
-            turns=tuple(attempt.turns), rollout=rollout, operator=operator, parent=parent
-        )
+        given = self.chat.text_ids(begin) if begin else np.zeros(0, np.int32)
+        agent = _Listening(self.agent)
+        played = Play(
+            _Continued(self._loop, kept, given), cast(Agent, agent), self._env, self.chat,
+            self._worlds, self._config, tasks=[task], group_size=1, seed=0, filters={},
+        )  # fmt: skip
+        (group,) = played.run(max_live=1)
+        (rollout,) = group.rollouts
+        if rollout.status is Status.INFRA_ERROR:
+            raise InfrastructureError(rollout.error or "")
+        turns: list[PlayedTurn] = []
+        for segment in rollout.segments[1:]:
+            if not segment.sampled:
+                turns[-1] = replace(turns[-1], told=segment, told_text=agent.told[len(turns) - 1])
+            elif len(turns) < len(kept):
+                turns.append(replace(kept[len(turns)], told=None, told_text=""))
+            else:
+                first = len(given) if len(turns) == len(kept) else 0
+                turns.append(
+                    PlayedTurn(
+                        text=self.chat.decode(segment.token_ids),
+                        pieces=_pieces(segment, first, author),
+                    )
+                )
+        rollout.segments = [rollout.segments[0], *(s for turn in turns for s in turn.segments)]
+        rollout.turns = []  # the engine's accounts are of turns that are not all its own
+        score_all([group], self._reward)
+        return Trajectory(turns=tuple(turns), rollout=rollout, operator=operator, parent=parent)
 
-    def step(self, episode: AnyEpisode, action: Action) -> Observation:
-        """What the world answers."""
-        if isinstance(action, Malformed):
-            return Observation(action.message, failed=True)
-        return self._worlds.step(episode, action).result()
 
-    def prompt(self, task: Task) -> Int32:
-        """The tokens before the policy's first."""
-        prompt = self.chat.prompt_ids(self.agent.messages(task), self.agent.tools(task))
-        prefill = self.agent.prefill(task)
-        return np.concatenate([prompt, self.chat.text_ids(prefill)]) if prefill else prompt
+def _pieces(segment: Segment, given: int, author: str) -> Pieces:
+    """A turn as Play recorded it, its first tokens given and not sampled."""
+    if not given:
+        return ((segment, "generator"),)
+    assert segment.logprobs is not None
+    sampled = Segment(segment.token_ids[given:], segment.logprobs[given:])
+    return ((Segment(segment.token_ids[:given]), author), (sampled, "generator"))
 
 
-class _Attempt:
-    """One call of TrajectoryPlayer.play."""
+class _Listening:
+    """An agent, and what it was told, turn by turn."""
 
-    def __init__(self, player: TrajectoryPlayer, task: Task, limits: Budget) -> None:
-        self._player, self._task, self._limits = player, task, limits
-        self.prompt = player.prompt(task)
-        self.episode: AnyEpisode = player.env.reset(task)
-        self.turns: list[PlayedTurn] = []
-        self.answer: str | None = None
-        self._over = False
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.told: list[str] = []
 
-    def redo(self, turn: PlayedTurn) -> None:
-        """Keep a turn and bring the world to where it was after it."""
-        action = self._player.agent.parse(turn.text)
-        if isinstance(action, Finish):
-            self.answer, self._over = action.answer, True
-            self.turns.append(turn)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def observe(self, action: Action, shown: Observation) -> Sequence[Message] | str:
+        self.told.append("\n".join(shown.outputs) or shown.text)
+        return self._agent.observe(action, shown)
+
+
+class _Continued:
+    """A play.Decoder for one rollout that says kept turns again, then has the engine go on.
+
+    Args:
+        loop: of the engine.
+        kept: the first turns.
+        given: what the first new turn begins with.
+    """
+
+    def __init__(self, loop: EngineLoop, kept: Sequence[PlayedTurn], given: Int32) -> None:
+        self.max_model_len = loop.max_model_len
+        self._loop, self._kept, self._given = loop, kept, given
+        self._head = given
+        self._asked: Future[Completion] = Future()
+        self._request_id = ""
+
+    def add_request(
+        self, request_id: str, prompt_ids: Int32, *, max_tokens: int, seed: int | None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        _, _, turn, *second_role = request_id.split(".")  # as play.py names them
+        new = int(turn) - len(self._kept)
+        self._request_id = request_id
+        self._head = self._given if new == 0 and not second_role else self._given[:0]
+        if new < 0 and not second_role:
+            ids = np.concatenate([s.token_ids for s, _ in self._kept[int(turn)].pieces])
+            self._asked = Future()
+            self._asked.set_result(_completion(prompt_ids, ids, "stop"))
             return
-        observation = self._player.step(self.episode, action)
-        self.turns.append(turn if turn.told else self._answered(turn, action, observation))
-        self._over = observation.done
-
-    def go_on(self, begin: str, author: str) -> Status:
-        """Sample turn after turn until the attempt ends."""
-        limits, chat, agent = self._limits, self._player.chat, self._player.agent
-        while not self._over:
-            given = chat.text_ids(begin) if begin else np.zeros(0, np.int32)
-            ids = np.concatenate([self._ids(), given])
-            room = self._player.loop.max_model_len - len(ids)
-            if len(self.turns) >= limits.max_turns:
-                return Status.TRUNCATED_TURNS
-            if room < 1:
-                return Status.TRUNCATED_LENGTH
-            done = self._player.loop.ask(
-                ids,
-                max_tokens=min(limits.max_turn_tokens, room),
-                temperature=limits.temperature,
-                stop=tuple(agent.stop),
-                stop_token_ids=chat.stop_token_ids,
-            ).result()
-            text = begin + chat.decode(done.token_ids)
-            sampled = (Segment(done.token_ids, done.logprobs), "generator")
-            turn = PlayedTurn(
-                text=text, pieces=((Segment(given), author), sampled) if begin else (sampled,)
-            )
-            if done.finish_reason == "length":  # a turn that was cut is never acted on
-                self.turns.append(turn)
-                return Status.TRUNCATED_LENGTH
-            self._act(turn)
-            begin = ""
-        return Status.COMPLETED
-
-    def _act(self, turn: PlayedTurn) -> None:
-        action = self._player.agent.parse(turn.text)
-        if isinstance(action, Finish):
-            self.turns.append(turn)
-            self.answer, self._over = action.answer, True
-            return
-        observation = self._player.step(self.episode, action)
-        if observation.done:
-            self.turns.append(replace(turn, calls=_calls(action), failed=observation.failed))
-            self.answer, self._over = observation.answer, True
+        prompt = np.concatenate([prompt_ids, self._head])
+        room = min(max_tokens, self.max_model_len - len(prompt))
+        if room > 0:
+            self._asked = self._loop.ask(prompt, max_tokens=room, **options)
         else:
-            self.turns.append(self._answered(turn, action, observation))
+            self._asked = Future()
+            self._asked.set_result(_completion(prompt_ids, self._given[:0], "length"))
 
-    def _answered(self, turn: PlayedTurn, action: Action, observation: Observation) -> PlayedTurn:
-        chat, limit = self._player.chat, self._limits.max_observation_tokens
-        shown = replace(
-            observation,
-            text=chat.clip(observation.text, limit),
-            outputs=tuple(chat.clip(output, limit) for output in observation.outputs),
-        )
-        said = self._player.agent.observe(action, shown)
-        closed = int(turn.pieces[-1][0].token_ids[-1]) in chat.stop_token_ids
-        if isinstance(said, str):
-            ids = chat.text_ids(said)
-        else:
-            ids = chat.observation_ids(said, turn_closed=closed)
-        return replace(
-            turn,
-            told=Segment(ids),
-            told_text="\n".join(shown.outputs) or shown.text,
-            calls=_calls(action),
-            failed=observation.failed,
-            malformed=isinstance(action, Malformed),
-        )
+    def step(self) -> list[Completion]:
+        done = self._asked.result()
+        ids = np.concatenate([self._head, done.token_ids])
+        logprobs = np.concatenate([np.zeros(len(self._head), np.float32), done.logprobs])
+        said = {"request_id": self._request_id, "token_ids": ids, "logprobs": logprobs}
+        return [replace(done, **said)]
 
-    def _segments(self) -> list[Segment]:
-        segments = [Segment(self.prompt)]
-        for turn in self.turns:
-            segments += [segment for segment, _ in turn.pieces]
-            segments += [turn.told] if turn.told else []
-        return segments
-
-    def _ids(self) -> Int32:
-        return np.concatenate([segment.token_ids for segment in self._segments()])
-
-    def rollout(self, status: Status, rewards: Mapping[str, float]) -> Rollout:
-        """The attempt as a rollout, unscored but for what the world gave."""
-        count = sum(turn.calls for turn in self.turns)
-        return Rollout(
-            task=self._task,
-            segments=self._segments(),
-            status=status,
-            answer=self.answer,
-            rewards=dict(rewards),
-            stats={
-                "turns": float(len(self.turns)),
-                "tool_calls": float(count),
-                "tool_errors": float(sum(t.failed for t in self.turns if not t.malformed)),
-                "malformed": float(sum(turn.malformed for turn in self.turns)),
-            },
-        )
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """What the engine still says is not listened to."""
 
 
-def _calls(action: Action) -> int:
-    if isinstance(action, CallTools):
-        return len(action.calls)
-    return 0 if isinstance(action, Malformed) else 1
+def _completion(prompt: Int32, ids: Int32, finish_reason: str) -> Completion:
+    return Completion(
+        request_id="",
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason=finish_reason,
+        stop_reason=None,
+        num_cached_tokens=0,
+        account=Turn.of(prompt, ids, finish_reason),
+    )

@@ -2,39 +2,27 @@
 
 A reward is any callable that takes a finished Rollout (its task with the hidden spec, the final
 answer, status, counts) and returns {part: value}. Rollouts that the machine broke are not scored.
-
-The numbers in a text are read as people write them: 1,234 and 1_234 are 1234, 12.0 is 12, a leading
-minus counts unless it joins two numbers (the 3 in 10-3 is 3). Comparison is exact, in decimals.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
-from agentgrpo.rewards.formulas import compare
-from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
-
-NUMBER = re.compile(
-    r"""
-    (?: (?<! [\w)\]] ) - )?                          # a sign; after a word or bracket, an operator
-    (?: (?<! [\w.] ) \d{1,3} (?:,\d{3})+ (?! ,?\d )   # 1,234,567
-      | (?<! [\w.] ) \d+ (?:_\d+)*                   # 1234 or 1_234
-      | (?<! [\w.] ) (?= \.\d )                      # .5
-    )
-    (?: \.\d+ )?
-    (?: [eE] [+-]? \d{1,4} (?! \w ) )?               # bounded: Decimal refuses 1e999999999999999999
-    """,
-    re.ASCII | re.VERBOSE,
+from agentgrpo.rewards.answers import (
+    accepted_answers,
+    expected_number,
+    f1,
+    last_number,
+    only_number,
+    same_mathematics,
+    words,
 )
-
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
 Reward = Callable[[Rollout], Mapping[str, float]]
 """See the module's docstring."""
@@ -76,7 +64,9 @@ def score(group: Group, reward: Reward) -> None:
         if rollout.status is Status.INFRA_ERROR:
             continue
         parts = reward(rollout)
-        if not isinstance(parts, Mapping) or not all(map(_is_part, parts.items())):
+        if not isinstance(parts, Mapping) or not all(
+            isinstance(name, str) and is_number(value) for name, value in parts.items()
+        ):
             raise ValueError(
                 f"task {group.task.id}: the reward must be {{name: finite number}}, got {parts!r}"
             )
@@ -86,26 +76,6 @@ def score(group: Group, reward: Reward) -> None:
                 f"{sorted(parts.keys() & rollout.rewards.keys())}"
             )
         rollout.rewards |= {name: float(value) for name, value in parts.items()}
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, exactly; None if there is none.
-
-    >>> last_number("That makes 1,234.50 dollars.")
-    Decimal('1234.50')
-    """
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(found[-1].replace(",", "").replace("_", "")) if found else None
-
-
-def only_number(text: str) -> Decimal | None:
-    r"""The number that `text` is, but for surrounding space and a final full stop; else None.
-
-    >>> only_number(" 12.0\n"), only_number("it is 12")
-    (Decimal('12.0'), None)
-    """
-    stripped = text.strip().replace("\N{MINUS SIGN}", "-").removesuffix(".")
-    return last_number(stripped) if NUMBER.fullmatch(stripped) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +98,7 @@ class NumericReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        expected = expected_answer(rollout.task)
+        expected = expected_number(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
         well_formed = number is not None and _acted_well(rollout)
@@ -164,13 +134,14 @@ class MathReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        gold = str(_expected(rollout.task))
-        wanted = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
-        wanted_read, said_read, equal = compare(wanted, rollout.answer or "")
-        if not wanted_read:
-            raise ValueError(f"task {rollout.task.id}: cannot read the answer {gold!r}")
+        task, said = rollout.task, rollout.answer or ""
+        seen = [(gold, same_mathematics(said, gold)) for gold in accepted_answers(task)]
+        for gold, comparison in seen:
+            if not comparison.wanted_read:
+                raise ValueError(f"task {task.id}: cannot read the answer {gold!r}")
+        said_read = any(comparison.said_read for _, comparison in seen)
         return {
-            "answer": self.answer * equal,
+            "answer": self.answer * any(comparison.equal for _, comparison in seen),
             "format": self.format * (said_read and _acted_well(rollout)),
         }
 
@@ -190,10 +161,8 @@ class TextReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` or `partial`, together in [0, answer], and `format`."""
-        expected = _expected(rollout.task)
-        golds = expected if isinstance(expected, list) else [expected]
-        said = [] if rollout.answer is None else words(rollout.answer)
-        score = max(token_f1(said, words(str(gold))) for gold in golds)
+        answer = rollout.answer or ""
+        said, score = words(answer), f1(answer, accepted_answers(rollout.task))
         short = len(said) <= self.max_words
         worth = self.answer * score * short
         return {
@@ -201,24 +170,6 @@ class TextReward:
             "partial": worth if score < 1.0 else 0.0,
             "format": self.format * (bool(said) and short and _acted_well(rollout)),
         }
-
-
-def words(text: str) -> list[str]:
-    """The words that answers are compared by.
-
-    >>> words("The  U.S. Open,")
-    ['us', 'open']
-    """
-    kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
-
-
-def token_f1(said: list[str], expected: list[str]) -> float:
-    """F1 of two bags of words; two empty ones are equal."""
-    if not said or not expected:
-        return float(said == expected)
-    shared = sum((Counter(said) & Counter(expected)).values())
-    return 2 * shared / (len(said) + len(expected))
 
 
 def with_tool_cost(reward: Reward, cost: float) -> Reward:
@@ -232,12 +183,6 @@ def with_tool_cost(reward: Reward, cost: float) -> Reward:
     return costed
 
 
-def _expected(task: Task) -> Any:
-    if "answer" not in task.spec:
-        raise ValueError(f"task {task.id}: its spec has no 'answer', only {sorted(task.spec)}")
-    return task.spec["answer"]
-
-
 def _acted_well(rollout: Rollout) -> bool:
     """An action that worked, no malformed turn, and an answer."""
     count = rollout.stats.get
@@ -245,17 +190,6 @@ def _acted_well(rollout: Rollout) -> bool:
     return worked and not count("malformed", 0.0) and rollout.answer is not None
 
 
-def expected_answer(task: Task) -> Decimal:
-    """The number that task.spec["answer"] holds; ValueError if it holds none."""
-    expected = last_number(str(_expected(task)))
-    if expected is None:
-        raise ValueError(
-            f"task {task.id}: no number in the answer {task.spec['answer']!r}, and "
-            "reward.kind = 'numeric' compares numbers; 'text' compares texts"
-        )
-    return expected
-
-
-def _is_part(part: tuple[Any, Any]) -> bool:
-    name, value = part
-    return isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """A finite number, as parts of rewards are."""
+    return isinstance(value, int | float) and math.isfinite(value)

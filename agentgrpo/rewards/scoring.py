@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import Any
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.rewards.efficiency import add_efficiency, decay
-from agentgrpo.rewards.rewards import Reward, RewardError, score
+from agentgrpo.rewards.rewards import Reward, RewardError, is_number, score
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
 
 Decode = Callable[[Sequence[int]], str]
@@ -272,7 +271,7 @@ def _add(rollout: Rollout, function: _Function, value: Any) -> None:
     else:
         parts = {function.name: value}
     for name, part in parts.items():
-        if not _is_number(part):
+        if not is_number(part):
             raise ValueError(f"expected a finite number as {name}, got {part!r}")
         if name in rollout.rewards:
             raise ValueError(f"the reward has a part {name!r} already")
@@ -281,10 +280,6 @@ def _add(rollout: Rollout, function: _Function, value: Any) -> None:
 
 def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
     total = sum(len(segment.token_ids) for segment in rollout.all_segments)
-    if not 0 <= span.start < span.end <= total or not _is_number(span.value):
+    if not 0 <= span.start < span.end <= total or not is_number(span.value):
         raise ValueError(f"expected a finite value on tokens within [0, {total}), got {span}")
     return SpanReward(span.start, span.end, span.name, weight * span.value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -26,7 +26,7 @@ from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
 
 

@@ -20,7 +20,7 @@ from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Completion, Group, Int32, Task
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]

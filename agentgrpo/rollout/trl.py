@@ -25,7 +25,7 @@ from agentgrpo.rollout.custom import RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.play import request_seed
 from agentgrpo.types import Completion, Int32, Rollout, Status, Task
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Sequence[Any]]]

@@ -53,12 +53,7 @@ def require_same_run(config: TrainConfig) -> None:
         raise ValueError(f"{records} is of no run of ours (no run.json): choose another out_dir")
     then = flat(json.loads(described.read_text())["config"])
     now = flat(config.model_dump(mode="json"))
-    for key in sorted((then.keys() | now.keys()) - MAY_CHANGE):
-        if then.get(key) != now.get(key):
-            raise ValueError(
-                f"out_dir {str(config.out_dir)!r} holds a run with {key} = {then.get(key)!r}, now "
-                f"it is {now.get(key)!r}: set it back to continue, or choose another out_dir"
-            )
+    _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 
 def require_same_settings(
@@ -70,14 +65,19 @@ def require_same_settings(
         ValueError: a key that may not change has changed; names it.
     """
     if path.exists():
-        then = json.loads(path.read_text())
-        for key in sorted((then.keys() | now.keys()) - set(may_change)):
-            if then.get(key) != now.get(key):
-                raise ValueError(
-                    f"{path} was written with {key} = {then.get(key)!r}, now it is "
-                    f"{now.get(key)!r}: set it back to continue, or choose another out_dir"
-                )
+        _require_same(f"{path} was written with", json.loads(path.read_text()), now, may_change)
     write_json(path, dict(now))
+
+
+def _require_same(
+    what: str, then: Mapping[str, Any], now: Mapping[str, Any], may_change: Collection[str]
+) -> None:
+    for key in sorted((then.keys() | now.keys()) - set(may_change)):
+        if then.get(key) != now.get(key):
+            raise ValueError(
+                f"{what} {key} = {then.get(key)!r}, now it is {now.get(key)!r}: set it back "
+                "to continue, or choose another out_dir"
+            )
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

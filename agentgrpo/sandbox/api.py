@@ -123,10 +123,10 @@ class Sandbox:
         self._env = {**session_environment(template), **envs}
         channels = session.channels
         assert channels is not None
-        root, self._owner = session.root_and_owner()
-        self.files = Files(root, self._owner)
+        root, owner = session.root_and_owner()
+        self.files = Files(root, owner)
         output_max = session.limits.output_max_mib * MIB
-        self.commands = Commands(self._channels, self._env, output_max, self._owner)
+        self.commands = Commands(self._channels, self._env, output_max, owner)
         self._contexts: dict[str, tuple[Context, Session]] = {}
         self._count = 0
         self._lock = threading.RLock()
@@ -243,14 +243,9 @@ class Sandbox:
             return self._contexts[key][1]
 
     def _start_context(self, key: str, language: str, cwd: str) -> tuple[Context, Session]:
+        self._channels()
         session = start_context(
-            self._channels(),
-            language,
-            template=self._template,
-            limits=self._session.limits,
-            env=self._env,
-            directory=cwd,
-            owner=self._owner,
+            self._session, language, self._template, env=self._env, directory=cwd
         )
         return Context(key, language, cwd), session
 

@@ -319,9 +319,15 @@ def _remove_tree(path: Path) -> None:
         path.rmdir()
 
 
+def stale_of(parent: Path) -> Iterator[Path]:
+    """What owners that no longer run have left in a directory, named OWNER.pid.starttime.more."""
+    for path in parent.glob(f"{OWNER}.*"):
+        pid, start = (*path.name.removeprefix(f"{OWNER}.").split("."), "")[:2]
+        if pid.isdigit() and start.isdigit() and start_time(int(pid)) != start:
+            yield path
+
+
 def remove_stale(parent: Path) -> None:
     """Remove the groups of owners that no longer run."""
-    for path in parent.glob(f"{OWNER}.*"):
-        pid, start = path.name.split(".")[1:3]
-        if start_time(int(pid)) != start:
-            _remove_tree(path)
+    for path in stale_of(parent):
+        _remove_tree(path)

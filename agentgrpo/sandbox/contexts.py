@@ -5,11 +5,11 @@ speaks the step protocol, so that a context is stepped exactly like the session 
 import os
 from collections.abc import Mapping
 
-from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotSupportedException,
     SandboxException,
+    SandboxNotFoundException,
 )
 from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS, shown_site_dirs
 from agentgrpo.sandbox.limits import Limits
@@ -17,6 +17,7 @@ from agentgrpo.sandbox.program import launch
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
+from agentgrpo.sandbox.zygote import session_environment
 
 START_TIMEOUT_S = 30.0
 NAMES = {
@@ -60,24 +61,36 @@ def command_of(language: str, template: Template, limits: Limits) -> list[str]:
 
 
 def start_context(
-    session: Channels,
+    session: Session,
     language: str,
-    *,
     template: Template,
-    limits: Limits,
-    env: Mapping[str, str],
-    directory: str,
-    owner: int | None,
+    *,
+    env: Mapping[str, str] | None = None,
+    directory: str = "/home/user",
 ) -> Session:
     """Start an interpreter in a session and return it as something to step().
 
+    Args:
+        session: it lives there, within the same limits.
+        language: as language_of() gives it.
+        template: the session's.
+        env: all of its environment; None: what the session's own interpreter has by its template.
+        directory: where it starts, an absolute path.
+
     Raises:
+        SandboxNotFoundException: the session is over.
         SandboxException: it did not start.
     """
     if not directory.startswith("/"):
         raise InvalidArgumentException(f"cwd: expected an absolute path, got {directory!r}")
+    limits, channels = session.limits, session.channels
+    root, owner = session.root_and_owner()
+    os.close(root)
+    if channels is None:
+        raise SandboxNotFoundException("the session is over")
+    env = session_environment(template) if env is None else env
     argv = command_of(language, template, limits)
-    channels = launch(session, argv, env=env, directory=directory, owner=owner, speaks=True)
+    channels = launch(channels, argv, env=env, directory=directory, owner=owner, speaks=True)
     context = Session(channels, limits)
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
     if ready.status is not StepStatus.OK:

@@ -35,7 +35,13 @@ class Check:
     remedy: str = ""
     """What to change; "" if nothing has to be."""
     essential: bool = False
-    """Without it nothing can be isolated."""
+    """Without it nothing can be isolated, or run."""
+
+    def lines(self) -> Iterator[str]:
+        """As a doctor prints it."""
+        yield f"{'ok  ' if self.ok else 'MISS'} {self.name:16} {self.found}"
+        if not self.ok and self.remedy:
+            yield f"     {'remedy':16} {self.remedy}"
 
 
 def _machine() -> Iterator[Check]:
@@ -130,11 +136,7 @@ def examine() -> tuple[list[Check], Rung | None]:
 def report() -> tuple[str, bool]:
     """The doctor's findings as text, and whether code can be run here."""
     checks, rung = examine()
-    lines = []
-    for check in checks:
-        lines.append(f"{'ok  ' if check.ok else 'MISS'} {check.name:16} {check.found}")
-        if not check.ok and check.remedy:
-            lines.append(f"     {'remedy':16} {check.remedy}")
+    lines = [line for check in checks for line in check.lines()]
     if rung is None:
         lines.append(
             "\nNothing can be isolated here, so nothing will be run. (SandboxPool("

@@ -31,18 +31,6 @@ FRAME_OVERHEAD = 4096
 CLOSED = "the session was closed"
 ANSWERED = int(Ending.ANSWERED)
 """How nearly all steps end: a member of an enumeration takes longer to compare."""
-StepArguments = tuple[
-    tuple[int, int, int, int, int],
-    tuple[int, int],
-    bytes,
-    int,
-    float,
-    float,
-    int,
-    int,
-    int,
-    Callable[[int, bytes], object] | None,
-]
 
 
 def _flat(env: Mapping[str, str]) -> list[bytes]:
@@ -226,7 +214,7 @@ class Session:
         fields: list[bytes],
         timeout: float,
         listener: Callable[[int, bytes], object] | None = None,
-    ) -> StepArguments | None:
+    ) -> tuple[Any, ...] | None:
         """For whoever runs steps (this class, loop.py): the arguments of ``_C.sandbox_run_step``.
 
         The session is busy until conclude() is called, by the same thread; None if it is over.

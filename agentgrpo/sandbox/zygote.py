@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import secrets
 import select
 import signal
@@ -19,7 +18,7 @@ from typing import Any
 
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
-from agentgrpo.sandbox.cgroup import OWNER, ControlGroup, start_time
+from agentgrpo.sandbox.cgroup import OWNER, ControlGroup, stale_of, start_time
 from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
@@ -292,11 +291,9 @@ def _ordinary() -> dict[str, Any]:
 
 def remove_stale_scratch() -> None:
     """Remove the scratch directories of this user's processes that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{OWNER}.*"):
-        named = re.fullmatch(r"(\d+)\.(\d+)\..*", path.name.removeprefix(f"{OWNER}."))
+    for path in stale_of(Path(tempfile.gettempdir())):
         with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
-            mine = path.lstat().st_uid == os.geteuid()
-            if named and mine and start_time(int(named[1])) != named[2]:
+            if path.lstat().st_uid == os.geteuid():
                 bare.remove(str(path))
 
 

@@ -108,7 +108,8 @@ def measure(config: TrainConfig, cycles: int, record: Callable[..., None]) -> No
 
     parts = build(config)
     try:
-        print(f"weights {parts.learner.weights}, {parts.engine.device}, {parts.engine.dtype}")
+        weights = parts.learner.policy.weights
+        print(f"weights {weights}, {parts.engine.device}, {parts.engine.dtype}")
         seen = Seen()
         for step in range(cycles):
             cycle(config, parts, seen, step)

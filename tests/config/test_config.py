@@ -69,7 +69,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
         ("learner.lr=1", r"key learner.lr; \[learner\] has learning_rate, decay, .*offload_optim"),
         ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),
-        ("loss.vllm_importance_sampling_clip_max=0", "clip_max: .*greater than 0, got 0"),
+        ("loss.vllm_importance_sampling_clip_max=0", "clip_max: expected > 0.0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
         ("steps=x", "config key steps: .*integer.*got 'x'"),
         ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),

@@ -49,7 +49,7 @@ def test_the_mean_reward_of_a_toy_task_rises(
     tasks = [
         Task(id=str(i), messages=({"role": "user", "content": f"Q{i}"},), spec={}) for i in range(4)
     ]
-    probes = probe_prompts(learner.vocab_size)
+    probes = probe_prompts(learner.policy.vocab_size)
     rewards = []
     for step in range(ITERATIONS):
         engine.wake()

@@ -40,7 +40,7 @@ class Sides:
     def score(self, token_ids: Int32) -> Float32:
         return logp_of(token_ids)
 
-    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Continued]:
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Any]:
         return [self._complete(i, prompt, num_tokens) for i, prompt in enumerate(prompts)]
 
     def _complete(self, index: int, prompt: Int32, num_tokens: int) -> Continued:

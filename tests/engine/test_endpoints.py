@@ -60,9 +60,16 @@ def echo(body: dict[str, Any]) -> tuple[int, Any]:
     return 200, {"choices": [{"message": {"content": f"{text} {i}"}} for i in range(body["n"])]}
 
 
-def endpoint(server: Any, **options: Any) -> HttpEndpoint:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    return HttpEndpoint(url=url, model="m", backoff_s=0.001, **options)
+def endpoint(where: Any, **options: Any) -> HttpEndpoint:
+    port = where if isinstance(where, int) else where.server_port
+    url = f"http://127.0.0.1:{port}/v1"
+    return HttpEndpoint(EndpointConfig(kind="http", url=url, model="m", **options))
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's waits between two tries are its own."""
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
 
 
 def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +92,9 @@ def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) 
             },
         )
     ]
+    server.answers = [echo]
+    with pytest.raises(InfrastructureError, match="2 of 1 replies came"):
+        endpoint(server, extra={"n": 2}).complete(USER)
     monkeypatch.delenv("SOME_KEY")
     with pytest.raises(InfrastructureError, match="has no SOME_KEY"):
         asked.complete(USER)
@@ -103,7 +113,7 @@ def test_what_the_server_refuses_is_final(server: Any) -> None:
     server.answers = [lambda body: (400, b"no such model"), echo]
     with pytest.raises(InfrastructureError, match="HTTP 400: no such model"):
         endpoint(server).complete(USER)
-    assert len(server.seen) == 1
+    assert [key for _, key, _ in server.seen] == [None], "asked once, and without a key"
 
 
 @pytest.mark.parametrize(
@@ -122,9 +132,9 @@ def test_answers_of_another_form_are_logged_tried_again_and_never_text(
 ) -> None:
     server.answers = [lambda body: (200, answer), echo]
     assert endpoint(server).complete(USER) == ["hi 0"]
-    (entry,) = caplog.records
-    assert said in entry.getMessage()
-    assert "(try 1 of 4)" in entry.getMessage()
+    first, again = (r.getMessage() for r in caplog.records if r.name.startswith("agentgrpo"))
+    assert said in first
+    assert "is asked again (try 2 of 4)" in again
     server.answers = [lambda body: (200, answer)] * 3
     with pytest.raises(InfrastructureError, match=re.escape(said)):
         endpoint(server, retries=2).complete(USER)
@@ -142,7 +152,7 @@ def test_a_server_that_is_too_slow_is_asked_again(
 
     server.answers = [slow, echo]
     assert endpoint(server, timeout_s=0.2).complete(USER) == ["hi 0"]
-    assert "timed out" in caplog.text
+    assert "is asked again (try 2 of 4)" in caplog.text
     server.answers = [slow]
     with pytest.raises(InfrastructureError, match="timed out"):
         endpoint(server, timeout_s=0.2, retries=0).complete(USER)
@@ -163,14 +173,13 @@ def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
 
     with listener, ThreadPoolExecutor(1) as side:
         serving = side.submit(serve)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        assert HttpEndpoint(url=url, model="m", backoff_s=0.001).complete(USER) == ["ok"]
+        assert endpoint(listener.getsockname()[1]).complete(USER) == ["ok"]
         serving.result()
 
 
 def test_nobody_listening_is_an_infrastructure_error() -> None:
     with pytest.raises(InfrastructureError, match=r"endpoint http://127\.0\.0\.1:9/v1"):
-        HttpEndpoint(url="http://127.0.0.1:9/v1", model="m", retries=0).complete(USER)
+        endpoint(9, retries=0).complete(USER)
 
 
 def test_a_script_replies_and_is_cut_at_stops() -> None:
@@ -185,7 +194,6 @@ def test_configs_make_endpoints() -> None:
     assert isinstance(script, ScriptedEndpoint)
     http = make_endpoint(EndpointConfig(kind="http", url="http://x/v1", model="m"), "h")
     assert isinstance(http, HttpEndpoint)
-    assert http.timeout_s == 120.0
     with pytest.raises(ValueError, match=r"endpoints\.s\.function: no module 'nowhere'"):
         make_endpoint(EndpointConfig(kind="script", function="nowhere:f"), "s")
     with pytest.raises(ValueError, match=r"endpoints\.e: an engine is needed"):

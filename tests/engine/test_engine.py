@@ -387,7 +387,7 @@ def test_dropped_weights_must_come_back_before_anything_is_asked(
 ) -> None:
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     expected = ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist()
-    monkeypatch.setattr(engine, "_sleep_level", 2)
+    monkeypatch.setattr(engine, "_config", EngineConfig(sleep_level=2, weights="copy"))
     engine.sleep()
     engine.wake()
     with pytest.raises(RuntimeError, match="sleep level 2 dropped the weights: publish them first"):

@@ -15,7 +15,7 @@ from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfi
 from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.lora import put_in_place
+from agentgrpo.learn.publish import play_with
 from agentgrpo.machine.footprint import footprint, shapes_in
 from agentgrpo.models.models import SavedAdapter, base_of, resolve_model, saved_adapter
 from tests.learn.given import learner_on
@@ -47,7 +47,7 @@ def move(learner: Learner, seed: int) -> None:
     """An update of the adapter, larger than one an optimizer makes."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for matrix in learner.trained:
+        for matrix in learner.policy.trained:
             matrix += 0.1 * torch.randn(matrix.shape, generator=generator)
 
 
@@ -96,12 +96,12 @@ def test_nothing_but_the_adapter_is_handed_over_and_nothing_of_it_is_changed(
 ) -> None:
     learner = make_learner()
     move(learner, 0)
-    matrices = [p.detach().clone() for p in learner.trained]
+    matrices = [p.detach().clone() for p in learner.policy.trained]
     base = [p.detach().clone() for p in served.model.parameters()]
     monkeypatch.setattr(served, "load_weights", None)
     for _ in range(3):
         learner.publish()
-    assert all(torch.equal(a, b) for a, b in zip(matrices, learner.trained, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(matrices, learner.policy.trained, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(base, served.model.parameters(), strict=True))
 
 
@@ -115,7 +115,9 @@ def test_the_model_below_the_adapter_is_one_replica_of_9_packed_layers(
     theirs = {p.untyped_storage().data_ptr() for p in served.model.parameters()}
     frozen = [p for p in learner.model.parameters() if not p.requires_grad]
     assert {p.untyped_storage().data_ptr() for p in frozen} == theirs
-    assert learner.num_packed == 9, "qkv, o, gate_up and down of two layers, and the head"
+    assert learner.describe()["packed_frozen_layers"] == 9, (
+        "qkv, o, gate_up and down of two layers, and the head"
+    )
 
 
 def test_a_base_of_its_own_agrees_too(make_learner: Callable[..., Learner], served: Engine) -> None:
@@ -167,9 +169,9 @@ def test_a_layer_that_vllm_cannot_adapt_is_named(
     learner = make_learner()
     tensors = {
         name.replace("mlp.up_proj", "mlp.odd"): t
-        for name, t in (learner.adapter.tensors() if learner.adapter else {}).items()
+        for name, t in (learner.policy.adapter.tensors() if learner.policy.adapter else {}).items()
     }
-    config = learner.adapter.config if learner.adapter else {}
+    config = learner.policy.adapter.config if learner.policy.adapter else {}
     with pytest.raises(ValueError, match=r"no adapters for model.layers.0.mlp.odd, .* 'merged'"):
         served.set_adapter(tensors, config)
 
@@ -186,13 +188,13 @@ def test_a_saved_adapter_is_played_with(
     """Beside the weights, as the run did that wrote it, or in them, in an engine without room."""
     learner = make_learner()
     move(learner, 7)
-    learner.save_model(tmp_path)
+    learner.policy.save(tmp_path)
     adapter = saved_adapter(str(tmp_path))
     assert adapter is not None
     assert (adapter.rank, base_of(adapter)) == (RANK, str(tiny_model))
     player = served if serve == "adapter" else engine
     player.reset_prefix_cache()
-    put_in_place(player, adapter, base_of(adapter))
+    play_with(player, adapter, base_of(adapter))
     ids, logprobs = sampled(player)
     np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
     assert np.abs(logprobs - base_logp(tiny_model, ids)[-6:]).max() > 0.1
@@ -201,7 +203,7 @@ def test_a_saved_adapter_is_played_with(
 def test_an_adapter_of_a_kind_that_vllm_does_not_know_is_refused(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
-    adapter = make_learner().adapter
+    adapter = make_learner().policy.adapter
     assert adapter is not None
     with pytest.raises(ValueError, match="DoRA"):
         served.set_adapter(adapter.tensors(), {**adapter.config, "use_dora": True})
@@ -276,8 +278,8 @@ def test_the_footprint_counts_what_both_sides_hold(
         for side in ("lora_a_stacked", "lora_b_stacked")
         for x in getattr(module, side, ())
     ]
-    assert held.adapter == sum(x.nbytes for x in [*room, *learner.trained])
-    trained = {id(p) for p in learner.trained}
+    assert held.adapter == sum(x.nbytes for x in [*room, *learner.policy.trained])
+    trained = {id(p) for p in learner.policy.trained}
     base = [p for p in learner.model.parameters() if id(p) not in trained]
     assert held.weights == sum(p.nbytes for p in base)
     assert held.copies == 0

@@ -188,6 +188,8 @@ def test_calls_fail_as_the_benchmark_says_and_a_transfer_ends(shop: Path) -> Non
     assert told.counts == {"domain_errors": 3.0}
     assert told.outputs[0].startswith("Error: ")
     assert told.outputs[1] == "Unknown action fly"
+    told = episode.step(CallTools((ToolCall("done", {}),)))  # there is a customer to end the talk
+    assert (told.done, told.text) == (False, "Unknown action done")
     assert episode.step(CallTools((ToolCall(TRANSFER, {}),))).done
     assert episode.finish(None) == {"solved": 0.0}
     with pytest.raises(TypeError, match="answers tool calls and messages"):
@@ -204,6 +206,8 @@ def test_a_ticket_needs_no_customer(shop: Path) -> None:
     assert (told.done, told.outputs) == (True, ("cancelled", ""))
     assert episode.finish(None) == {"solved": 1.0}
     assert env.reset(task).step(Say("hello?")).failed
+    place, upstream = task.spec["place"], env._upstream["train"][0]
+    assert env.gold(place, upstream) is env.gold(place, upstream)  # computed once
 
 
 @pytest.mark.parametrize(

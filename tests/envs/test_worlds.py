@@ -262,7 +262,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_search_finds_the_best_texts_always_the_same_and_cut(corpus: Path) -> None:
-    env = SearchEnv(corpus, top_k=2, max_chars=22)
+    env: Any = SearchEnv(corpus, top_k=2, max_chars=22)
     episode = env.reset(task())
     found = episode.step(call("search", query="Who lives in Oslo?")).outputs[0]
     assert found.startswith("[1] Person Bo\nBo lives in Oslo. more\n[2] Person ")
@@ -274,7 +274,8 @@ def test_search_finds_the_best_texts_always_the_same_and_cut(corpus: Path) -> No
 
 @pytest.mark.parametrize("query", ['"', "a OR", "NEAR(", "title:x*", "'; DROP TABLE texts;--", "é"])
 def test_no_query_is_syntax(corpus: Path, query: str) -> None:
-    told = SearchEnv(corpus).reset(task()).step(call("search", query=query))
+    env: Any = SearchEnv(corpus)
+    told = env.reset(task()).step(call("search", query=query))
     assert "syntax error" not in told.text
     assert told.failed == (query == '"')
 

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from agentgrpo.kernels import grpo_loss, rows
+from agentgrpo.kernels.objective import LOSSES
 
 I64, F32, F32S = "i64", "fp32", "*fp32"
 
@@ -82,7 +83,7 @@ def _loss(**flags: Any) -> Case:
         **dict.fromkeys(floats, F32),
     }
     constants = {
-        "KIND": 0, "KL": 3, "BIAS_CORRECTED": True, "HAS_FACTOR": True,
+        "KIND": "clipped", "KL": "k3", "BIAS_CORRECTED": True, "HAS_FACTOR": True,
         "HAS_DELTA": True, "HAS_DUAL": True, "BLOCK_N": grpo_loss._BLOCK_N, **flags,
     }  # fmt: skip
     return Case(grpo_loss.loss_kernel, types, constants, grpo_loss._WARPS)
@@ -109,9 +110,10 @@ CASES = {
     "grad-odd-vocabulary": _grad("*bf16", "*bf16", ("V",)),
     "pick-bf16": _pick("*bf16"),
     "pick-fp32-capped": _pick("*fp32", HAS_SOFTCAP=True),
-    "loss-clipped": _loss(),
-    "loss-cispo": _loss(KIND=1),
-    "loss-sapo": _loss(KIND=2),
+    **{
+        f"loss-{kernel}": _loss(KIND=kernel)
+        for kernel in sorted({loss.kernel for loss in LOSSES.values() if loss.kernel})
+    },
 }
 
 

@@ -12,7 +12,7 @@ from agentgrpo.kernels.checks import Backend
 from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
 from agentgrpo.kernels.objective import Objective
-from tests.kernels.oracles import Sample, dense_logp, sample_loss
+from tests.kernels.oracles import ORACLES, Sample, dense_logp, sample_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, L, H, V = 3, 6, 8, 21
@@ -48,10 +48,7 @@ def make_batch() -> dict[str, Any]:
 
 def weights(loss_type: str, length: int) -> float:
     """What one token of a sequence with so many trained tokens weighs."""
-    if loss_type in ("grpo", "sapo"):
-        return 1 / (B * max(length, 1))
-    total = float(make_batch()["mask"].sum())
-    return {"dr_grpo": 1 / (B * 10), "luspo": 1 / B}.get(loss_type, 1 / total)
+    return ORACLES[loss_type].weight(max(length, 1), B, int(make_batch()["mask"].sum()), 10)
 
 
 def oracle(

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from agentgrpo.kernels.objective import LOSS_TYPES
+from agentgrpo.kernels.objective import LOSSES, NORMALISERS, LossType
 from agentgrpo.kernels.reduce import combine_metrics, term_weights
+from tests.kernels.oracles import ORACLES
 
 SEQUENCE = torch.tensor([0, 0, 2, 0, 2, 1])
 MASK = torch.tensor([True, True, True, False, True, False])
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_weights(loss_type: str) -> None:
+    """Five samples: 2, 0, 2 and (the two without terms) 0 trained tokens."""
+    weights = term_weights(loss_type, SEQUENCE, 5, mask_N=MASK, max_completion_length=10)
+    torch.testing.assert_close(weights, ORACLES[loss_type].weight(2, 5, 4, 10) * MASK)
+
+
 @pytest.mark.parametrize(
-    ("loss_type", "want"),
-    [
-        ("grpo", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 0]),
-        ("sapo", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 0]),
-        ("gmpo", [1 / 8, 1 / 8, 1 / 8, 0, 1 / 8, 0]),
-        ("dapo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
-        ("bnpo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
-        ("cispo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
-        ("vespo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
-        ("luspo", [1 / 4, 1 / 4, 1 / 4, 0, 1 / 4, 0]),
-        ("dr_grpo", [1 / 40, 1 / 40, 1 / 40, 0, 1 / 40, 0]),
-    ],
+    ("normaliser", "want"),
+    [("sequence_mean", 1 / 10), ("token_mean", 1 / 4), ("budget", 1 / 50), ("sequence_sum", 1 / 5)],
 )
-def test_weights(loss_type: str, want: list[float]) -> None:
-    """Four samples: 2, 0, 2 and (the one without terms) 0 trained tokens."""
-    weights = term_weights(loss_type, SEQUENCE, 4, mask_N=MASK, max_completion_length=10)
-    torch.testing.assert_close(weights, torch.tensor(want))
+def test_a_loss_of_ones_own_is_normalised_as_it_says(normaliser: Any, want: float) -> None:
+    own = LossType(term="clipped", normaliser=normaliser)
+    weights = term_weights(own, SEQUENCE, 5, mask_N=MASK, max_completion_length=10)
+    torch.testing.assert_close(weights, want * MASK)
+    assert normaliser in NORMALISERS
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_nothing_trained_gives_zeros(loss_type: str) -> None:
     weights = term_weights(
         loss_type, SEQUENCE, 3, mask_N=torch.zeros_like(MASK), max_completion_length=4
@@ -46,9 +47,9 @@ def test_a_per_sequence_mean_weighs_short_sequences_more() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="max_completion_length: dr_grpo divides by it"):
+    with pytest.raises(ValueError, match="max_completion_length: the normaliser 'budget'"):
         term_weights("dr_grpo", SEQUENCE, 3)
-    with pytest.raises(ValueError, match="loss_type: 'ppo' has no weights"):
+    with pytest.raises(ValueError, match="loss_type: expected one of grpo"):
         term_weights("ppo", SEQUENCE, 3)
     with pytest.raises(ValueError, match="mask_N: expected bool"):
         term_weights("dapo", SEQUENCE, 3, mask_N=torch.ones(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,34 @@ def groups(tiny_model: Path) -> list[Group]:
         made.append(Group(task=TASK, rollouts=rollouts))
     assign_advantages(made, LossConfig())
     return made
+
+
+OWN = """
+import torch
+
+def grpo(batch, objective, ratio):
+    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return -torch.min(ratio * batch.advantage, bounded * batch.advantage)
+
+def constant(batch, objective, ratio):
+    return batch.advantage
+
+def total(batch, objective, ratio):
+    return ratio.sum()
+
+def broken(batch, objective, ratio):
+    return batch.reward
+
+def two(batch, objective):
+    return batch.logp
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that loss.loss_type may name."""
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_losses", raising=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig, TrainConfig
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.publish import policy_on
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -49,10 +50,11 @@ def learner_on(
     loss: LossConfig | None = None, **given: Any,
 ) -> Learner:  # fmt: skip
     """A learner of four steps at temperature 1 on the engine's weights, unless given otherwise."""
-    options = {"total_steps": 4, "temperature": 1.0, "weights": "shared", "dlogp_limit": 1e-3}
-    return Learner(
-        model, engine, config or LearnerConfig(), loss or LossConfig(), **{**options, **given}
-    )
+    options = {"total_steps": 4, "temperature": 1.0, "dlogp_limit": 1e-3}
+    config, weights = config or LearnerConfig(), given.pop("weights", "shared")
+    adapter, given["reference"] = given.pop("adapter", None), given.get("reference") or model
+    policy, publisher = policy_on(engine, model, config, weights=weights, adapter=adapter)
+    return Learner(policy, publisher, config, loss or LossConfig(), **{**options, **given})
 
 
 def logp_of(model: Any, rollout: Rollout) -> Tensor:

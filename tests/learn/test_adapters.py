@@ -21,7 +21,7 @@ def test_an_adapter_is_all_that_moves_and_is_published_merged(
     make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
 ) -> None:
     learner = make_learner(lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
-    engine: Any = learner._engine
+    engine: Any = vars(learner._publisher)["_engine"]
     learner.publish()
     base = oracle_model(tiny_model).state_dict()
     for name, tensor in engine.weights.items():
@@ -43,7 +43,7 @@ def test_an_adapter_is_all_that_moves_and_is_published_merged(
     trained = learner.describe()["trained_parameters"]
     assert (
         trained
-        == sum(p.numel() for p in learner.trained)
+        == sum(p.numel() for p in learner.policy.trained)
         < 0.3 * sum(p.numel() for p in base.values())
     )
 
@@ -66,7 +66,7 @@ def test_a_resumed_adapter_repeats_the_bits(
     learner = make_learner(lora=lora)
     updates = plan_updates(groups, run_config(DAPO), step=0)
     learner.step(updates)
-    learner.save_model(tmp_path)
+    learner.policy.save(tmp_path)
     learner.save_state(tmp_path / "state.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "adapter_config.json", "adapter_model.safetensors", "state.pt",
@@ -76,8 +76,8 @@ def test_a_resumed_adapter_repeats_the_bits(
     resumed.load_state(tmp_path / "state.pt")
     assert resumed.step_count == 1
     resumed.step(updates)
-    theirs = learner.adapter.tensors() if learner.adapter else {}
-    ours = resumed.adapter.tensors() if resumed.adapter else {}
+    theirs = learner.policy.adapter.tensors() if learner.policy.adapter else {}
+    ours = resumed.policy.adapter.tensors() if resumed.policy.adapter else {}
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     with pytest.raises(ValueError, match=r"adapter of rank 2 .* says 3"):
@@ -109,8 +109,8 @@ def test_every_name_is_of_layers_that_can_have_one(
 
 def test_a_name_may_be_of_one_blocks_layer(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(lora={"rank": 2, "target_modules": ("1.self_attn.q_proj", "k_proj")})
-    assert learner.adapter is not None
-    layers = {name.rpartition(".lora_")[0] for name in learner.adapter.tensors()}
+    assert learner.policy.adapter is not None
+    layers = {name.rpartition(".lora_")[0] for name in learner.policy.adapter.tensors()}
     assert {layer.partition("layers.")[2] for layer in layers} == {
         "1.self_attn.q_proj", "0.self_attn.k_proj", "1.self_attn.k_proj",
     }  # fmt: skip

@@ -127,10 +127,10 @@ def test_a_step_without_a_gradient_has_no_entropies_to_compare(
     loss = LossConfig(top_entropy_quantile=0.25, beta=beta, num_iterations=2)
     (update,) = plan_updates(groups, run_config(loss), step=0)
     learner = make_learner(loss)
-    before = [p.detach().clone() for p in learner.trained]
+    before = [p.detach().clone() for p in learner.policy.trained]
     metrics = learner.step([replace(update, batches=[])])
     assert (metrics["updates"], metrics["loss"], learner.step_count) == (0.0, 0.0, 1)
-    assert all(torch.equal(p, q) for p, q in zip(learner.trained, before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(learner.policy.trained, before, strict=True))
 
 
 def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
@@ -141,3 +141,25 @@ def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
     assert make_learner(loss).step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)
     other = make_model_dir(tmp_path / "other", seed=3)
     assert make_learner(loss, reference=other).step(updates)["ref_kl"] > 1e-3
+
+
+@pytest.mark.usefixtures("own_losses")
+@pytest.mark.parametrize("normaliser", [None, "sequence_mean"])
+def test_a_loss_of_ones_own_trains_as_the_shipped_one(
+    groups: list[Group], make_learner: Callable[..., Learner], normaliser: Any
+) -> None:
+    """One that says grpo's formula: the same losses and the same weights after two updates."""
+    learners, metrics = [], []
+    shipped = "dapo" if normaliser is None else "grpo"
+    for loss_type in (shipped, "own_losses:grpo"):
+        loss = LossConfig(
+            loss_type=loss_type, num_iterations=2, epsilon=0.01, epsilon_high=0.02, beta=0.1,
+            normaliser=None if loss_type == shipped else normaliser,
+        )  # fmt: skip
+        learner = make_learner(loss)
+        metrics.append(learner.step(plan_updates(groups, run_config(loss), step=0)))
+        learners.append(learner)
+    assert metrics[1]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-12)
+    assert metrics[0]["ratio_max"] > 1.02
+    for ours, theirs in zip(learners[0].trained, learners[1].trained, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -252,7 +252,7 @@ def test_a_resumed_learner_repeats_the_bits(
     batches = [packed(sample(engine, seed=seed)) for seed in (0, 1)]
     learner = make_learner(dlogp_limit=1e9)
     learner.step(batches[0])
-    learner.save_model(tmp_path)
+    learner.policy.save(tmp_path)
     learner.save_state(tmp_path / "state.pt", tasks={"next": 3})
     saved = state(learner)
     learner.step(batches[1])

@@ -5,20 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from fractions import Fraction
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import LossConfig
+from agentgrpo.build import build
+from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.kernels.grpo_loss import grpo_loss
-from agentgrpo.kernels.objective import CORRECTIONS, LEVELS, LOSS_TYPES, Objective
+from agentgrpo.kernels.objective import (
+    CORRECTIONS,
+    LEVELS,
+    LOSSES,
+    NORMALISERS,
+    LossType,
+    Objective,
+)
 from agentgrpo.kernels.reduce import term_weights
-from agentgrpo.learn.losses import mismatch_metrics, objective_of, token_weights
-from agentgrpo.types import Group, Status
+from agentgrpo.learn.losses import mismatch_metrics, token_weights
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.plan import planned
+from agentgrpo.types import Group, Status, Treatment
+from tests.kernels.oracles import ORACLES
 
 LENGTHS = ((3, 1, 4), (1, 5, 9))
 BUDGET = 12
@@ -29,94 +40,138 @@ def groups(group: Callable[..., Group]) -> list[Group]:
     return [group(lengths) for lengths in LENGTHS]
 
 
-def objective(groups: list[Group], loss_type: str, budget: int = BUDGET) -> float:
-    """What the loss of a step is when every token's loss is 1: the weights' total."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    weights = token_weights(groups, loss_type, budget)
-    return sum(w * r.num_sampled for w, r in zip(weights, rollouts, strict=True))
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "cispo", "vespo"])
-def test_every_token_has_the_same_weight(groups: list[Group], loss_type: str) -> None:
-    assert token_weights(groups, loss_type, BUDGET) == [float(Fraction(1, 23))] * 6
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "gmpo"])
-def test_every_rollout_has_the_same_weight(groups: list[Group], loss_type: str) -> None:
-    expected = [float(Fraction(1, 6 * n)) for lengths in LENGTHS for n in lengths]
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_weights_are_the_papers(groups: list[Group], loss_type: str) -> None:
+    expected = [ORACLES[loss_type].weight(n, 6, 23, BUDGET) for row in LENGTHS for n in row]
     assert token_weights(groups, loss_type, BUDGET) == pytest.approx(expected, rel=1e-15)
 
 
-def test_dr_grpo_divides_by_the_budget_whatever_the_length(groups: list[Group]) -> None:
-    assert token_weights(groups, "dr_grpo", BUDGET) == [1 / (6 * BUDGET)] * 6
-
-
-def test_luspo_counts_rollouts_only(groups: list[Group]) -> None:
-    assert token_weights(groups, "luspo", BUDGET) == [1 / 6] * 6
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_kernels_weigh_alike(groups: list[Group], loss_type: str) -> None:
-    lengths = torch.tensor([n for row in LENGTHS for n in row])
-    sequence = torch.repeat_interleave(torch.arange(6), lengths)
-    theirs = term_weights(loss_type, sequence, 6, max_completion_length=BUDGET)
-    ours = torch.tensor(token_weights(groups, loss_type, BUDGET))[sequence]
-    torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "total"), [("dapo", 1.0), ("grpo", 1.0), ("dr_grpo", 23 / 72), ("luspo", 23 / 6)]
-)
-def test_a_loss_of_one_per_token_sums_to(groups: list[Group], loss_type: str, total: float) -> None:
-    assert objective(groups, loss_type) == pytest.approx(total, rel=1e-12)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_what_the_machine_broke_weighs_nothing_and_counts_for_nothing(
-    groups: list[Group], group: Callable[..., Group], loss_type: str
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+def test_the_learner_and_the_kernels_count_the_same_samples(
+    groups: list[Group], group: Callable[..., Group], normaliser: Any
 ) -> None:
-    alone = token_weights(groups, loss_type, BUDGET)
-    broken = group([7], status=Status.INFRA_ERROR)
-    silent = group([0])
-    together = token_weights([groups[0], broken, silent, groups[1]], loss_type, BUDGET)
-    assert together == [*alone[:3], 0.0, 0.0, *alone[3:]]
+    """As TRL: those that are masked or sampled nothing too; not what the machine broke."""
+    silent, broken = group([0]), group([7], status=Status.INFRA_ERROR)
+    masked = group([5], treatment=Treatment.MASK)
+    loss = LossType(term="clipped", normaliser=normaliser)
+    ours = token_weights([groups[0], broken, silent, masked, groups[1]], loss, BUDGET)
+    lengths = torch.tensor([*LENGTHS[0], 0, 5, *LENGTHS[1]])
+    sequence = torch.repeat_interleave(torch.arange(8), lengths)
+    theirs = term_weights(loss, sequence, 8, mask_N=sequence != 4, max_completion_length=BUDGET)
+    assert [ours[i] for i in (3, 4, 5)] == [0, 0, 0]
+    kept = torch.tensor([*ours[:3], *ours[4:]])[sequence]
+    torch.testing.assert_close(kept, theirs)
+    if normaliser != "token_mean":
+        assert ours[0] < token_weights(groups, loss, BUDGET)[0], "B counts the two"
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_update_counts_masked_rollouts_and_packs_them_not(groups: list[Group]) -> None:
+    config = TrainConfig(model="m", out_dir=Path("o"), loss=LossConfig(loss_type="luspo", beta=0.1))
+    groups[0].rollouts[0].treatment = Treatment.MASK
+    groups[0].rollouts[1].treatment = Treatment.DROP
+    (update,) = plan_updates(groups, config, step=0)
+    assert update.num_samples == 4
+    weights = np.concatenate([batch.weight_N for batch in update.batches])
+    np.testing.assert_allclose(weights, 1 / 5, rtol=1e-6)
+    assert len(weights) == sum(r.num_sampled for g in groups for r in g.rollouts) - 4
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_nothing_sampled_is_no_error(group: Callable[..., Group], loss_type: str) -> None:
     assert token_weights([group([0, 0])], loss_type, BUDGET) == [0.0, 0.0]
     assert token_weights([], loss_type, BUDGET) == []
 
 
 def test_an_unknown_loss_type_is_refused(groups: list[Group]) -> None:
-    with pytest.raises(ValueError, match="loss_type: 'ppo' has no weights"):
+    with pytest.raises(ValueError, match="loss_type: expected one of grpo"):
         token_weights(groups, "ppo", BUDGET)
 
 
 # What a config says arrives in the kernels.
 
 
-def test_every_option_of_the_kernels_is_a_key_of_the_same_name() -> None:
-    changed: dict[str, Any] = {
-        "loss_type": "sapo", "importance_sampling_level": "sequence", "epsilon": 0.1,
-        "epsilon_high": 0.3, "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 1.6,
-        "vespo_k_pos": 1.1, "vespo_lambda_pos": 1.2, "vespo_k_neg": 1.3, "vespo_lambda_neg": 1.4,
-        "beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False, "entropy_coef": 0.01,
+def test_the_kernels_options_are_keys_of_the_same_default() -> None:
+    config = LossConfig()
+    for field in fields(Objective):
+        assert getattr(config, field.name) == field.default, field.name
+        assert LossConfig.model_fields[field.name].description, field.name
+
+
+def test_what_a_config_says_arrives_in_the_kernels() -> None:
+    common: dict[str, Any] = {
+        "normaliser": "sequence_sum", "beta": 0.1, "kl_estimator": "k2",
+        "use_bias_correction_kl": False, "entropy_coef": 0.01,
         "vllm_importance_sampling_correction": False,
         "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 4.0,
         "vllm_importance_sampling_clip_min": 0.5, "off_policy_mask_threshold": 0.2,
     }  # fmt: skip
-    clipped: dict[str, Any] = {"delta": 4.0, "clip_ratio_c": 3.0}
-    for options in (changed, clipped):
-        made = objective_of(LossConfig(**options))
-        for name, value in options.items():
-            assert getattr(made, name) == value, name
-    assert {field.name for field in fields(Objective)} == {*changed, *clipped}
+    special: dict[str, Any] = {
+        "epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0, "clip_ratio_c": 3.0,
+        "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 1.6, "vespo_k_pos": 1.1,
+        "vespo_lambda_pos": 1.2, "vespo_k_neg": 1.3, "vespo_lambda_neg": 1.4,
+    }  # fmt: skip
+    for loss_type, loss in LOSSES.items():
+        own = {key: special[key] for key in loss.reads}
+        options = {"loss_type": loss_type, **common, **own}
+        if not loss.whole_sequence:
+            options["importance_sampling_level"] = "sequence"
+        made = LossConfig(**options)
+        assert {name: getattr(made, name) for name in options} == options
+        for key in special.keys() - own.keys():
+            needed = {need: special[need] for need in loss.needs}
+            with pytest.raises(ValueError, match=rf"loss\.{key}: "):
+                LossConfig(loss_type=loss_type, **{**needed, key: special[key]})
+    names = {*special, *common, "loss_type", "importance_sampling_level"}
+    assert {field.name for field in fields(Objective)} == names
 
 
-def test_options_that_do_not_go_together_name_the_key() -> None:
-    with pytest.raises(ValueError, match=r"loss\.epsilon_high: cispo needs it"):
-        objective_of(LossConfig(loss_type="cispo"))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "cispo"}, r"loss\.epsilon_high: cispo needs it"),
+        (
+            {"loss_type": "gpro"},
+            r"loss\.loss_type: expected one of grpo, .* 'module:function', got 'gpro'",
+        ),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            r"loss\.vllm_importance_sampling_mode: vespo multiplies",
+        ),
+        ({"loss_type": "sapo", "epsilon": 0.1}, r"loss\.epsilon: 0.1 does nothing without .* grpo"),
+    ],
+)
+def test_options_that_do_not_go_together_name_the_key(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**options)
+
+
+# A loss of one's own.
+
+
+@pytest.mark.usefixtures("own_losses")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_losses:nothing", "nothing"),
+        ("no_such_module:grpo", "no_such_module"),
+        ("own_losses:number", "number"),
+        ("own_losses:constant", "its result has no gradient"),
+        ("own_losses:total", "expected a loss per term, .torch.float32, .3,"),
+        ("own_losses:broken", "AttributeError"),
+        ("own_losses:two", "TypeError"),
+    ],
+)
+def test_a_wrong_loss_of_ones_own_is_named_before_a_model_is_loaded(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    config = TrainConfig(
+        model="no such model", out_dir=tmp_path / "out", loss=LossConfig(loss_type=name)
+    )
+    for start in (build, planned):
+        with pytest.raises(ValueError, match=rf"loss\.loss_type.*{message}"):
+            start(config)
 
 
 # The mismatch.
@@ -135,8 +190,9 @@ TURN = np.array([0, 1, 1, 0, 0, 1], np.int32)
     ],
 )
 def test_ratios_are_reported_before_any_bound(level: str, ratios: list[float]) -> None:
+    mode: Any = f"{level}_truncate"
     objective = Objective(
-        vllm_importance_sampling_mode=f"{level}_truncate",
+        vllm_importance_sampling_mode=mode,
         vllm_importance_sampling_clip_max=1.2,
         vllm_importance_sampling_clip_min=0.5,
     )
@@ -197,30 +253,29 @@ def test_no_tokens_no_metrics() -> None:
     assert mismatch_metrics(empty.astype(np.float32), empty, empty, Objective()) == {}
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_what_a_config_may_say_can_be_computed(loss_type: str) -> None:
     """Else the run would end at its first update, when everything has been loaded and sampled."""
     x, refused = torch.tensor([-1.0, -2.0, -0.5]), set()
+    needs: Any = dict.fromkeys(LOSSES[loss_type].needs, 5.0)
     for level, mode, corrects in product(LEVELS, CORRECTIONS, (True, False)):
-        config = LossConfig.model_validate({
-            "loss_type": loss_type, "importance_sampling_level": level,
-            "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_correction": corrects,
-            "epsilon_high": 5.0 if loss_type == "cispo" else None, "beta": 0.1, "entropy_coef": 0.1,
-        })  # fmt: skip
         try:
-            made = objective_of(config)
+            made = LossConfig(
+                loss_type=loss_type, importance_sampling_level=level,
+                vllm_importance_sampling_mode=mode, vllm_importance_sampling_correction=corrects,
+                beta=0.1, entropy_coef=0.1, **needs,
+            )  # fmt: skip
         except ValueError as error:
-            refused.add((str(error).partition(":")[0], corrects))
+            refused.add((str(error).partition("loss.")[2].partition(":")[0], corrects))
             continue
         loss, _ = grpo_loss(
             x, x - 0.1, x, -x, made, ref_logp_N=x, sampler_logp_N=x, entropy_N=-x,
             entropy_threshold=0.7, sequence_N=torch.tensor([0, 0, 1]), num_sequences=2,
         )  # fmt: skip
         assert loss.isfinite()
-    level_alone = {
-        ("loss.importance_sampling_level", True),
-        ("loss.importance_sampling_level", False),
-    }
-    mode_alone = {("loss.vllm_importance_sampling_mode", True)}  # of no correction harms nothing
-    alone = {"vespo": level_alone | mode_alone, "gmpo": level_alone}
-    assert refused == alone.get(loss_type, set())
+    row, allowed = LOSSES[loss_type], set()
+    if row.whole_sequence:
+        allowed = {("importance_sampling_level", True), ("importance_sampling_level", False)}
+    if row.folds == ("correction",):  # of no correction harms nothing
+        allowed.add(("vllm_importance_sampling_mode", True))
+    assert refused == allowed

@@ -18,7 +18,7 @@ from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.optimizer import MasterAdamW, make_optimizer
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
-from tests.learn.given import DAPO, TEMPERATURE, Holder, run_config
+from tests.learn.given import DAPO, TEMPERATURE, Holder, learner_on, run_config
 
 
 def test_checkpointed_layers_train_alike(
@@ -26,8 +26,18 @@ def test_checkpointed_layers_train_alike(
 ) -> None:
     updates = plan_updates(groups, run_config(DAPO), step=0)
     plain, checkpointed = make_learner(), make_learner(gradient_checkpointing=True)
-    assert plain.step(updates)["loss"] == checkpointed.step(updates)["loss"]
-    for a, b in zip(plain.trained, checkpointed.trained, strict=True):
+    passes = {plain: 0, checkpointed: 0}
+
+    def counted(learner: Learner) -> float:
+        def count(*_: object) -> None:
+            passes[learner] += 1
+
+        learner.model.get_decoder().layers[0].mlp.register_forward_pre_hook(count)
+        return learner.step(updates)["loss"]
+
+    assert counted(plain) == counted(checkpointed)
+    assert passes[checkpointed] == 2 * passes[plain] > 0, "once more in the backward pass"
+    for a, b in zip(plain.policy.trained, checkpointed.policy.trained, strict=True):
         assert torch.equal(a, b)
 
 
@@ -40,9 +50,8 @@ def test_batches_of_16_bit_add_up_in_float32(
 ) -> None:
     options = LearnerConfig(max_tokens=24)
     config = run_config(DAPO).model_copy(update={"learner": options})
-    engine: Any = Holder16()
-    learner = Learner(
-        tiny_model, engine, options, DAPO, total_steps=4, temperature=TEMPERATURE, weights="copy",
+    learner = learner_on(
+        Holder16(), tiny_model, options, DAPO, temperature=TEMPERATURE, weights="copy",
         dlogp_limit=9.0,
     )  # fmt: skip
     (update,) = plan_updates(groups, config, step=0)
@@ -134,7 +143,9 @@ def test_the_optimizers_state_waits_in_host_memory_between_steps(
     monkeypatch.setattr(optimizer, "step", noted_step)
     learner.step(plan_updates(groups, run_config(DAPO), step=0))
     assert seen == ["cpu:0", "step", "cpu"] if offload else ["cpu:0", "step"]
-    assert all(p.grad is None for p in learner.trained), "nor do gradients wait on the device"
+    assert all(p.grad is None for p in learner.policy.trained), (
+        "nor do gradients wait on the device"
+    )
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -223,4 +234,4 @@ def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(
     learner.rehearse(20)
     learner.step(plan_updates(groups, run_config(DAPO), step=0))
     learner.rehearse(20)
-    assert held == [8 * sum(p.numel() for p in learner.trained), 0]
+    assert held == [8 * sum(p.numel() for p in learner.policy.trained), 0]

@@ -18,7 +18,7 @@ from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
 from tests.learn import conftest as learning
-from tests.learn.given import TEMPERATURE, Holder, run_config
+from tests.learn.given import TEMPERATURE, Holder, learner_on, run_config
 from tests.learn.pretend_cuda import CARD, pretend_cuda
 
 if torch.cuda.is_available():
@@ -85,9 +85,9 @@ def steps(
     state: Path | None = None, **config: Any,
 ) -> tuple[Learner, list[dict[str, float]]]:  # fmt: skip
     options = {"learning_rate": 1e-2, "max_grad_norm": 1.0, **config}
-    learner = Learner(
-        folder, engine, LearnerConfig(**options), loss, total_steps=4, temperature=TEMPERATURE,
-        weights="copy", dlogp_limit=9.0, reference=folder,
+    learner = learner_on(
+        engine, folder, LearnerConfig(**options), loss, temperature=TEMPERATURE, weights="copy",
+        dlogp_limit=9.0,
     )  # fmt: skip
     learner.rehearse(30)
     seen = []
@@ -155,8 +155,8 @@ def test_an_adapter_on_the_card(tiny_model: Path, groups: list[Group], tmp_path:
     learner, _ = steps(
         tiny_model, groups, CardHolder(), loss, lora=LoraConfig(rank=4, serve="merged")
     )
-    assert learner.adapter is not None
-    learner.adapter.save(tmp_path)
+    assert learner.policy.adapter is not None
+    learner.policy.adapter.save(tmp_path)
 
 
 @pytest.mark.parametrize(

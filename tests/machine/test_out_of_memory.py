@@ -12,15 +12,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import LearnerConfig, TrainConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
 from agentgrpo.engine.engine import Engine
-from agentgrpo.learn.preflight import to_learn, to_sample
+from agentgrpo.engine.start import to_sample
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.preflight import to_learn
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.memory import OutOfMemory, explained
@@ -107,71 +109,88 @@ def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> 
 
 
 @pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
-def test_while_learning_the_number_that_fits_is_found(
-    config: TrainConfig, room: int, says: str
-) -> None:
-    said = to_learn(config, Machine(room=room))
+def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> None:
+    said = to_learn(Machine(room=room), 2048)
     assert said.startswith(f"learner.max_tokens is 2048, and {says}")
     assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
 
 
-def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named(config: TrainConfig) -> None:
-    said = to_sample(config)
+def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named() -> None:
+    said = to_sample(EngineConfig())
     assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
 
 
-class Short(FakeRun):
-    """A run whose memory ends in one phase."""
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("doing", ["waking the engine", "generating"])
+def test_the_engine_says_what_it_needs_less_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, doing: str, fault: Callable[[], None]
+) -> None:
+    def failing(*_: object) -> None:
+        fault()
 
-    def __init__(self, phase: str, fault: Callable[[], None]) -> None:
-        super().__init__()
-        self.phase_of, self.fault = phase, fault
+    waking = doing == "waking the engine"
+    with monkeypatch.context() as broken:
+        if waking:
+            engine.sleep()
+        broken.setattr(engine._engine, "wake_up" if waking else "step", failing)
+        with pytest.raises(
+            OutOfMemory, match=f"^out of memory while {doing}: a lower engine.kv_cache_gib"
+        ):
+            engine.wake() if waking else engine.step()
+    assert engine.asleep == waking, "it can be asked again"
 
-    def wake(self) -> Any:
-        self.fail_in("waking")
-        return super().wake()
 
-    def play(self, *args: Any, **kwargs: Any) -> Any:
-        self.fail_in("playing")
-        return super().play(*args, **kwargs)
+def short_of_memory(engine: Engine, model: Path, fault: Callable[[], None]) -> Learner:
+    """A learner that fails, and that 900 tokens fit."""
+    learner: Any = learner_on(engine, model)
 
-    def step(self, updates: Any) -> Any:
-        self.fail_in("learning")
-        return super().step(updates)
-
-    def rehearse(self, num_tokens: int) -> None:
+    def rehearse(num_tokens: int) -> None:
         if num_tokens > 1000:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def fail_in(self, phase: str) -> None:
-        if phase == self.phase_of:
-            self.fault()
+    learner.rehearse, learner._look_ahead = rehearse, lambda *_: fault()
+    return cast(Learner, learner)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("phase", "says"),
-    [
-        ("waking", "while waking the engine: a lower engine.kv_cache_gib"),
-        ("playing", "while generating: a lower engine.kv_cache_gib"),
-        ("learning", "while learning: learner.max_tokens is 2048, and 896 tokens do"),
-    ],
-)
-def test_a_run_ends_with_one_line_and_can_be_continued(
-    config: TrainConfig,
-    phase: str,
-    says: str,
-    fault: Callable[[], None],
-    capsys: pytest.CaptureFixture[str],
+def test_the_learner_says_what_fits(
+    engine: Engine, tiny_model: Path, fault: Callable[[], None]
 ) -> None:
-    short = Short(phase, fault)
+    learner = short_of_memory(engine, tiny_model, fault)
+    with pytest.raises(
+        OutOfMemory, match=r"^out of memory while learning: .*max_tokens is 2048, and 896 tokens do"
+    ):
+        learner.step([])
+    assert learner.step_count == 0
+
+
+def test_a_run_ends_with_one_line_and_can_be_continued(
+    engine: Engine, tiny_model: Path, config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Short(FakeRun):
+        def step(self, updates: Any) -> Any:
+            return short_of_memory(engine, tiny_model, cuda).step([])
+
+    short = Short()
     assert run(config, lambda _: short.parts()) == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: out of memory ")
-    assert says in said
+    assert said.startswith("error: out of memory while learning: learner.max_tokens is 2048, and")
     assert said.endswith(f"{CONTINUE}\n")
     assert said.count("\n") == 1
     assert short.calls[-1] == "close"
+
+
+def test_so_it_does_where_nobody_explains_it(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's own memory, between the engine and the learner."""
+
+    class Short(FakeRun):
+        def feedback(self, groups: Any) -> None:
+            raise MemoryError
+
+    assert run(config, lambda _: Short().parts()) == 1
+    assert capsys.readouterr().err == f"error: out of memory. {CONTINUE}\n"
 
 
 STARVED = """
@@ -182,7 +201,7 @@ import agentgrpo.engine.engine  # what vLLM maps when it is imported is not to c
 from agentgrpo import train
 from agentgrpo.machine import hardware
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
-taken = hardware._kib("/proc/self/status")["VmSize"] * 1024
+taken = hardware.kib_of("/proc/self/status")["VmSize"] * 1024
 resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[1]), hard))
 sys.exit(train.main(sys.argv[2:]))
 """
@@ -223,7 +242,7 @@ def room_for(more: int) -> Iterator[None]:
     gc.unfreeze()
     gc.collect()  # what other tests left, else it is given back in between and is room as well
     before = resource.getrlimit(resource.RLIMIT_AS)
-    taken = hardware._kib("/proc/self/status")["VmSize"] * 1024
+    taken = hardware.kib_of("/proc/self/status")["VmSize"] * 1024
     resource.setrlimit(resource.RLIMIT_AS, (taken + more, before[1]))
     try:
         yield
@@ -231,33 +250,30 @@ def room_for(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_a_learner_that_finds_no_memory_says_what_fits(
-    engine: Engine, tiny_model: Path, config: TrainConfig
-) -> None:
+def test_a_learner_that_finds_no_memory_says_what_fits(engine: Engine, tiny_model: Path) -> None:
     """The real one: it is tried what number of tokens does, and that number does."""
-    learner = learner_on(engine, tiny_model)
-    config = config.model_copy(update={"learner": LearnerConfig(max_tokens=2**14)})
+    learner = learner_on(engine, tiny_model, LearnerConfig(max_tokens=2**13))
     with (
-        room_for(GIB // 8),
+        room_for(GIB // 16),
         pytest.raises(OutOfMemory) as caught,
-        explained("learning", lambda: to_learn(config, learner)),
+        explained("learning", lambda: to_learn(learner, 2**13)),
     ):
-        learner.rehearse(config.learner.max_tokens)
+        learner.rehearse(2**13)
     said = re.match(
-        r"out of memory while learning: learner\.max_tokens is 16384, and (\d+) tokens do; fewer "
+        r"out of memory while learning: learner\.max_tokens is 8192, and (\d+) tokens do; fewer "
         r"learner\.trained_layers.*\(.*allocate memory.*\)$",
         str(caught.value),
     )
     assert said, caught.value
     fits = int(said[1])
-    assert 128 <= fits < 2**14
-    with room_for(GIB // 8):
+    assert 128 <= fits < 2**13
+    with room_for(GIB // 16):
         learner.rehearse(fits)
 
 
 def test_the_page_has_every_kind() -> None:
     for message in (
-        "no room for vLLM",
+        "room for vLLM",
         "out of memory while learning",
         "out of memory while generating",
         "out of memory while waking the engine",

@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Int32
-from tests.tiny import CHATML, make_tokenizer
+from tests.tiny import CHATML, THINKING, make_tokenizer
 
-THINKING = (  # a template that, like Qwen3's, drops the thoughts of turns that are over
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TOOLS = (  # a template that, like Qwen2.5's, wraps tool output in a user's turn
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n"
     "{{ m['content'] }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m['role'] }}\n"

@@ -101,7 +101,7 @@ def work(folder: Path) -> dict[str, Any]:
     where = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
     learner.publish()
     seen: dict[str, Any] = {
-        "weights": learner.weights, "place": team.place, "first": agreement(engine, learner),
+        "weights": learner.policy.weights, "place": team.place, "first": agreement(engine, learner),
         "sampled": sampled(engine, team),
     }  # fmt: skip
     seen["score"] = learner.score(probe_prompts(tiny.VOCAB)[0]).tolist()

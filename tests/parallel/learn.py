@@ -62,7 +62,7 @@ def learn(
     }  # fmt: skip
     if parallel.rank() == 0:
         (here / name).mkdir()
-    trained.save_model(here / name)
+    trained.policy.save(here / name)
     trained.save_state(here / name / "state.pt")
     if parallel.rank() == 0:
         (here / f"{name}.json").write_text(json.dumps(record))

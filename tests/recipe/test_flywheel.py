@@ -6,23 +6,30 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agentgrpo.actions import InfrastructureError
+from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
+from agentgrpo.config import RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.engine.endpoints import EngineLoop
+from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.flywheel import kept, spin
+from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Task
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
+from tests.rollout.test_second_role import AGENT as TALKER
+from tests.rollout.test_second_role import Shop, speak
 
 WRONG, RIGHT = "<code>bad</code>", "<code>good</code>"
 HINT, LAST_HINT = "Wait, a tool. ", "No, a tool. "
@@ -370,6 +377,76 @@ def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
     assert kept([wrong, malformed], 1) == []
 
 
+def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(
+    world: Callable[..., World],
+) -> None:
+    made = world(operators=("step_hint",))
+    made.spin(question("q"))
+    repaired = made.lines("rollouts.jsonl")[1]
+    made.engine.max_model_len = sum(len(part["token_ids"]) for part in repaired["segments"][:4])
+    made.spin(question("r"))
+    *_, last = made.lines("rollouts.jsonl")
+    assert last["status"] == "truncated_length"
+    assert texts(last, made)[-2:] == [(HINT, "hint"), ("", "generator")]
+
+
+def test_kept_turns_are_said_again_where_a_second_role_is_asked_too(tokenizer: Any) -> None:
+    loop = EngineLoop(StubEngine(tokenizer, speak))  # type: ignore[arg-type]
+    config = RolloutConfig(max_turns=9, max_turn_tokens=200, max_observation_tokens=200)
+    with EpisodeRunner(1) as worlds, ThreadPoolExecutor(1) as side:
+        player = TrajectoryPlayer(
+            loop, TALKER, Shop(), ChatTemplate(tokenizer), lambda r: {}, worlds, config
+        )
+
+        def work() -> tuple[Trajectory, Trajectory]:
+            first = player.play(question("Hello."), operator="fresh")
+            more: dict[str, Any] = {"kept": first.turns[:2], "begin": "Well, ", "author": "hint"}
+            return first, player.play(question("Hello."), operator="step_hint", **more)
+
+        playing = side.submit(work)
+        playing.add_done_callback(lambda _: loop.stop())
+        loop.serve()
+        first, again = playing.result()
+    assert [turn.text for turn in first.turns] == ["agent 0", "agent 1", "agent 2"]
+    assert [turn.text for turn in again.turns] == ["agent 0", "agent 1", "Well, agent 2"]
+    assert [turn.told_text for turn in again.turns] == ["customer 1", "customer 2", ""]
+    assert again.rollout.stats == first.rollout.stats
+    assert again.record()["segments"][:4] == first.record()["segments"][:4]
+
+
+def test_a_written_answer_is_closed_as_a_sampled_one_is(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = "Step: 1\nCorrected step:\nAnswer: 42"
+    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
+    made = world(operators=("redundant",))
+    made.spin(question("easy"))
+    *_, last = made.lines("rollouts.jsonl")
+    assert texts(last, made) == [("Answer: 42<|im_end|>", "critic")]
+    assert (last["answer"], last["status"]) == ("42", "completed")
+
+
+def test_a_kept_turn_is_told_what_the_fresh_world_says(world: Callable[..., World]) -> None:
+    made = world(operators=("step_hint",))
+    told = iter([Observation("out of bad"), Observation("", done=True, answer="42")])
+    made.env.answer = lambda code: next(told)
+    made.spin(question())
+    *_, last = made.lines("rollouts.jsonl")
+    assert texts(last, made) == [(f"Let me see. {WRONG}", "generator")], "it ended there"
+    assert last["answer"] == "42"
+
+
+def test_the_best_is_right_and_then_cheap(rollout: Callable[..., Rollout]) -> None:
+    graded = [
+        Trajectory(
+            turns=(), rollout=rollout(stats={"tool_calls": calls}), operator="fresh", quality=worth
+        )
+        for worth, calls in ((1.0, 2.0), (0.75, 1.0), (0.5, 0.0), (0.7, 3.0))
+    ]
+    assert [one.right for one in graded] == [True, True, False, False]
+    assert sorted(range(4), key=lambda i: graded[i].rank) == [1, 0, 3, 2]
+
+
 def test_records_are_rollouts(world: Callable[..., World]) -> None:
     made = world(operators=("step_hint",))
     made.spin(question())
@@ -377,5 +454,6 @@ def test_records_are_rollouts(world: Callable[..., World]) -> None:
         played = read_rollout(record)
         assert well_formed(played)
         assert played.task == question()
+        assert played.turns == [], "the engine's accounts are of turns that are all its own"
         sampled = [author == "generator" for author in record["flywheel"]["authors"]]
         assert [segment.sampled for segment in played.segments] == sampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -10,21 +11,26 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.command import CONTINUE
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.measures.measures import TaskRow, report
+from agentgrpo.measures.measures import TaskRow
+from agentgrpo.measures.report import report
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.recipe.curriculum import PartFailed
+from agentgrpo.recipe.parts import PartFailed, command
+from agentgrpo.rewards.rewards import RewardError
+from agentgrpo.sandbox import SandboxUnavailable
 
-ORDER = ["prompting", "flywheel", "sft", "tuned", "curriculum", "trained"]
+ORDER = ["prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "trained"]
 QUALITY = {"prompting": (0, 1), "tuned": (1, 1), "trained": (2, 1)}
 """Of two tasks how many are solved, and calls of each."""
 
 
-def make_recipe(folder: Path, **curriculum: Any) -> RecipeConfig:
+def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConfig:
     return RecipeConfig.model_validate(
         {
             "model": "base",
-            "out_dir": folder / "out",
+            "out_dir": folder / out,
             "endpoints": {"c": {"kind": "script", "function": "m:f"}},
             "flywheel": {"critic": "c", "concurrency": 4},
             "curriculum": {"start": "sft", "stages": 1, "steps": [2], **curriculum},
@@ -75,13 +81,15 @@ def leave(recipe: RecipeConfig, part: str) -> None:
         }
     elif part == "sft":
         files = {"sft/checkpoints/step_000003/model.json": {}}
+    elif part == "0.select":
+        files = {"stage_0/select.json": {}}
     else:
         stage = {"stage": 0, "candidates": 8, "mixed": 5, "selected": 4, "steps": 2}
         files = {"stage_0/rl/checkpoints/step_000002/model.json": {}, "stage_0/stage.json": stage}
     for name, value in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(json.dumps(value))
-    if part == "curriculum":
+    if part == "0.train":
         played = [("heldout", None), ("train", None), ("train", 0), ("train", 0)]
         lines = [json.dumps({"split": split, "parent": parent}) for split, parent in played]
         (out / "stage_0/rl/rollouts.jsonl").write_text("\n".join(lines) + "\n")
@@ -120,6 +128,8 @@ def test_parts_run_in_order_each_with_its_model(
     assert list(ran) == ORDER
     assert all(command[1:3] == ["r.toml", "seed=3"] for command in ran.values())
     assert ran["flywheel"] == ["agentgrpo.recipe.flywheel", "r.toml", "seed=3"]
+    select = ["agentgrpo.recipe.curriculum", "r.toml", "seed=3", "--part", "0.select"]
+    assert ran["0.select"] == select
     out = recipe.out_dir
     models = {
         "prompting": "base",
@@ -172,7 +182,43 @@ def test_other_settings_and_other_starts_are_refused(
 ) -> None:
     fake_parts(make_recipe(tmp_path), monkeypatch)
     recipes.run(make_recipe(tmp_path), ["r.toml"])
+    (tmp_path / "out").rename(tmp_path / "moved")
+    recipes.run(make_recipe(tmp_path, "moved"), ["r.toml"])
+    (tmp_path / "moved").rename(tmp_path / "out")
     with pytest.raises(ValueError, match=r"curriculum\.select = 64, now it is 5"):
         recipes.run(make_recipe(tmp_path, select=5), ["r.toml"])
     with pytest.raises(ValueError, match=r"curriculum\.start: .* 'sft', got 'model'"):
         recipes.run(make_recipe(tmp_path, start="model"), ["r.toml"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("no such"), 2, "error: no such"),
+        (FileNotFoundError("gone"), 2, "error: gone"),
+        (SandboxUnavailable("no cage"), 2, "error: no cage"),
+        (InfrastructureError("down"), 3, f"error: down. {CONTINUE}"),
+        (RewardError("f failed"), 3, f"error: f failed. {CONTINUE}"),
+        (FloatingPointError("nan"), 1, f"error: nan. {CONTINUE}"),
+        (KeyboardInterrupt(), 130, f"interrupted. {CONTINUE}"),
+    ],
+)
+def test_what_stops_a_command_is_one_line_and_a_status(
+    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
+) -> None:
+    def work(recipe: RecipeConfig, args: Any) -> int:
+        raise error
+
+    assert command("sft", None, ["quickstart"], work) == status
+    assert capsys.readouterr().err == f"{said}\n"
+    assert command("sft", None, ["quickstart"], lambda recipe, args: 7) == 7
+
+
+def test_every_command_has_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentgrpo.command.planned", lambda config: f"PLAN of {config.out_dir}")
+    for name in ("sft", "flywheel", "curriculum", "recipe", "evaluate"):
+        main = importlib.import_module(f"agentgrpo.recipe.{name}").main
+        assert main(["recipe", "--dry-run", "out_dir=here"]) == 0
+        assert capsys.readouterr().out == "PLAN of here\n"

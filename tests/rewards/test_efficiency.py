@@ -37,72 +37,55 @@ def five(rollout: MakeRollout) -> Group:
     return Group(task=TASK, rollouts=rollouts)
 
 
-def test_S3_9_the_worked_example(rollout: MakeRollout) -> None:
+@pytest.mark.parametrize(
+    ("sigma_tool", "sigma_length", "earned"),
+    [
+        (0.2, 0.5, [1.406036, 1.167147, 0.0, 0.374991, 1.354544]),  # the worked example
+        (0.2, 0.0, [1.15865, 1.05993, 0.0, 0.67252, 1.15865]),  # each factor alone
+        (0.0, 0.5, [1.21351, 1.10116, 0.0, 0.55759, 1.16907]),
+        (0.0, 0.0, [1, 1, 0, 1, 1]),
+    ],
+)
+def test_S3_9_efficiency_is_what_the_paper_says(
+    rollout: MakeRollout, sigma_tool: float, sigma_length: float, earned: list[float]
+) -> None:
     group = five(rollout)
     score(group, right)
-    add_efficiency(group, sigma_tool=0.2, sigma_length=0.5)
-    expected = [1.406036, 1.167147, 0.0, 0.374991, 0.354544]
-    assert [r.reward for r in group.rollouts] == pytest.approx(expected, abs=1e-6)
-    assert [r.rewards["format"] for r in group.rollouts] == [0, 0, 0, 0, -1]
+    add_efficiency(group, sigma_tool=sigma_tool, sigma_length=sigma_length)
+    parts = [r.rewards for r in group.rollouts]
+    assert [p["answer"] + p["efficiency"] for p in parts] == pytest.approx(earned, abs=6e-6)
+    assert [p["answer"] for p in parts] == [1, 1, 0, 1, 1]
+    assert [p["format"] for p in parts] == [0, 0, 0, 0, -1], "the last is malformed"
 
 
-@pytest.mark.parametrize("treatment", [Treatment.DROP, Treatment.RETRY])
+@pytest.mark.parametrize(
+    ("status", "treatment"),
+    [
+        (Status.TIMED_OUT, Treatment.DROP),
+        (Status.TIMED_OUT, Treatment.RETRY),
+        (Status.INFRA_ERROR, Treatment.TRAIN),
+    ],
+)
 def test_who_does_not_count_is_no_sibling_to_compare_with(
-    rollout: MakeRollout, treatment: Treatment
+    rollout: MakeRollout, status: Status, treatment: Treatment
 ) -> None:
     """As one that ran out of its wall-clock time, after more calls than all others together."""
     alone, beside = five(rollout), five(rollout)
-    late = rollout([[-1.0] * 900], status=Status.TIMED_OUT, stats={"tool_calls": 50.0})
+    late = rollout([[-1.0] * 900], status=status, stats={"tool_calls": 50.0})
     late.treatment = treatment
     beside.rollouts.insert(2, late)
     for group in (alone, beside):
         score(group, right)
         add_efficiency(group)
+    assert "efficiency" not in late.rewards
     beside.rollouts.remove(late)
     assert [r.rewards for r in beside.rollouts] == [r.rewards for r in alone.rollouts]
-
-
-@pytest.mark.parametrize(
-    ("sigmas", "expected"),
-    [
-        ((0.2, 0.0), [1.15865, 1.05993, 0.0, 0.67252, 1.15865]),
-        ((0.0, 0.5), [1.21351, 1.10116, 0.0, 0.55759, 1.16907]),
-    ],
-)
-def test_S3_9_each_factor_alone(
-    rollout: MakeRollout, sigmas: tuple[float, float], expected: list[float]
-) -> None:
-    group = five(rollout)
-    score(group, right)
-    add_efficiency(group, sigma_tool=sigmas[0], sigma_length=sigmas[1])
-    earned = [r.rewards["answer"] + r.rewards["efficiency"] for r in group.rollouts]
-    assert earned == pytest.approx(expected, abs=6e-6)
-    assert [r.rewards["answer"] for r in group.rollouts] == [1, 1, 0, 1, 1]
-
-
-def test_S3_9_without_sigmas_it_is_accuracy_and_format(rollout: MakeRollout) -> None:
-    group = five(rollout)
-    score(group, right)
-    add_efficiency(group, sigma_tool=0.0, sigma_length=0.0)
-    assert [r.reward for r in group.rollouts] == [1, 1, 0, 1, 0]
 
 
 def test_S3_9_sigmas_decay_from_one_to_zero() -> None:
     assert [decay(step, 5) for step in range(5)] == [1, 0.75, 0.5, 0.25, 0]
     assert decay(0, 1) == 1
     assert decay(9, 5) == 0
-
-
-def test_what_the_machine_broke_and_what_tools_said_counts_nowhere(rollout: MakeRollout) -> None:
-    group = five(rollout)
-    broken = rollout([[-1.0] * 9999], status=Status.INFRA_ERROR, stats={"tool_calls": 50.0})
-    with_broken = Group(task=TASK, rollouts=[*group.rollouts, broken])
-    score(with_broken, right)
-    add_efficiency(with_broken)
-    assert [r.reward for r in group.rollouts] == pytest.approx(
-        [1.406036, 1.167147, 0.0, 0.374991, 0.354544], abs=1e-6
-    )
-    assert broken.rewards == {}
 
 
 def test_other_parts_stay_and_what_is_wrong_is_named(rollout: MakeRollout) -> None:

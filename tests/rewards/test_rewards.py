@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentgrpo.registry import load_reward
-from agentgrpo.rewards.rewards import NumericReward, last_number, only_number, score, try_reward
+from agentgrpo.rewards.answers import last_number, only_number
+from agentgrpo.rewards.rewards import NumericReward, score, try_reward
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from tests.conftest import TASK
 
@@ -65,9 +66,12 @@ def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> N
     assert last_number(text) == Decimal(number)
 
 
-@pytest.mark.parametrize("text", ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}"])
-def test_where_there_is_no_number_none_is_read(text: str) -> None:
-    assert last_number(text) is None
+def test_where_there_is_no_number_none_is_read() -> None:
+    texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}"]
+    assert [last_number(text) for text in texts] == [None] * 7
+    strict = ["36 pens", "it is 36", "36 36", "12*3", "36..", "", f"1e{10**30}"]
+    assert [only_number(text) for text in strict] == [None] * 7
+    assert last_number("1e3") == 1000
 
 
 @given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{:_}", "{}.0", " {}. "]))
@@ -81,16 +85,6 @@ def test_every_way_to_write_a_whole_number_reads_back(value: int, form: str) -> 
 def test_no_text_breaks_the_reader(text: str) -> None:
     last_number(text)
     only_number(text)
-
-
-def test_an_exponent_beyond_all_numbers_is_no_exponent() -> None:
-    assert last_number("1e3") == 1000
-    assert only_number(f"1e{10**30}") is None
-
-
-@pytest.mark.parametrize("text", ["36 pens", "it is 36", "36 36", "12*3", "36..", ""])
-def test_strict_reading_takes_nothing_but_a_number(text: str) -> None:
-    assert only_number(text) is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +117,7 @@ def test_weights_and_strictness_are_settings() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"target": 1}, r"task q7: its spec has no 'answer', only \['target'\]"),
+        ({"target": 1}, r"task q7: .* got None in a spec with \['target'\]"),
         ({"answer": "blue"}, "task q7: no number in the answer 'blue'"),
     ],
 )

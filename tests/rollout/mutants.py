@@ -7,7 +7,7 @@ from tests.mutation import Mutant
 
 FOLDER = "agentgrpo"
 TESTS = {
-    "rollout/transcript.py": ["rollout/test_transcript.py"],
+    "rollout/transcript.py": ["rollout/test_transcript.py", "rollout/test_sampler.py"],
     "rollout/play.py": [
         "rollout/test_sampler.py",
         "rollout/test_transcript.py",
@@ -91,7 +91,7 @@ MUTANTS = [
     # rows of one rollout in the batches of an update
     Mutant("learn/updates.py", "whole_rollouts=reads_whole_rollouts(loss)", "whole_rollouts=False"),
     Mutant("learn/updates.py", "rollout, segments = self.played[sample], self", "rollout, segments = self.rollouts[sample], self"),
-    Mutant("learn/updates.py", "        played=[rollout for group in played", "        played=[rollout for group in trained"),
+    Mutant("learn/updates.py", "        played=[rollout for group in samples", "        played=[rollout for group in trained"),
     Mutant("learn/step_record.py", "np.stack([np.full_like(sample, update), sample])", "np.stack([sample, sample])"),
     # templates
     Mutant("models/chat.py", "last or inner", "inner"),
@@ -192,7 +192,8 @@ MUTANTS = [
     Mutant("verify.py", "not count or not all(starmap(_is_same, pairs[:count]))", "not count"),
     Mutant("verify.py", "if 0 <= rollout.parent < index else rollout", "if 0 <= rollout.parent < len(group.rollouts) else rollout"),
     Mutant("verify.py", "and np.array_equal(a.logprobs, b.logprobs)", ""),
-    Mutant("verify.py", "return 1 / lengths / len(lengths)", "return 1 / lengths"),
-    Mutant("verify.py", "1 / len(lengths) / config.rollout.max_sampled_tokens", "1 / len(lengths)"),
+    Mutant("verify.py", "samples * lengths", "lengths"),
+    Mutant("verify.py", "samples * config.rollout.max_sampled_tokens", "samples"),
+    Mutant("verify.py", "sum(len(group.rollouts) for group in part)", "len(rollouts)"),
     Mutant("verify.py", "return 1 if report.faults else 0", "return 0"),
 ]  # fmt: skip

@@ -16,7 +16,6 @@ from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.engine.engine import token_entropies
-from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import (
     GroupPlan,
     Step,
@@ -28,10 +27,10 @@ from agentgrpo.rollout.branch import (
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Rollout, Status
-from tests.playing import EOT, TOKENIZER, tasks
+from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
-CHAT = ChatTemplate(TOKENIZER)
+AGENT = CodeAgent(system_prompt="S")
 
 
 def play(
@@ -40,21 +39,12 @@ def play(
     *,
     num_tasks: int = 1,
     group_size: int = 8,
-    seed: int = 0,
-    max_live: int = 256,
     branching: dict[str, Any],
     **config: Any,
 ) -> tuple[list[Group], SamplerStats]:
-    settings = {"max_turns": 4, "max_turn_tokens": 99, "max_retries": 0, **config}
-    sampler = Sampler(
-        cast(Any, engine),
-        CodeAgent(system_prompt="S"),
-        env or StubEnv(),
-        CHAT,
-        RolloutConfig(group_size=group_size, branching=BranchConfig(**branching), **settings),
-        max_live=max_live,
-    )
-    return sampler.play(tasks(num_tasks), group_size, seed=seed)
+    config = {"group_size": group_size, "branching": BranchConfig(**branching), **config}
+    config = {"max_turns": 4, **config}
+    return sampled(engine, AGENT, env or StubEnv(), num_tasks, group_size, **config)
 
 
 def conversation(calls: int, *, entropy: Sequence[float] = (0.0,), ends: bool = True) -> StubEngine:
@@ -256,8 +246,7 @@ def test_without_the_option_nothing_branches() -> None:
 def test_an_evaluation_does_not_branch() -> None:
     engine = conversation(1)
     config = RolloutConfig(branching=BranchConfig(initial=1, probability=1.0), max_turn_tokens=99)
-    agent = CodeAgent(system_prompt="S")
-    sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, config)
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), CHAT, config)
     groups, stats = sampler.play(tasks(1), 8, seed=0, temperature=0.0)
     assert len(groups[0].rollouts) == 8
     assert stats.branches == 0

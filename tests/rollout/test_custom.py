@@ -126,54 +126,33 @@ def test_what_it_does_not_count_is_counted_for_it() -> None:
     shown.step_done(0, {**told, "groups": 1, "live_groups": 1}, learned, {"max_dlogp": 0.0})
 
 
-def other_task(r: Rollout) -> None:
-    r.task = Task(id="stranger", messages=(), spec={})
-
-
-def no_prompt(r: Rollout) -> None:
-    r.segments.pop(0)
+def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
+    return lambda r: r.span_rewards.append(SpanReward(start, end, "x", value))
 
 
 def nan(r: Rollout) -> None:
     r.segments.append(Segment(np.array([3], np.int32), np.array([np.nan], np.float32)))
 
 
-def too_long(r: Rollout) -> None:
-    r.segments.append(Segment(np.zeros(10_000, np.int32)))
-
-
 def nan_in_another_row(r: Rollout) -> None:
-    r.closed_rows.append(list(r.segments))
+    good = list(r.segments)
     nan(r)
-    r.closed_rows.reverse()
-    r.closed_rows[0], r.segments = r.segments, r.closed_rows[0]
-
-
-def no_prompt_in_another_row(r: Rollout) -> None:
-    r.closed_rows.append([])
-
-
-def no_reward(r: Rollout) -> None:
-    r.rewards["taste"] = float("nan")
-
-
-def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
-    def change(r: Rollout) -> None:
-        r.span_rewards.append(SpanReward(start, end, "x", value))
-
-    return change
+    r.closed_rows, r.segments = [r.segments], good
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (other_task, "is of task 'stranger'"),
-        (no_prompt, "must begin with a prompt"),
+        (lambda r: setattr(r, "task", tasks(9)[8]), "is of task 't8'"),
+        (lambda r: r.segments.pop(0), "must begin with a prompt"),
         (nan, "log-probability is nan or infinite"),
         (nan_in_another_row, "log-probability is nan or infinite"),
-        (no_prompt_in_another_row, "must begin with a prompt"),
-        (no_reward, "its reward 'taste' is nan"),
-        (too_long, "10006 tokens exceed engine.max_model_len 10000"),
+        (lambda r: r.closed_rows.append([]), "must begin with a prompt"),
+        (lambda r: r.rewards.update(taste=np.nan), "its reward 'taste' is nan"),
+        (
+            lambda r: r.segments.append(Segment(np.zeros(10_000, np.int32))),
+            "10006 tokens exceed engine.max_model_len 10000",
+        ),
         (span(-1, 2), "is not within its 6 tokens"),
         (span(3, 7), "is not within its 6 tokens"),
         (span(4, 4), "is not within its 6 tokens"),
@@ -181,7 +160,7 @@ def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_name(
-    change: Callable[[Rollout], None], message: str
+    change: Callable[[Rollout], Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"sampler: task 't1', rollout 1: .*{message}"):
         sampler(Mine(change)).play(tasks(2), 2, seed=0)

@@ -22,15 +22,10 @@ from agentgrpo.actions import (
     Schema,
     ToolCall,
 )
-from agentgrpo.config import RolloutConfig
-from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, SpanReward, Status, Task
-from tests.playing import TOKENIZER
+from tests.playing import EOT, TOKENIZER, sampled
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
-CHAT = ChatTemplate(TOKENIZER)
-EOT = "<|im_end|>"
 T = TypeVar("T")
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
 PROMPT = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n"
@@ -94,14 +89,8 @@ def raised(value: T | Exception) -> T:
 
 def play(world: Any, *turns: str, agent: EchoAgent | None = None, **config: Any) -> Rollout:
     engine = StubEngine(TOKENIZER, lambda number, _: Turn(turns[number]))
-    sampler = Sampler(
-        cast(Any, engine),
-        agent or EchoAgent(),
-        world,
-        CHAT,
-        RolloutConfig(**{"max_turns": 9, "max_observation_tokens": 9, "max_retries": 0, **config}),
-    )
-    groups, _ = sampler.play([TASK], 1, seed=0)
+    config = {"max_observation_tokens": 9, **config}
+    groups, _ = sampled(engine, agent or EchoAgent(), world, [TASK], **config)
     return groups[0].rollouts[0]
 
 
@@ -220,15 +209,9 @@ class SlowEpisode:
 def test_S2_12_sixty_four_asynchronous_episodes_wait_together(deterministic: bool) -> None:
     world = Slow(expected=64)
     engine = StubEngine(TOKENIZER, lambda n, _: Turn("wait\n" if n < 64 else "!done"))
-    sampler = Sampler(
-        cast(Any, engine),
-        EchoAgent(),
-        world,
-        CHAT,
-        RolloutConfig(deterministic=deterministic),
-        max_tool_threads=1,
+    groups, _ = sampled(
+        engine, EchoAgent(), world, [TASK] * 8, 8, threads=1, deterministic=deterministic
     )
-    groups, _ = sampler.play([TASK] * 8, 8, seed=0)
     rollouts = [r for group in groups for r in group.rollouts]
     assert [r.rewards for r in rollouts] == [{"met": 1.0}] * 64
     assert world.closed == 64
@@ -278,8 +261,7 @@ def test_S2_12_sixty_four_blocking_episodes_wait_together() -> None:
 
     worlds = StubEnv(on_call=meet)
     engine = StubEngine(TOKENIZER, lambda n, _: Turn("wait\n" if n < 64 else "!done"))
-    sampler = Sampler(cast(Any, engine), EchoAgent(), worlds, CHAT, RolloutConfig())
-    groups, _ = sampler.play([TASK] * 8, 8, seed=0)
+    groups, _ = sampled(engine, EchoAgent(), worlds, [TASK] * 8, 8)
     assert [r.status for group in groups for r in group.rollouts] == [Status.COMPLETED] * 64
 
 

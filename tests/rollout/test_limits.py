@@ -13,15 +13,12 @@ import pytest
 from agentgrpo.actions import Action, CallTools, Malformed, RunCode, Say, ToolCall
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
-from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout, Status, Task, Treatment
-from tests.playing import TOKENIZER
+from tests.playing import CHAT, EOT, TOKENIZER, sampled
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
-CHAT = ChatTemplate(TOKENIZER)
-EOT = "<|im_end|>"
+AGENT = CodeAgent(system_prompt="S")
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
 PATIENCE_S = 60
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
@@ -30,20 +27,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 def play(*turns: str | Turn, env: StubEnv | None = None, **config: Any) -> Rollout:
     script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
     engine = StubEngine(TOKENIZER, lambda number, _: script[number])
-    settings: dict[str, Any] = {
-        "max_turns": 9,
-        "max_turn_tokens": 99,
-        "max_observation_tokens": 200,
-    }
-    settings |= {"max_retries": 0, **config}
-    sampler = Sampler(
-        cast(Any, engine),
-        CodeAgent(system_prompt="S"),
-        env or StubEnv(),
-        CHAT,
-        RolloutConfig(**settings),
-    )
-    groups, _ = sampler.play([TASK], 1, seed=0)
+    groups, _ = sampled(engine, AGENT, env or StubEnv(), [TASK], **config)
     return groups[0].rollouts[0]
 
 
@@ -239,10 +223,7 @@ def test_a_rollout_that_is_late_ends_wherever_it_is(monkeypatch: pytest.MonkeyPa
         script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
         engine = StubEngine(TOKENIZER, lambda n, _: script[n], on_step=passes(per_step))
         env = StubEnv(on_call=passes(in_tool))
-        config = RolloutConfig(max_seconds=limit, max_turn_tokens=99)
-        agent = CodeAgent(system_prompt="S")
-        sampler = Sampler(cast(Any, engine), agent, env, CHAT, config)
-        played = sampler.play([TASK], 1, seed=0)[0][0].rollouts[0]
+        played = sampled(engine, AGENT, env, [TASK], max_seconds=limit)[0][0].rollouts[0]
         assert not engine.running
         env.assert_all_closed_once()
         return played
@@ -332,9 +313,7 @@ def test_without_limits_only_the_context_ends_a_rollout() -> None:
 
 def test_another_try_draws_anew() -> None:
     engine = StubEngine(TOKENIZER, lambda n, _: Turn([BROKEN, DONE][n]))
-    agent = CodeAgent(system_prompt="S")
-    sampler = Sampler(cast(Any, engine), agent, StubEnv(), CHAT, RolloutConfig(max_turn_tokens=99))
-    sampler.play([TASK], 1, seed=0)
+    sampled(engine, AGENT, StubEnv(), [TASK], max_retries=1)
     first, second = engine.requests
     assert first.prompt.tolist() == second.prompt.tolist()
     assert first.options["seed"] != second.options["seed"]

@@ -21,7 +21,7 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.verify import rollout_faults
-from tests.playing import EOT, TOKENIZER, tasks
+from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import (
     Completion,
     Request,
@@ -32,9 +32,7 @@ from tests.rollout.stubs import (
     answer_to,
     code_in,
 )
-from tests.tiny import make_tokenizer
-
-CHAT = ChatTemplate(TOKENIZER)
+from tests.tiny import THINKING, make_tokenizer
 
 AGENT = CodeAgent(system_prompt="S")
 PATIENCE_S = 60  # only ever waited for by a sampler that is wrong
@@ -45,21 +43,10 @@ def encode(text: str) -> list[int]:
 
 
 def play(
-    engine: StubEngine,
-    env: StubEnv,
-    *,
-    num_tasks: int = 1,
-    group_size: int = 1,
-    threads: int = 32,
-    **config: Any,
+    engine: StubEngine, env: StubEnv, *, num_tasks: int = 1, group_size: int = 1, **config: Any
 ) -> tuple[list[Group], SamplerStats]:
-    settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 200, **config}
-    settings.setdefault("max_observation_tokens", 200)
-    settings.setdefault("max_retries", 0)
-    sampler = Sampler(
-        cast(Any, engine), AGENT, env, CHAT, RolloutConfig(**settings), max_tool_threads=threads
-    )
-    return sampler.play(tasks(num_tasks), group_size, seed=5)
+    config = {"max_turns": 3, "max_turn_tokens": 200, **config}
+    return sampled(engine, AGENT, env, num_tasks, group_size, seed=5, **config)
 
 
 def scripted(*turns: Turn | str, **settings: Any) -> StubEngine:
@@ -188,13 +175,9 @@ def test_many_interleavings_give_what_each_rollout_gives_alone(seed: int) -> Non
     engine = StubEngine(TOKENIZER, random_policy(rng), max_model_len=rng.randint(120, 400), rng=rng)
     pauses = random.Random(seed)
     env = StubEnv(on_call=lambda code: time.sleep(pauses.choice([0, 0, 0, 0.001])))
+    threads = rng.randint(1, 8)
     groups, stats = play(
-        engine,
-        env,
-        num_tasks=num_tasks,
-        group_size=group_size,
-        threads=rng.randint(1, 8),
-        **settings,
+        engine, env, num_tasks=num_tasks, group_size=group_size, threads=threads, **settings
     )
     assert [group.task.id for group in groups] == [f"t{i}" for i in range(num_tasks)]
     assert [len(group.rollouts) for group in groups] == [group_size] * num_tasks
@@ -542,14 +525,6 @@ def test_no_tasks_no_groups() -> None:
     groups, stats = play(scripted(), StubEnv(), num_tasks=0)
     assert groups == []
     assert stats.engine_steps == 0
-
-
-THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status
 from tests.conftest import TASK
-from tests.tiny import make_tokenizer
+from tests.tiny import THINKING, make_tokenizer
 
 
 def ids(*values: int) -> Int32:
@@ -91,6 +91,27 @@ def test_only_what_was_sampled_counts_as_replaced() -> None:
     transcript.give(ids(11, 12))
     assert transcript.rerender(ids(*range(1, 9), 99)) is Drift.REALIGN
     assert transcript.replaced == [9, 10]
+
+
+def test_a_turn_that_is_replaced_as_a_whole_is_still_one() -> None:
+    transcript = held()
+    assert transcript.rerender(ids(*range(1, 6))) is Drift.REALIGN
+    assert transcript.replaced == [6, 7, 8, 9, 10]
+    assert [(s.sampled, len(s.token_ids)) for s in transcript.segments] == [
+        (False, 3), (False, 2), (True, 0),
+    ]  # fmt: skip
+    assert transcript.rerender(ids(7)) is Drift.FORK
+    assert transcript.replaced == []
+
+
+def test_a_transcript_of_segments_goes_on_where_they_end() -> None:
+    transcript = held()
+    transcript.give(np.arange(3000, dtype=np.int32))
+    again = Transcript.of(transcript.segments)
+    assert again.ids.tolist() == transcript.ids.tolist()
+    assert again.turn_start == transcript.turn_start == 5
+    assert again.segments == transcript.segments
+    assert len(Transcript(np.arange(1500, dtype=np.int32)).ids) == 1500
 
 
 def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
@@ -172,14 +193,6 @@ def test_a_forked_rollout_counts_once() -> None:
     assert terms == [(0, 6, 0), *[(1, i, 0) for i in (6, 7, 8, 9, 10)], (1, 60, 1), (1, 61, 1)]
     assert batch.weight_N.sum() == pytest.approx(1.0)
     assert batch.advantage_N[batch.sample_N == 1].tolist() == [2.0] * 7
-
-
-THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def test_a_template_that_drops_thoughts_forks_and_one_that_does_not_is_clean() -> None:

@@ -1,6 +1,7 @@
 """The E2B-shaped API: what moves over by changing an import, and what is refused."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -33,14 +34,8 @@ pytestmark = pytest.mark.nsjail
 
 @pytest.fixture
 def sandbox(pool: SandboxPool) -> Iterator[Sandbox]:
-    with Sandbox.create(pool=pool, envs={"GREETING": 'it\'s "quoted"; $x'}) as made:
+    with Sandbox.create(pool=pool, envs={"GREETING": GREETING}) as made:
         yield made
-
-
-def run(sandbox: Sandbox, cmd: str, **options: Any) -> CommandResult:
-    result = sandbox.commands.run(cmd, **options)
-    assert isinstance(result, CommandResult)
-    return result
 
 
 def needs_groups(sandbox: Sandbox) -> None:
@@ -55,19 +50,79 @@ def start(sandbox: Sandbox, cmd: str, **options: Any) -> CommandHandle:
     return handle
 
 
-class TestRunCode:
-    def test_result_logs_and_count(self, sandbox: Sandbox) -> None:
-        execution = sandbox.run_code("x = 1; print('hi'); x + 1")
-        assert (execution.text, execution.logs.stdout, execution.error) == ("2", ["hi\n"], None)
-        assert execution.execution_count == 1
-        assert sandbox.run_code("x += 1; x").text == "2"
+def roots() -> int:
+    """Descriptors of this process for the root directories of sessions, which it sees as "/"."""
+    fds = map(int, os.listdir("/proc/self/fd"))
+    return sum(os.path.realpath(f"/proc/self/fd/{fd}") == "/" for fd in fds)
 
-    def test_error_is_returned_not_raised(self, sandbox: Sandbox) -> None:
+
+def fail(_: OutputMessage) -> None:
+    raise RuntimeError("in the callback")
+
+
+BASH, JS = {"language": "bash"}, {"language": "js"}
+ENVIRONMENT = "import os; os.environ.get('GREETING'), os.environ.get('CALL')"
+GREETING = 'it\'s "quoted"; $x'
+# code, options, and what comes: the text of its value, [what is printed], (name and text of the
+# error), or the exception that is raised
+CELLS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
+    "state is kept": [("x = 1; print('hi')", {}, ["hi\n"]), ("x += 1; x", {}, "2")],
+    "an error is returned": [("undefined", {}, ("NameError", "name 'undefined' is not defined"))],
+    "a callback that raises does so after the step": [
+        ("x = 5\nprint(1)\nprint(2)", {"on_stdout": fail}, RuntimeError), ("x", {}, "5")],
+    "environment of sandbox and call": [
+        (ENVIRONMENT, {"envs": {"CALL": "'; import os #"}}, repr((GREETING, "'; import os #"))),
+        (ENVIRONMENT, {}, repr((GREETING, None)))],
+    "a timeout is raised and keeps state": [
+        ("x = 1", {}, None), ("while True: pass", {"timeout": 0.2}, TimeoutException),
+        ("x", {}, "1")],
+    "timeouts that mean nothing": [
+        ("1", {"timeout": timeout}, InvalidArgumentException)
+        for timeout in (-1, float("nan"), float("inf"))],
+    "bash keeps variables and directory": [
+        ("x=5; cd /tmp", BASH, None), ('echo "$x $PWD"', BASH, ["5 /tmp\n"])],
+    "the status of bash is an error": [("false", BASH, ("ExitStatus", "1"))],
+    "a timeout ends bash": [
+        ("sleep 100", {**BASH, "timeout": 0.2}, TimeoutException), ("echo new", BASH, ["new\n"])],
+    "javascript has values, state and promises": [
+        ("const a = 1; a + 1", JS, "2"), ("a + 5", {"language": "javascript"}, "6"),
+        ("new Promise((done) => setTimeout(() => done('late'), 20))", JS, "'late'")],
+    "unknown languages and foreign contexts": [
+        ("1", {"language": "cobol"}, NotSupportedException),
+        ("1", {"context": Context("x", "python", "/")}, NotFoundException)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_run_code(sandbox: Sandbox, name: str) -> None:
+    if JS in (options for _, options, _ in CELLS[name]):
+        needs_groups(sandbox)
+    for code, options, comes in CELLS[name]:
+        if isinstance(comes, type):
+            with pytest.raises(comes):
+                sandbox.run_code(code, **options)
+            continue
+        execution = sandbox.run_code(code, **options)
+        error = execution.error
+        if isinstance(comes, tuple):
+            assert error is not None
+            assert (error.name, error.value) == comes
+        else:
+            assert error is None, execution
+            assert comes in (None, execution.text, execution.logs.stdout), execution
+
+
+class TestRunCode:
+    def test_result_count_and_listeners(self, sandbox: Sandbox) -> None:
+        results: list[Result] = []
         errors: list[ExecutionError] = []
+        code = "class R:\n def _repr_html_(s): return '<b>'\n def _repr_png_(s): return b'PNG'\nR()"
+        execution = sandbox.run_code(code, on_result=results.append, on_error=errors.append)
+        assert (execution.execution_count, execution.error, errors) == (1, None, [])
+        assert (results[0].html, results[0].png) == ("<b>", "UE5H")
+        assert results[0].formats() == ["text", "html", "png"]
         execution = sandbox.run_code("undefined", on_error=errors.append)
-        assert execution.error is not None
-        assert execution.error.name == "NameError"
-        assert errors == [execution.error]
+        assert (execution.execution_count, errors) == (2, [execution.error])
 
     def test_output_is_streamed_while_the_code_runs(self, sandbox: Sandbox) -> None:
         seen: list[tuple[str, bool]] = []
@@ -83,63 +138,6 @@ class TestRunCode:
         )
         assert seen == [("0\n", False), ("1\n", False), ("2\n", False), ("e", True)]
 
-    def test_callback_that_raises_raises_after_the_step(self, sandbox: Sandbox) -> None:
-        def fail(message: OutputMessage) -> None:
-            raise RuntimeError("in the callback")
-
-        with pytest.raises(RuntimeError, match="in the callback"):
-            sandbox.run_code("x = 5\nprint(1)\nprint(2)", on_stdout=fail)
-        assert sandbox.run_code("x").text == "5"
-
-    def test_rich_results(self, sandbox: Sandbox) -> None:
-        results: list[Result] = []
-        code = "class R:\n def _repr_html_(s): return '<b>'\n def _repr_png_(s): return b'PNG'\nR()"
-        sandbox.run_code(code, on_result=results.append)
-        assert results[0].html == "<b>"
-        assert results[0].png == "UE5H"
-        assert results[0].formats() == ["text", "html", "png"]
-
-    def test_environment_of_sandbox_and_call(self, sandbox: Sandbox) -> None:
-        code = "import os; os.environ.get('GREETING'), os.environ.get('CALL')"
-        assert sandbox.run_code(code, envs={"CALL": "'; import os #"}).text == repr(
-            ('it\'s "quoted"; $x', "'; import os #")
-        )
-        assert sandbox.run_code(code).text == repr(('it\'s "quoted"; $x', None))
-
-    def test_timeout_raises_and_keeps_state(self, sandbox: Sandbox) -> None:
-        sandbox.run_code("x = 1")
-        with pytest.raises(TimeoutException):
-            sandbox.run_code("while True: pass", timeout=0.2)
-        assert sandbox.run_code("x").text == "1"
-
-    @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
-    def test_nonsense_timeout(self, sandbox: Sandbox, timeout: float) -> None:
-        with pytest.raises(InvalidArgumentException):
-            sandbox.run_code("1", timeout=timeout)
-
-
-class TestLanguagesAndContexts:
-    def test_bash_keeps_variables_and_directory(self, sandbox: Sandbox) -> None:
-        sandbox.run_code("x=5; cd /tmp", language="bash")
-        assert sandbox.run_code('echo "$x $PWD"', language="bash").logs.stdout == ["5 /tmp\n"]
-
-    def test_bash_status_is_an_error(self, sandbox: Sandbox) -> None:
-        error = sandbox.run_code("false", language="bash").error
-        assert error is not None
-        assert (error.name, error.value) == ("ExitStatus", "1")
-
-    def test_bash_timeout(self, sandbox: Sandbox) -> None:
-        with pytest.raises(TimeoutException):
-            sandbox.run_code("sleep 100", language="bash", timeout=0.2)
-        assert sandbox.run_code("echo new", language="bash").logs.stdout == ["new\n"]
-
-    def test_javascript_values_state_and_promises(self, sandbox: Sandbox) -> None:
-        needs_groups(sandbox)
-        assert sandbox.run_code("const a = 1; a + 1", language="js").text == "2"
-        assert sandbox.run_code("a + 5", language="javascript").text == "6"
-        code = "new Promise((done) => setTimeout(() => done('late'), 20))"
-        assert sandbox.run_code(code, language="js").text == "'late'"
-
     def test_javascript_timeout_keeps_state(self, pool: SandboxPool) -> None:
         patient = replace(pool.limits, grace_s=30)  # on a busy machine Node.js takes its time
         with (
@@ -154,45 +152,61 @@ class TestLanguagesAndContexts:
                 assert sandbox.run_code("a", language="js").text == "7"
 
     def test_contexts_have_states_of_their_own_and_share_files(self, sandbox: Sandbox) -> None:
+        held = roots()
         context = sandbox.create_code_context(language="python", cwd="/tmp")
         sandbox.run_code("y = 1; open('f', 'w').write('shared')", context=context)
         assert sandbox.run_code("'y' in dir(), open('/tmp/f').read()").text == "(False, 'shared')"
         sandbox.restart_code_context(context)
         assert sandbox.run_code("'y' in dir()", context=context).text == "False"
+        assert sandbox.run_code("import os; os._exit(1)", context=context).error is not None
+        assert sandbox.run_code("1").text == "1", "a context that dies leaves the sandbox alive"
         sandbox.remove_code_context(context)
+        assert roots() == held, "its start let go of the session's root"
         with pytest.raises(NotFoundException):
             sandbox.run_code("1", context=context)
 
-    def test_unknown_language_and_foreign_context(self, sandbox: Sandbox) -> None:
-        with pytest.raises(NotSupportedException, match="cobol"):
-            sandbox.run_code("1", language="cobol")
-        with pytest.raises(NotFoundException):
-            sandbox.run_code("1", context=Context("x", "python", "/"))
 
-    def test_context_that_dies_leaves_the_sandbox_alive(self, sandbox: Sandbox) -> None:
-        context = sandbox.create_code_context()
-        assert sandbox.run_code("import os; os._exit(1)", context=context).error is not None
-        assert sandbox.run_code("1").text == "1"
+# command, options, and what comes: what is printed, or the exception and what it says
+COMMANDS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
+    "directory": [("echo out; pwd", {"cwd": "/tmp"}, "out\n/tmp\n")],
+    "exit code": [("echo before; exit 3", {}, (CommandExitException, "exit code 3"))],
+    "environment": [('echo "$GREETING$A"', {"envs": {"A": "'"}}, f"{GREETING}'\n")],
+    "reading without stdin ends at once": [("cat", {}, "")],
+    "endless output is killed": [("yes", {}, (CommandExitException, "too much output"))],
+    "what cannot be passed is refused": [
+        ("echo \0", {}, (InvalidArgumentException, "NUL")),
+        ("x" * 500_000, {}, (InvalidArgumentException, "bytes")),
+        ("true", {"envs": {"A=B": "1"}}, (InvalidArgumentException, "A=B")),
+        ("id", {"user": "root"}, (NotSupportedException, "root")), ("echo ok", {}, "ok\n")],
+    "no more privileges than code": [
+        ("grep -E 'CapEff|Seccomp:|NoNewPrivs' /proc/self/status", {},
+         f"CapEff:\t{0:016}\nNoNewPrivs:\t1\nSeccomp:\t2\n"),
+        ("unshare -U true", {}, (CommandExitException, "exit code 1"))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command(sandbox: Sandbox, name: str) -> None:
+    for cmd, options, comes in COMMANDS[name]:
+        if isinstance(comes, str):
+            result = sandbox.commands.run(cmd, **options)
+            assert isinstance(result, CommandResult)
+            assert (result.stdout, result.exit_code) == (comes, 0)
+        else:
+            with pytest.raises(comes[0], match=comes[1]):
+                sandbox.commands.run(cmd, **options)
 
 
 class TestCommands:
-    def test_run(self, sandbox: Sandbox) -> None:
-        result = run(sandbox, "echo out; echo err >&2; pwd", cwd="/tmp")
-        assert (result.stdout, result.stderr, result.exit_code) == ("out\n/tmp\n", "err\n", 0)
-
-    def test_exit_code_raises(self, sandbox: Sandbox) -> None:
+    def test_what_a_command_printed_before_it_failed(self, sandbox: Sandbox) -> None:
         with pytest.raises(CommandExitException) as caught:
-            run(sandbox, "echo before; exit 3")
-        assert (caught.value.exit_code, caught.value.stdout) == (3, "before\n")
-
-    def test_environment(self, sandbox: Sandbox) -> None:
-        assert run(sandbox, 'echo "$GREETING$A"', envs={"A": "'"}).stdout == (
-            "it's \"quoted\"; $x'\n"
-        )
+            sandbox.commands.run("echo out; echo err >&2; exit 3")
+        error = caught.value
+        assert (error.exit_code, error.stdout, error.stderr) == (3, "out\n", "err\n")
 
     def test_timeout_kills(self, sandbox: Sandbox) -> None:
         with pytest.raises(TimeoutException):
-            run(sandbox, "sleep 100", timeout=0.2)
+            sandbox.commands.run("sleep 100", timeout=0.2)
         assert sandbox.commands.list() == []
 
     def test_stdin_list_and_kill(self, sandbox: Sandbox) -> None:
@@ -207,21 +221,16 @@ class TestCommands:
             sleeper.wait()
         assert not sandbox.commands.kill(sleeper.pid)
 
-    def test_without_stdin_reading_ends_at_once(self, sandbox: Sandbox) -> None:
-        assert run(sandbox, "cat").stdout == ""
-
     def test_large_output_and_listeners(self, sandbox: Sandbox) -> None:
         pieces: list[str] = []
-        result = run(sandbox, "head -c 1000000 /dev/zero | tr '\\0' x", on_stdout=pieces.append)
+        cmd = "head -c 1000000 /dev/zero | tr '\\0' x"
+        result = sandbox.commands.run(cmd, on_stdout=pieces.append)
+        assert isinstance(result, CommandResult)
         assert result.stdout == "x" * 1_000_000 == "".join(pieces)
-
-    def test_endless_output_is_killed(self, sandbox: Sandbox) -> None:
-        with pytest.raises(CommandExitException, match="too much output"):
-            run(sandbox, "yes")
 
     def test_survives_the_death_of_the_interpreters_state(self, sandbox: Sandbox) -> None:
         sandbox.run_code("import sys; sys.modules.clear()")
-        assert run(sandbox, "echo ok").stdout == "ok\n"
+        assert start(sandbox, "echo ok").wait().stdout == "ok\n"
 
     def test_no_process_left_is_not_the_machines_fault(self, sandbox: Sandbox) -> None:
         sandbox.run_code(
@@ -234,23 +243,6 @@ class TestCommands:
                 go()
             assert not isinstance(raised.value, SandboxInfraError)
         assert sandbox.run_code("6 * 7").text == "42"
-
-    def test_what_cannot_be_passed_is_refused(self, sandbox: Sandbox) -> None:
-        with pytest.raises(InvalidArgumentException, match="NUL"):
-            run(sandbox, "echo \0")
-        with pytest.raises(InvalidArgumentException, match="bytes"):
-            run(sandbox, "x" * 500_000)
-        with pytest.raises(InvalidArgumentException, match="A=B"):
-            run(sandbox, "true", envs={"A=B": "1"})
-        with pytest.raises(NotSupportedException, match="root"):
-            run(sandbox, "id", user="root")
-        assert run(sandbox, "echo ok").stdout == "ok\n"
-
-    def test_commands_have_no_more_privileges_than_code(self, sandbox: Sandbox) -> None:
-        shown = run(sandbox, "grep -E 'CapEff|Seccomp:|NoNewPrivs' /proc/self/status").stdout
-        assert shown.split() == ["CapEff:", "0" * 16, "NoNewPrivs:", "1", "Seccomp:", "2"]
-        with pytest.raises(CommandExitException):
-            run(sandbox, "unshare -U true")
 
 
 class TestFiles:

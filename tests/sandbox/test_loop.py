@@ -1,5 +1,6 @@
 """Many sessions stepped by one thread."""
 
+import signal
 import threading
 import time
 
@@ -35,13 +36,21 @@ def test_every_step_is_answered_once_with_its_own_result(pool: SandboxPool) -> N
             session.close()
 
 
+WAITS = "import signal; signal.pthread_sigmask(0, [10]); signal.sigwait([10])"
+
+
 def test_results_come_in_the_order_in_which_steps_end(pool: SandboxPool) -> None:
     with pool.acquire() as a, pool.acquire() as b, pool.acquire() as c:
         loop = StepLoop()
-        slow = loop.submit(a, "import time; time.sleep(0.6)")
-        middle = loop.submit(b, "import time; time.sleep(0.3)")
-        fast = loop.submit(c, "1")
-        assert [tag for tag, _ in drain(loop)] == [fast, middle, slow]
+        slow, middle, fast = (
+            loop.submit(session, code) for session, code in ((a, WAITS), (b, WAITS), (c, "1"))
+        )
+        ended = [tag for tag, _ in loop.wait()]
+        for session in (b, a):
+            assert session.channels is not None
+            signal.pidfd_send_signal(session.channels.interpreter, signal.SIGUSR1)
+            ended += [tag for tag, _ in loop.wait()]
+        assert ended == [fast, middle, slow]
 
 
 def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
@@ -61,7 +70,7 @@ def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
     sessions = [pool.acquire() for _ in wanted]
     try:
         tags = {
-            loop.submit(session, code, 1.0): (code[:60], status)
+            loop.submit(session, code, 0.5): (code[:60], status)
             for session, (code, status) in zip(sessions, wanted.items(), strict=True)
         }
         for tag, result in drain(loop):
@@ -78,8 +87,8 @@ def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
 def test_wait_gives_up_after_its_time(session: Session) -> None:
     loop = StepLoop()
     assert loop.wait() == []
-    loop.submit(session, "import time; time.sleep(0.5)")
-    assert loop.wait(0.05) == []
+    loop.submit(session, "import time; time.sleep(0.1)")
+    assert loop.wait(0.01) == []
     assert [r.status for _, r in drain(loop)] == [StepStatus.OK]
 
 

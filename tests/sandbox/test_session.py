@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.nsjail
 STARTS_WITH = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__",
                "linecache", "sys"]  # fmt: skip
 # fmt: off
-ROWS = {
+ROWS: dict[str, list[tuple[Any, ...]]] = {
     "the last expression is the value": [
         ("x = 20\nx + 22", ("42", lambda result: result.stdout == ""))],
     "a statement has no value": [

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from agentgrpo.sandbox import (
     watchdog,
 )
 from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.kernel import HOPS
 from agentgrpo.sandbox.watchdog import (
     UNIX_KIB,
@@ -49,81 +51,37 @@ def groupless() -> Iterator[SandboxPool]:
 def spread(children: int, mib: int) -> str:
     """Code that uses memory in several processes, none of which is over the limit by itself."""
     return (
-        "import os, time\n"
+        "import os, time\nread, write = os.pipe()\n"
         f"for _ in range({children}):\n"
         " if os.fork() == 0:\n"
         f"  x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096])\n"
-        "  time.sleep(60); os._exit(0)\n"
-        "time.sleep(2)"
+        "  os.write(write, b'.'); time.sleep(60); os._exit(0)\n"
+        f"for _ in range({children}): os.read(read, 1)\n"
     )
 
 
-def test_memory_of_many_processes_counts_together(groupless: SandboxPool) -> None:
-    with groupless.acquire() as session, groupless.acquire() as neighbour:
-        result = session.step(spread(8, 30), 20)
-        assert (result.status, result.state_lost) == (StepStatus.OOM, True), result
-        assert result.max_memory_kib is not None
-        assert result.max_memory_kib > 128 << 10
-        assert "all processes together" in result.detail
-        assert session.step("1").status is StepStatus.OOM
-        assert neighbour.step("1").value == "1"
-
-
-def test_memory_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
-    with groupless.acquire() as session:
-        assert session.step(spread(3, 20), 20).status is StepStatus.OK
-
-
-def test_unix_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None:
-    with groupless.acquire() as session, socket.socket(socket.AF_UNIX):
-        assert socket_kib(os.getpid()) == 0, "the sockets of the machine are nobody's"
-        code = "import socket; keep = [socket.socketpair() for _ in range({})]"
-        assert session.step(code.format(20)).status is StepStatus.OK
-        assert socket_kib(session.init_pid) == 40 * UNIX_KIB
-        code = (
-            "import os, time\nfor _ in range(4):\n if os.fork() == 0:\n"
-            "  more = [socket.socketpair() for _ in range(60)]\n  time.sleep(60)\ntime.sleep(60)"
-        )
-        assert 4 * 120 * UNIX_KIB > 128 << 10
-        result = session.step(code, 30)
-        assert result.status is StepStatus.OOM, result
-
-
-def test_pages_that_forks_share_count_once(groupless: SandboxPool) -> None:
-    code = (
-        "import os, time\nx = bytearray(60 << 20); x[::4096] = b'1' * len(x[::4096])\n"
-        "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)\ntime.sleep(1)"
-    )
-    with groupless.acquire() as session:
-        assert session.step(code, 20).status is StepStatus.OK
-        exact = used_kib(session.init_pid, 0)
-        assert exact is not None
-        assert 60 << 10 < exact < 90 << 10
-
-
-def test_between_steps_too(groupless: SandboxPool) -> None:
-    with groupless.acquire() as session:
-        session.step("import os, time\nif os.fork() == 0:\n time.sleep(0.3)\n" + spread(8, 30))
-        deadline = time.monotonic() + 10
-        while session.healthy() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert session.step("1").status is StepStatus.OOM
-
-
-def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> None:
-    code = (
-        "import os, threading, time\n"
-        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n"
-        "  time.sleep(60)\n time.sleep(60)\n"
-        "threading.Thread(target=far, daemon=True).start()\n"
-        "if os.fork() == 0:\n if os.fork() == 0: time.sleep(60)\n os._exit(0)\n"
-        "time.sleep(0.2)"
-    )
-    with groupless.acquire() as session:
-        session.step(code)
-        assert len(process_tree(session.init_pid)) == 6, "init, interpreter, 2, a zombie, an orphan"
-
-
+SHARED = (
+    "import os, time\nx = bytearray(60 << 20); x[::4096] = b'1' * len(x[::4096])\n"
+    "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)"
+)
+UNIX_SOCKETS = (
+    "import os, socket, time\nfor _ in range(4):\n if os.fork() == 0:\n"
+    "  more = [socket.socketpair() for _ in range(60)]\n  time.sleep(60)\n"
+)
+TCP_BUFFERS = (
+    "import socket, time\nserver = socket.create_server(('127.0.0.1', 0), backlog=200)\n"
+    "keep = []; n = 0\nfor _ in range(120):\n"
+    " a = socket.create_connection(server.getsockname()); b, _ = server.accept()\n"
+    " a.setblocking(False); keep += [a, b]\n"
+    " try:\n  while True: n += a.send(b'x' * 65536)\n"
+    " except BlockingIOError: pass\n"
+)
+NO_MAIN_THREAD = (
+    "import ctypes, os, threading, time\n"
+    "def hold(): x = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(60)\n"
+    "for _ in range(5):\n if os.fork() == 0:\n"
+    "  threading.Thread(target=hold).start(); ctypes.CDLL(None).syscall(60, 0)\n"
+)
 SLOW_REAPER = (
     "import ctypes, os, time\nread, write = os.pipe()\nstop = time.monotonic() + 20\n"
     "if os.fork() == 0:\n"
@@ -176,6 +134,22 @@ def slow_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "private_kib", slowly)
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [spread(8, 30), UNIX_SOCKETS, TCP_BUFFERS, NO_MAIN_THREAD],
+    ids=["many processes", "unix sockets", "TCP buffers", "main threads that have ended"],
+)
+def test_memory_of_many_processes_counts_together(attack: str, groupless: SandboxPool) -> None:
+    assert 4 * 120 * UNIX_KIB > 128 << 10
+    with groupless.acquire() as session, groupless.acquire() as neighbour:
+        result = session.step(attack + "time.sleep(30)", 30)
+        assert (result.status, result.state_lost) == (StepStatus.OOM, True), result
+        assert (result.max_memory_kib or 0) > 128 << 10
+        assert "all processes together" in result.detail
+        assert session.step("1").status is StepStatus.OOM
+        assert neighbour.step("1").value == "1"
+
+
 @pytest.mark.usefixtures("slow_look")
 @pytest.mark.parametrize(
     "attack",
@@ -190,11 +164,58 @@ def test_memory_that_moves_from_process_to_process_is_seen(
         assert result.status is StepStatus.OOM, result
 
 
+def test_between_steps_too(groupless: SandboxPool) -> None:
+    with groupless.acquire() as session:
+        session.step("import os\nif os.fork() == 0:\n" + textwrap.indent(spread(8, 30), " "))
+        assert within(lambda: not session.healthy())
+        assert session.step("1").status is StepStatus.OOM
+
+
+@pytest.mark.parametrize("code", [spread(3, 20), SHARED], ids=["little", "pages that forks share"])
+def test_memory_below_the_limit_is_left_alone(
+    code: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with groupless.acquire() as session:
+        looks = 0
+
+        def counting(init: int, enough_kib: int) -> int | None:
+            nonlocal looks
+            looks += init == session.init_pid
+            return used_kib(init, enough_kib)
+
+        assert session.step(code, 20).status is StepStatus.OK
+        monkeypatch.setattr(watchdog, "used_kib", counting)
+        assert within(lambda: looks >= 5)
+        assert session.step("6 * 7").value == "42"
+        assert 60 << 10 < (used_kib(session.init_pid, 0) or 0) < 100 << 10, "pages count once"
+
+
 @pytest.mark.usefixtures("slow_look")
 def test_memory_that_moves_below_the_limit_is_left_alone(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
-        result = session.step(HOPS.format(seconds=1, chains=3, mib=20), 30)
+        result = session.step(HOPS.format(seconds=0.5, chains=3, mib=20), 30)
         assert (result.status, result.value) == (StepStatus.OK, "b''")
+
+
+def test_unix_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None:
+    with groupless.acquire() as session, socket.socket(socket.AF_UNIX):
+        assert socket_kib(os.getpid()) == 0, "the sockets of the machine are nobody's"
+        code = "import socket; keep = [socket.socketpair() for _ in range(20)]"
+        assert session.step(code).status is StepStatus.OK
+        assert socket_kib(session.init_pid) == 40 * UNIX_KIB
+
+
+def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> None:
+    code = (
+        "import os, threading, time\n"
+        "def far():\n if os.fork() == 0:\n  if os.fork() == 0: time.sleep(60)\n"
+        "  time.sleep(60)\n time.sleep(60)\n"
+        "threading.Thread(target=far, daemon=True).start()\n"
+        "if os.fork() == 0:\n if os.fork() == 0: time.sleep(60)\n os._exit(0)\n"
+    )
+    with groupless.acquire() as session:
+        session.step(code)  # init, interpreter, 2, a zombie, an orphan
+        assert within(lambda: len(process_tree(session.init_pid)) == 6)
 
 
 def test_a_measure_counts_only_if_no_process_came_or_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +251,7 @@ def test_a_host_without_descriptors_goes_on_watching(
     with groupless.acquire() as session:
         with monkeypatch.context() as patch:
             patch.setattr(watchdog, "process_tree", none_left)
-            deadline = time.monotonic() + 10
-            while looks < 3:
-                assert time.monotonic() < deadline, "it looks no more"
-                time.sleep(0.01)
+            assert within(lambda: looks >= 3), "it looks no more"
             patch.undo()
             patch.setattr(socket, "socketpair", none_left)
             with pytest.raises(OSError, match="Too many"), session.held():
@@ -256,27 +274,13 @@ def test_nothing_runs_while_a_session_is_held(groupless: SandboxPool) -> None:
         assert "R" in states(session)
         with session.held() as held:
             assert held
-            deadline = time.monotonic() + 10
-            while states(session) != {"T"} and time.monotonic() < deadline:
-                time.sleep(0.01)  # until each has had the processor to notice
+            assert within(lambda: states(session) == {"T"})  # once each has had the processor
             time.sleep(0.05)
             assert states(session) == {"T"}
         assert session.step("1 + 1").value == "2"
         assert states(session) <= {"R", "S"}
     with session.held() as held:
         assert not held, "it is over"
-
-
-def test_a_process_whose_main_thread_has_ended_counts(groupless: SandboxPool) -> None:
-    code = (
-        "import ctypes, os, threading, time\n"
-        "def hold(): x = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(60)\n"
-        "for _ in range(5):\n if os.fork() == 0:\n"
-        "  threading.Thread(target=hold).start(); ctypes.CDLL(None).syscall(60, 0)\n"
-        "time.sleep(3)"
-    )
-    with groupless.acquire() as session:
-        assert session.step(code, 20).status is StepStatus.OOM
 
 
 def test_proportional_memory_is_what_the_kernel_says() -> None:
@@ -305,16 +309,3 @@ def test_with_control_groups_nothing_is_watched(pool: SandboxPool, session: Sess
         pytest.skip("no control groups here")
     assert pool._watchdog is None
     assert session.step("1").processes_left == 0
-
-
-def test_what_sockets_buffer_counts_too(groupless: SandboxPool) -> None:
-    code = (
-        "import socket, time\nserver = socket.create_server(('127.0.0.1', 0), backlog=200)\n"
-        "keep = []; n = 0\nfor _ in range(120):\n"
-        " a = socket.create_connection(server.getsockname()); b, _ = server.accept()\n"
-        " a.setblocking(False); keep += [a, b]\n"
-        " try:\n  while True: n += a.send(b'x' * 65536)\n"
-        " except BlockingIOError: pass\ntime.sleep(2)"
-    )
-    with groupless.acquire() as session:
-        assert session.step(code, 20).status is StepStatus.OOM

@@ -68,7 +68,7 @@ def test_the_c_side_has_the_same_numbers() -> None:
 
 
 def test_the_c_side_takes_lengths_and_numbers_from_the_same_places() -> None:
-    """sandbox_step.c reads the length and the number of an answer, and nothing else of it."""
+    """csrc/sandbox_step.c reads the length and the number of an answer, and nothing else of it."""
     source = c("sandbox_step.c")
     assert "memcpy(&length, step->head, sizeof length)" in source
     assert "memcpy(&id, step->answer, sizeof id)" in source

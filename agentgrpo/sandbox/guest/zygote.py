@@ -178,11 +178,13 @@ def main() -> None:
         settings = json.loads(host.recv(1 << 20))
         extension = load.extension(settings["extension"])
         preload(settings)
-        loop["rehearse"]()
+        many = settings["mode"] != wire.MODE_IN_PLACE  # there one zygote makes one session
+        if many:
+            loop["rehearse"]()
         sizes = settings["value_bytes"], settings["traceback_bytes"]
         interpreter = loop["prepare"](settings["python_env"], *sizes)
         prepare(settings)
-        if settings["mode"] != wire.MODE_IN_PLACE:  # there one zygote makes one session
+        if many:
             collapse(extension)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))

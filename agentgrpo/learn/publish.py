@@ -1,0 +1,169 @@
+"""How the policy that samples becomes the one that is trained, after each update.
+
+Where the two are one set of tensors there is nothing to do; an adapter is handed over in memory;
+all else is copied in place. Never through disk, HTTP or a second process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from agentgrpo import parallel
+from agentgrpo.config import LearnerConfig, LoraConfig
+from agentgrpo.engine.weights import CannotShare, InPlaceCopy, install, views_for
+from agentgrpo.learn.lora import Adapter
+from agentgrpo.learn.policy import Policy, hollow, load_frozen
+from agentgrpo.models.models import SavedAdapter
+from agentgrpo.types import Metrics
+
+if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
+    from agentgrpo.engine.engine import Engine
+
+
+class Publisher(Protocol):
+    """What a Learner's policy is published by."""
+
+    about: Mapping[str, Any]
+    """How, for the record."""
+
+    def publish(self) -> Metrics:
+        """Make the sampler's policy the learner's, then forget its cached keys."""
+        ...
+
+
+class Unpublished:
+    """Of fine-tuning: nobody samples."""
+
+    about: Mapping[str, Any] = {}
+
+    def publish(self) -> Metrics:
+        return {}
+
+
+class Shared:
+    """To an engine whose tensors the policy's parameters are views of: an update is there already.
+
+    Also what the other ways of publishing to an engine have in common.
+    """
+
+    def __init__(self, engine: Engine, policy: Policy) -> None:
+        self._engine, self._policy = engine, policy
+        self.about: Mapping[str, Any] = self._prepare()
+
+    def publish(self) -> Metrics:
+        started = time.perf_counter()
+        metrics = self._hand_over()
+        # cached keys and values are of the weights before: a rollout would mix two policies
+        self._engine.reset_prefix_cache()
+        return metrics | {"publish_s": time.perf_counter() - started}
+
+    def _prepare(self) -> dict[str, Any]:
+        return {"packed_frozen_layers": self._engine.pack_frozen(self._policy.trained)}
+
+    def _hand_over(self) -> Metrics:
+        return {}
+
+
+class Copied(Shared):
+    """The policy has tensors of its own, which are copied into the engine's, a bucket at a time."""
+
+    def _prepare(self) -> dict[str, Any]:
+        self._engine.unpack()  # every weight is written to at each step
+        self._copy = InPlaceCopy(self._engine.model, self._engine.load_weights)
+        merged = {"adapter": "merged into the weights"} if self._policy.adapter else {}
+        return {"packed_frozen_layers": 0, **merged}
+
+    def _hand_over(self) -> Metrics:
+        started = time.perf_counter()
+        copied = self._copy(self._policy.to_publish())
+        self._engine.weights_loaded()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are queued, and not done, before
+        return {"publish_gb_per_s": copied / 1e9 / (time.perf_counter() - started)}
+
+
+class ServedAdapter(Shared):
+    """The engine applies the policy's LoRA adapter itself, over weights that never change."""
+
+    def _prepare(self) -> dict[str, Any]:
+        packed = self._engine.pack_frozen(())
+        return {"packed_frozen_layers": packed, "adapter": "served as it is"}
+
+    def _hand_over(self) -> Metrics:
+        assert self._policy.adapter is not None
+        self._engine.set_adapter(self._policy.adapter.tensors(), self._policy.adapter.config)
+        return {}
+
+
+def policy_on(
+    engine: Engine,
+    model: str | Path,
+    config: LearnerConfig,
+    *,
+    weights: str = "auto",
+    adapter: Path | None = None,
+) -> tuple[Policy, Publisher]:
+    """The policy, on the engine's own tensors where the two can share them, and its publisher.
+
+    Args:
+        engine: whose tensors, dtype and device.
+        model: Hugging Face directory or name, the one the engine was built from.
+        config: what of it is trained.
+        weights: "auto", "shared" or "copy"; see EngineConfig.
+        adapter: a checkpoint's folder to take the LoRA adapter from.
+
+    Raises:
+        ValueError: weights="shared" where sharing is impossible, with the reason; or as Policy's.
+    """
+    served = bool(config.lora.rank and engine.lora_rank)
+    if (config.lora.rank and not served) or parallel.world_size() > 1:
+        if weights == "shared":
+            raise ValueError(
+                "engine.weights = 'shared' is impossible with learner.lora.serve = 'merged' and on "
+                "several ranks"
+            )
+        weights = "copy"
+    lies, module = _placed(engine, model, weights)
+    policy = Policy(module, config, weights=lies, adapter=adapter)
+    kind = ServedAdapter if served else Shared if lies == "shared" else Copied
+    return policy, kind(engine, policy)
+
+
+def _placed(engine: Engine, model: str | Path, weights: str) -> tuple[str, Any]:
+    """("shared" or "copy (why)", the transformers model)."""
+    if weights == "copy":
+        return "copy", load_frozen(model, device=engine.device, dtype=engine.dtype)
+    policy = hollow(model, engine.dtype)
+    try:
+        install(policy, views_for(engine.model, policy))
+    except CannotShare as error:
+        if weights == "shared":
+            raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
+        return f"copy ({error})", load_frozen(model, device=engine.device, dtype=engine.dtype)
+    return "shared", policy.to(engine.device).eval()
+
+
+def play_with(engine: Engine, adapter: SavedAdapter, base: str) -> None:
+    """Have an engine answer with an adapter as after an update of a run: beside the weights, or
+    merged into them where it was started without room for adapters.
+
+    Args:
+        engine: holds `base`.
+        adapter: to be played with.
+        base: directory or name of the model that it is to.
+
+    Raises:
+        ValueError: the engine has no adapters for one of its layers, or peft is missing.
+    """
+    if engine.lora_rank:
+        engine.set_adapter(adapter.tensors(), adapter.config)
+        return
+    config = LoraConfig(rank=adapter.rank, alpha=adapter.config["lora_alpha"])
+    model = load_frozen(base, device=engine.device, dtype=engine.dtype)
+    merged = Adapter(model, config, adapter.folder).merged()
+    InPlaceCopy(engine.model, engine.load_weights)(merged)

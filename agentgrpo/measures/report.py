@@ -1,0 +1,80 @@
+"""What was measured as JSON values and as Markdown tables, alone and beside earlier reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agentgrpo.measures.measures import Estimate, TaskRow, differences, estimates
+
+
+def report(rows: Sequence[TaskRow], **about: Any) -> dict[str, Any]:
+    """Everything about a run as JSON values; `about` is put in front (model, seed, ...)."""
+    kinds: dict[str, list[TaskRow]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    return {
+        **about,
+        "tasks": len(rows),
+        "measures": _plain(estimates(rows)),
+        "kinds": {
+            kind: {"tasks": len(members), "measures": _plain(estimates(members))}
+            for kind, members in kinds.items()
+        },
+        "per_task": [asdict(row) for row in rows],
+    }
+
+
+def rows_of(written: Mapping[str, Any]) -> list[TaskRow]:
+    """The rows of a report."""
+    return [TaskRow(**row) for row in written["per_task"]]
+
+
+def markdown(written: Mapping[str, Any]) -> str:
+    """A report as two tables: every measure over all tasks, and the values by kind of task."""
+    names = list(written["measures"])
+    by_kind = []
+    for kind, part in written["kinds"].items():
+        values = [part["measures"][name]["value"] for name in names]
+        shown = ["-" if value is None else f"{value:.3f}" for value in values]
+        by_kind.append([kind, str(part["tasks"]), *shown])
+    whole = [[name, _shown(seen)] for name, seen in written["measures"].items()]
+    return "\n".join(
+        [
+            table_of(["measure", f"all tasks ({written['tasks']})"], whole),
+            table_of(["kind of task", "tasks", *names], by_kind),
+        ]
+    )
+
+
+def markdown_of_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Reports side by side, by name, with the paired difference of the last to the first.
+
+    Raises:
+        ValueError: these two measured other tasks.
+    """
+    before, *_, after = reports.values()
+    gained = _plain(differences(rows_of(before), rows_of(after)))
+    head = ["measure", *reports, "difference"]
+    rows = [
+        [name, *(_shown(r["measures"][name]) for r in reports.values()), _shown(gained[name])]
+        for name in gained
+    ]
+    return table_of(head, rows)
+
+
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "".join("| " + " | ".join(row) + " |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def _plain(measured: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
+    return {name: asdict(estimate) for name, estimate in measured.items()}
+
+
+def _shown(estimate: Mapping[str, float | None]) -> str:
+    value, low, high = (estimate[key] for key in ("value", "low", "high"))
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"

@@ -1,0 +1,147 @@
+"""Held-out tasks, played and measured: `agentgrpo evaluate CONFIG [section.key=value ...]`.
+
+It plays them with config.model and prints the metrics as JSON;
+`model=RUN/checkpoints/step_000010` evaluates a checkpoint, an adapter's too (on the model that its
+adapter_config.json names; learner.lora.serve says how). What is measured besides, with intervals
+and by kind of task, is in its "measures" (measures/, [measures] of the config). `--report DIR`
+writes all of it, per task, as report.json and report.md; `--compare DIR/report.json` adds the
+paired difference to an earlier report on the same tasks. Under torchrun every rank plays its share,
+and there is one report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agentgrpo import parallel
+from agentgrpo.build import Player, build_player
+from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.engine.endpoints import Endpoint, make_endpoint
+from agentgrpo.evaluate import evaluate
+from agentgrpo.measures.measures import measure_tasks
+from agentgrpo.measures.quality import conciseness, quality_by
+from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
+from agentgrpo.recipe.parts import command
+from agentgrpo.run.atomic import write_json, write_text
+from agentgrpo.run.progress import Progress
+from agentgrpo.types import Rollout
+
+
+def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
+    """Play the held-out tasks as the config says; the metrics and measures.report()'s measures.
+
+    On several ranks all must call it: each plays its share of the tasks. The first one asks the
+    judges and gets the report, the others an empty one.
+
+    Raises:
+        ValueError: a task has no answer to compare with.
+        InfrastructureError: the machine broke most rollouts, or a judge does not answer.
+    """
+    c = config.measures
+    groups, metrics = evaluate(
+        player.sampler,
+        player.heldout,
+        player.reward,
+        seed=config.seed,
+        attempts=c.attempts,
+        temperature=c.temperature,
+        filters=config.evaluation.filters,
+    )
+    if parallel.rank() > 0:
+        return {}
+    judge = _judge(config, c.judge, "measures.judge")
+    votes = _judge(config, c.conciseness_judge, "measures.conciseness_judge")
+
+    def text_of(rollout: Rollout) -> str:
+        told = [segment.token_ids for segment in rollout.segments[1:]]
+        return "".join(player.tokenizer.decode(ids) for ids in told)
+
+    rows = measure_tasks(
+        groups,
+        quality_by(c.quality, weight=config.reward.answer, judge=judge),
+        concise=None if votes is None else conciseness(votes, text_of),
+        ks=c.pass_k,
+    )
+    return report(rows, model=player.model, seed=config.seed, **metrics)
+
+
+def _judge(config: RecipeConfig, name: str, key: str) -> Endpoint | None:
+    if not name:
+        return None
+    if name not in config.endpoints or config.endpoints[name].kind == "engine":
+        raise ValueError(f"{key}: expected an endpoint of kind http or script, got {name!r}")
+    return make_endpoint(config.endpoints[name], name)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """An earlier report.json.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it cannot be read.
+    """
+    try:
+        written: dict[str, Any] = json.loads(path.read_text())
+        markdown(written)
+        rows_of(written)
+        written["model"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a report of --report: {error!r}") from error
+    return written
+
+
+def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | None) -> None:
+    """report.json and report.md, with the comparison if there is an earlier report.
+
+    Raises:
+        ValueError: the earlier report is of other tasks; report.json has been written.
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "report.json", made)
+    text = f"Model: {made['model']}\n\n{markdown(made)}"
+    if before is not None:
+        text += f"\nBefore: {before['model']}\n\n"
+        text += markdown_of_comparison({"before": before, "after": made})
+    write_text(folder / "report.md", text)
+
+
+def _work(config: RecipeConfig, args: argparse.Namespace) -> None:
+    if args.compare and not args.report:
+        raise ValueError("--compare needs --report")
+    before = None if args.compare is None else read_report(args.compare)
+    parallel.start()
+    try:
+        console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
+        progress = Progress(config.steps, console)
+        with contextlib.closing(build_player(config, progress=progress)) as player:
+            made = evaluate_recipe(config, player)
+        if parallel.rank() > 0:
+            return
+        if args.report:
+            write_report(args.report, made, before)
+    finally:
+        parallel.stop()
+    shown = {key: value for key, value in made.items() if key not in ("per_task", "kinds")}
+    print(json.dumps(shown, indent=1))  # noqa: T201
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, report.md")
+    parser.add_argument("--compare", type=Path, metavar="REPORT.json", help="an earlier report")
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, play, print. Returns the exit status."""
+    return command("evaluate", __doc__, arguments, _work, _options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

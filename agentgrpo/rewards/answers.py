@@ -1,0 +1,146 @@
+r"""Whether answers are the same: as numbers, as mathematics, as words. Rewards and measures ask.
+
+The numbers in a text are read as people write them: 1,234 and 1_234 are 1234, 12.0 is 12, a leading
+minus counts unless it joins two numbers (the 3 in 10-3 is 3). Comparison is exact, in decimals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+
+from agentgrpo.rewards.formulas import Comparison, compare
+from agentgrpo.types import Task
+
+NUMBER = re.compile(
+    r"""
+    (?: (?<! [\w)\]] ) - )?                          # a sign; after a word or bracket, an operator
+    (?: (?<! [\w.] ) \d{1,3} (?:,\d{3})+ (?! ,?\d )   # 1,234,567
+      | (?<! [\w.] ) \d+ (?:_\d+)*                   # 1234 or 1_234
+      | (?<! [\w.] ) (?= \.\d )                      # .5
+    )
+    (?: \.\d+ )?
+    (?: [eE] [+-]? \d{1,4} (?! \w ) )?               # bounded: Decimal refuses 1e999999999999999999
+    """,
+    re.ASCII | re.VERBOSE,
+)
+
+
+def accepted_answers(task: Task) -> list[str]:
+    """The accepted answers: `spec["answer"]`, one or a list of them.
+
+    Raises:
+        ValueError: the task has none; names it.
+    """
+    answer = task.spec.get("answer")
+    accepted = answer if isinstance(answer, list | tuple) else [answer]
+    if not accepted or any(one is None for one in accepted):
+        raise ValueError(
+            f"task {task.id}: spec['answer'] must hold an answer, got {answer!r} in a spec with "
+            f"{sorted(task.spec)}"
+        )
+    return [str(one) for one in accepted]
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, exactly; None if there is none.
+
+    >>> last_number("That makes 1,234.50 dollars.")
+    Decimal('1234.50')
+    """
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "").replace("_", "")) if found else None
+
+
+def only_number(text: str) -> Decimal | None:
+    r"""The number that `text` is, but for surrounding space and a final full stop; else None.
+
+    >>> only_number(" 12.0\n"), only_number("it is 12")
+    (Decimal('12.0'), None)
+    """
+    stripped = text.strip().replace("\N{MINUS SIGN}", "-").removesuffix(".")
+    return last_number(stripped) if NUMBER.fullmatch(stripped) else None
+
+
+def expected_number(task: Task) -> Decimal:
+    """The number that task.spec["answer"] holds.
+
+    Raises:
+        ValueError: it holds none; names the task.
+    """
+    (text, *_) = accepted_answers(task)
+    expected = last_number(text)
+    if expected is None:
+        raise ValueError(
+            f"task {task.id}: no number in the answer {text!r}, and "
+            "reward.kind = 'numeric' compares numbers; 'text' compares texts"
+        )
+    return expected
+
+
+# -- mathematics -----------------------------------------------------------------------------------
+
+
+def same_mathematics(answer: str, wanted: str) -> Comparison:
+    r"""Compare as mathematics, LaTeX included (math-verify); two plain numbers exactly.
+
+    Formulas stand in dollars or `\boxed{}`. An answer without either is read as text with a number
+    or formula in it, and as one formula; either may be equal.
+    """
+    number, expected = only_number(answer), only_number(wanted)
+    if number is not None and expected is not None:
+        return Comparison(wanted_read=True, said_read=True, equal=number == expected)
+    wanted_read, said_read, equal = compare(_as_formula(wanted), answer)
+    if not equal and answer != _as_formula(answer):
+        equal = compare(_as_formula(wanted), _as_formula(answer)).equal
+    return Comparison(wanted_read, said_read or equal, equal)
+
+
+def math_equal(answer: str, accepted: Sequence[str]) -> float:
+    """1.0 if the answer is mathematically equal to an accepted one."""
+    return float(any(same_mathematics(answer, one).equal for one in accepted))
+
+
+def _as_formula(text: str) -> str:
+    return text if "\\boxed" in text or "$" in text else f"${text}$"
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    """The words that answers are compared by: without case, punctuation and articles (SQuAD's).
+
+    >>> words("The  U.S. Open,")
+    ['us', 'open']
+    """
+    kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+def f1(answer: str, accepted: Sequence[str]) -> float:
+    """Overlap of words(), harmonic mean of precision and recall; the best of all accepted.
+
+    1.0 is an exact match up to the order of the words; two answers without words are equal.
+
+    >>> f1("James Madison Jr", ["james madison"])
+    0.8
+    """
+    return max(_f1(words(answer), words(one)) for one in accepted)
+
+
+def exact_match(answer: str, accepted: Sequence[str]) -> float:
+    """1.0 if the answer has the words() of an accepted one, in their order."""
+    return float(words(answer) in map(words, accepted))
+
+
+def _f1(said: Sequence[str], wanted: Sequence[str]) -> float:
+    if not said or not wanted:
+        return float(said == wanted)
+    common = sum((Counter(said) & Counter(wanted)).values())
+    return 2 * common / (len(said) + len(wanted))

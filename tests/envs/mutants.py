@@ -1,0 +1,45 @@
+# ruff: noqa: E501 - a table of source pieces
+"""Change environments, data and block masks in small ways and see that the tests notice it."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutant
+
+FOLDER = "agentgrpo"
+TESTS = {
+    "learn/packing.py": ["learn/test_flex_blocks.py"],
+    "envs/customers.py": ["envs/test_tau_bench.py", "envs/test_tau2.py"],
+    "envs/tools.py": ["agents/test_tools.py", "envs/test_worlds.py"],
+    "envs/factory.py": ["envs/test_worlds.py"],
+    "data/word_problems.py": ["data"],
+}
+
+MUTANTS = [
+    # the blocks that FlexAttention visits
+    Mutant("learn/packing.py", "whole = (query > key)", "whole = (query >= key)"),
+    Mutant("learn/packing.py", "partial = ((query >= key)", "partial = ((query > key)"),
+    Mutant("learn/packing.py", "if block_size == 1:", "if False:"),
+    Mutant("learn/packing.py", "np.where(seen, block", "np.where(~seen, block"),
+    Mutant("learn/packing.py", "partial.T, whole.T", "whole.T, partial.T"),
+    Mutant("learn/packing.py", "-(-np.maximum.reduceat(tout_T, starts) // block_size)", "np.maximum.reduceat(tout_T, starts) // block_size"),
+    Mutant("learn/packing.py", "(tout_T > num_tokens)", "(tout_T > num_tokens + 1)"),
+    # customers' cases
+    Mutant("envs/customers.py", "call.name in self.ends or", "False or"),
+    Mutant("envs/customers.py", "call.name == DONE and self.talk.user is None", "call.name == DONE"),
+    Mutant("envs/customers.py", "return all(any(text.lower() in one", "return any(any(text.lower() in one"),
+    Mutant("envs/customers.py", '.replace(",", "")', ""),
+    Mutant("envs/customers.py", "if self._done or self.talk.over else 0.0", "if True else 0.0"),
+    Mutant("envs/customers.py", "*(() if self.talks else (DONE_SCHEMA,))", ""),
+    Mutant("envs/customers.py", "errors += failed", "errors += 0"),
+    Mutant("envs/customers.py", "if key not in self._gold:", "if True:"),
+    # calls of tools
+    Mutant("envs/tools.py", "if isinstance(error, InfrastructureError):", "if False:"),
+    Mutant("envs/tools.py", '_Refused("unknown_tool"', '_Refused("bad_arguments"'),
+    Mutant("envs/tools.py", "for answer in answers if answer.error)", "for answer in answers)"),
+    Mutant("envs/tools.py", '("title", "$schema")', "()"),
+    Mutant("envs/factory.py", "return replace(observation, done=True", "return replace(observation, done=False"),
+    Mutant("envs/factory.py", "        self._begin()\n        return self._rewards(self._call", "        return self._rewards(self._call"),
+    # generated tasks
+    Mutant("data/word_problems.py", 'WORDS[split]["things"]', 'WORDS["train"]["things"]'),
+    Mutant("data/word_problems.py", '"abc", (10, 99)', '"abc", (10, 98)'),
+]  # fmt: skip
