@@ -15,7 +15,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
@@ -83,7 +83,7 @@ class World:
         self.said: list[str] = []
         self.scripts: Any = sys.modules["scripts_of_the_test"]
         self.stage = SimpleNamespace(
-            agent=CodeAgent(AgentConfig()),
+            agent=CodeAgent(),
             env=self.env,
             chat=self.chat,
             reward=correct,
