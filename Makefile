@@ -64,7 +64,7 @@ asan: $(DEV)
 docs: $(BASE)
 	@echo "== writing docs/api and docs/config.md from the docstrings"
 	$(PY) docs/reference.py
-	$(PY) -m agentgrpo.config.settings > docs/config.md
+	$(PY) -m agentgrpo.settings > docs/config.md
 
 bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)

@@ -18,7 +18,8 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
-from agentgrpo.config.settings import as_toml, settings
+from agentgrpo.registry import checked_options, env_kind
+from agentgrpo.settings import as_toml, settings
 
 HEAD = """\
 # Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.
@@ -88,18 +89,32 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name:
         draft.write(as_toml(values))
         draft.flush()
         chosen = load_config(draft.name, overrides)
+    kinds = _shipped_kinds(chosen)
     wanted = {
         key: value
-        for setting in settings()
+        for setting in settings(kinds=kinds)
         for key in [f"{setting.section}.{setting.key}".lstrip(".")]
-        if (value := value_of(chosen, key)) != setting.default or key in values
+        if (value := value_of(chosen, key, setting.default)) != setting.default or key in values
     }
     head = HEAD.format(name=name, out_dir=chosen.out_dir)
-    return head + as_toml(wanted)
+    return head + as_toml(wanted, kinds)
 
 
-def value_of(config: TrainConfig, name: str) -> Any:
-    """The value of `section.key`."""
+def _shipped_kinds(config: TrainConfig) -> dict[str, str]:
+    """Those that are shipped, their options checked; a user's own may not be written yet."""
+    own = ":" in config.agent.kind
+    kinds = {"agent": config.agent.kind, "env": config.env.kind if own else env_kind(config)}
+    kinds = {section: kind for section, kind in kinds.items() if ":" not in kind and kind != "auto"}
+    for section, kind in kinds.items():
+        checked_options(section, kind, getattr(config, section).options)
+    return kinds
+
+
+def value_of(config: TrainConfig, name: str, default: Any = None) -> Any:
+    """The value of `section.key`; of `section.options.key` the default where it is not given."""
+    section, _, option = name.partition(".options.")
+    if option:
+        return value_of(config, f"{section}.options").get(option, default)
     return functools.reduce(getattr, name.split("."), config)
 
 

@@ -1,23 +1,29 @@
 """From the names in a config to agents, environments, rewards and tasks: shipped or the user's own.
 
-A shipped kind is a line in a table here; a user's is `module:Class`. An environment is called with
-`env.options` and with whatever it asks for by name of what the run has: `pool` (the sandbox),
-`timeout_s` (of one step), `stateless`, `seed`. An agent of the user's own is called with
-`agent.options`, and with `env` if it asks for it.
+A shipped kind of agent or environment is a line in a table here; a user's is `module:Class`. Either
+is a class whose keyword arguments are `agent.options` and `env.options`, documented in its own
+docstring. What a run has, it is given if it asks for it by name (`GIVEN`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import inspect
+import re
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import pydantic
+
 from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.base import Agent
-from agentgrpo.config import RewardConfig, RolloutConfig, TrainConfig
+from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import Environment
 from agentgrpo.machine.packages import require_library
@@ -32,10 +38,15 @@ from agentgrpo.rewards.rewards import (
     with_tool_cost,
 )
 from agentgrpo.rollout.custom import RolloutSampler
-from agentgrpo.sandbox import SandboxException
-from agentgrpo.sandbox.contexts import command_of
 from agentgrpo.types import Rollout
 
+AGENTS = {
+    "code": "agentgrpo.agents.code:CodeAgent",
+    "repl": "agentgrpo.agents.repl:ReplAgent",
+    "inline": "agentgrpo.agents.inline:InlineAgent",
+    "tools": "agentgrpo.agents.tools:ToolAgent",
+    "tags": "agentgrpo.agents.tags:TagAgent",
+}
 ENVIRONMENTS = {
     "python": "agentgrpo.envs.python:PythonEnv",
     "console": "agentgrpo.envs.console:ConsoleEnv",
@@ -44,20 +55,161 @@ ENVIRONMENTS = {
     "mcp": "agentgrpo.envs.mcp:McpEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
+    "tagged": "agentgrpo.envs.tagged:TaggedEnv",
     "gymnasium": "agentgrpo.envs.gymnasium:GymnasiumEnv",
     "reasoning_gym": "agentgrpo.envs.reasoning_gym:ReasoningGymEnv",
     "tau2": "agentgrpo.envs.tau2:Tau2Env",
     "tau_bench": "agentgrpo.envs.tau_bench:TauBenchEnv",
     "verifiers": "agentgrpo.envs.verifiers:VerifiersEnv",
 }
-RUN_CODE = {"code": ("python", "unit_tests", "reasoning_gym"), "repl": ("console",)}
-"""Which of them answer the code of which agent; the others answer calls of tools."""
+KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
+"""By section of a config."""
+GIVEN = {
+    "agent": ("env", "tools_script", "call_reader"),
+    "env": ("pool", "timeout_s", "stateless", "seed"),
+}
+"""What a class is given that asks for it by name; no options.
+
+An agent: what it acts in; the source of sandbox.tools or None; the engine's readers of tool calls
+by the parser's name. An environment: the sandbox's pool, sandbox.timeout_s and stateless, seed.
+"""
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
     "math": MathReward,
     "text": TextReward,
     "none": EnvironmentReward,
 }
+
+Factory = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a kind: a keyword argument of its class."""
+
+    name: str
+    annotation: Any
+    """What it takes; Any where the class does not say."""
+    default: Any
+    """`inspect.Parameter.empty` where it has to be given."""
+    text: str
+    """What the class's docstring says of it under `Args:`."""
+
+
+def options_of(section: str, factory: Factory) -> list[Option]:
+    """What `agent.options` or `env.options` may hold for a class."""
+    hints, said = _hints(factory), _said(factory)
+    return [
+        Option(name, hints.get(name, Any), p.default, said.get(name, ""))
+        for name, p in inspect.signature(factory).parameters.items()
+        if name not in GIVEN[section] and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+
+
+def _said(factory: Factory) -> dict[str, str]:
+    """What the docstring, or that of a class above it, says under `Args:`."""
+    found = {}
+    for owner in reversed(getattr(factory, "__mro__", [factory])):
+        text = inspect.cleandoc(owner.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for name, said in re.findall(r"^    (\w+): (.*\n(?:      .*\n)*)", f"{text}\n", re.M):
+            found[name] = " ".join(said.split())
+    return found
+
+
+def _hints(factory: Factory) -> dict[str, Any]:
+    """The annotations of its arguments; a name that only type checkers know leaves it unchecked."""
+    owners: Iterable[Any] = [factory.__init__ if inspect.isclass(factory) else factory]
+    if dataclasses.is_dataclass(factory):
+        owners = reversed(inspect.getmro(cast(type, factory)))
+    found = {}
+    for owner in owners:
+        names = vars(sys.modules[owner.__module__]) if hasattr(owner, "__module__") else {}
+        for name, hint in inspect.get_annotations(owner).items():
+            with contextlib.suppress(NameError):
+                found[name] = eval(hint, names) if isinstance(hint, str) else hint
+    return found
+
+
+def class_of(section: str, kind: str) -> Factory:
+    """The class that `agent.kind` or `env.kind` names.
+
+    Raises:
+        ValueError: there is no such kind or class; names the key.
+    """
+    shipped = KINDS[section]
+    if ":" not in kind and kind not in shipped:
+        near = difflib.get_close_matches(kind, shipped, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        first = "auto, " if section == "env" else ""
+        raise ValueError(
+            f"{section}.kind: expected {first}{', '.join(shipped)} or 'module:Class', "
+            f"got {kind!r}{hint}"
+        )
+    return load_callable(shipped.get(kind, kind), key=f"{section}.kind")
+
+
+def env_kind(config: TrainConfig) -> str:
+    """`env.kind`, or where it is auto, the environment that the agent is made for."""
+    if config.env.kind != "auto":
+        return config.env.kind
+    return str(getattr(class_of("agent", config.agent.kind), "home", "python"))
+
+
+def checked_options(section: str, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a kind, each as its class's annotation reads it.
+
+    Raises:
+        ValueError: the class does not take one, needs one that is missing, or one has the wrong
+            type or is out of range; names the key, what was expected and what came.
+    """
+    factory, key = class_of(section, kind), f"{section}.options"
+    known = {option.name: option for option in options_of(section, factory)}
+    parameters = inspect.signature(factory).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    made: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in known:
+            made[name] = _checked(f"{key}.", known[name], value)
+        elif takes_all and name not in GIVEN[section]:
+            made[name] = value
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"{key}.{name}: {factory.__name__} does not take it{hint}; "
+                f"it takes {', '.join(known) or 'none'}"
+            )
+    for name, option in known.items():
+        if option.default is inspect.Parameter.empty and name not in made:
+            raise ValueError(f"{key}.{name}: {factory.__name__} needs it")
+    return made
+
+
+def _checked(prefix: str, option: Option, value: Any) -> Any:
+    settings = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    try:
+        reader = pydantic.TypeAdapter(dict[str, option.annotation], config=settings)  # type: ignore[name-defined]
+    except pydantic.PydanticUserError:  # an annotation that says nothing to pydantic
+        return value
+    try:
+        return reader.validate_python({option.name: value})[option.name]
+    except pydantic.ValidationError as error:
+        wrong = (
+            f"{prefix}{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
+            for e in error.errors()
+        )
+        raise ValueError("\n".join(wrong)) from None
+
+
+def require_kinds(config: TrainConfig) -> None:
+    """That agent and environment exist, take their options, and fit each other.
+
+    Raises:
+        ValueError: they do not; names the key.
+    """
+    checked_options("agent", config.agent.kind, config.agent.options)
+    checked_options("env", env_kind(config), config.env.options)
+    _require_fit(config)
 
 
 def make_env(config: TrainConfig, pool: Any) -> Environment:
@@ -70,106 +222,100 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
     Raises:
         ValueError: there is no such kind or class, or its options are wrong; names the key.
     """
-    kind = config.env.kind
-    if kind == "auto":
-        kind = "console" if config.agent.kind == "repl" else "python"
-    if ":" not in kind and kind not in ENVIRONMENTS:
-        near = difflib.get_close_matches(kind, ENVIRONMENTS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"env.kind: expected auto, {', '.join(ENVIRONMENTS)} or 'module:Class', "
-            f"got {kind!r}{hint}"
-        )
     given = {
         "pool": pool,
         "timeout_s": config.sandbox.timeout_s,
         "stateless": config.sandbox.stateless,
         "seed": config.seed,
     }
-    made = _construct(
-        load_callable(ENVIRONMENTS.get(kind, kind), key="env.kind"),
-        config.env.options,
-        given,
-        key="env.options",
-    )
-    _require(made, ("reset",), key="env.kind", name=kind)
+    made = _made("env", env_kind(config), config.env, given)
+    _require(made, ("reset",), key="env.kind", name=config.env.kind)
     return cast(Environment, made)
 
 
-def make_agent(config: TrainConfig, env: Environment, read_calls: ReadCalls | None = None) -> Agent:
+def no_reader(parser: str) -> ReadCalls:
+    """In the place of the engine's readers of tool calls, where there is no engine.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"parser: {parser!r} is one of the engine's, and there is no engine here")
+
+
+def make_agent(
+    config: TrainConfig,
+    env: Environment,
+    call_reader: Callable[[str], ReadCalls] = no_reader,
+) -> Agent:
     """The agent of a run.
 
     Args:
         config: of the run.
         env: what it will act in; its tools are the agent's.
-        read_calls: the engine's reader of tool calls, for kind "tools".
+        call_reader: from a parser's name to the engine's reader of tool calls.
 
     Raises:
-        ValueError: there is no such class, its options are wrong, or the environment has no tools
-            although the agent calls tools; names the key.
+        ValueError: there is no such kind or class, its options are wrong, or the environment does
+            not answer what it does; names the key.
     """
-    c = config.agent
-    _require_fit(c.kind, config.env.kind)
-    if c.kind == "code":
-        return _code_agent(config, env)
-    if c.kind == "repl":
-        from agentgrpo.agents.repl import ReplAgent
-
-        return ReplAgent(c)
-    if c.kind in ("inline", "tools"):
-        return _tool_agent(config, env, read_calls)
-    made = _construct(
-        load_callable(c.kind, key="agent.kind"), c.options, {"env": env}, key="agent.options"
-    )
+    _require_fit(config, env)
+    script = config.sandbox.tools
+    given = {
+        "env": env,
+        "tools_script": None if script is None else script.read_text(),
+        "call_reader": call_reader,
+    }
+    made = _made("agent", config.agent.kind, config.agent, given)
     names = ("stop", "messages", "prefill", "tools", "parse", "observe")
-    _require(made, names, key="agent.kind", name=c.kind)
+    _require(made, names, key="agent.kind", name=config.agent.kind)
     return cast(Agent, made)
 
 
-def _require_fit(agent: str, env: str) -> None:
-    """That an environment of this kind answers what an agent of that kind does, as far as known."""
-    fits = RUN_CODE.get(agent)
-    if fits is not None and env in ENVIRONMENTS and env not in fits:
-        callers = "; agent.kind inline and tools call tools" if env != "console" else ""
+def _require_fit(config: TrainConfig, env: Any = None) -> None:
+    """That the environment answers what the agent does, as far as their classes say.
+
+    Args:
+        config: names both.
+        env: the environment, if it is made already; else its class is asked.
+    """
+    kind = env_kind(config)
+    acts = getattr(class_of("agent", config.agent.kind), "acts", ())
+    answers = getattr(class_of("env", kind) if env is None else env, "answers", None)
+    if answers is None:  # one that does not say
+        has_tools = env is None or callable(getattr(env, "tools", None))
+        answers = [what for what in acts if what != "tools" or has_tools]
+    missing = [what for what in acts if what not in answers]
+    if missing:
+        fits = [e for e in ENVIRONMENTS if {*acts} <= {*class_of("env", e).answers}]  # type: ignore[attr-defined]
+        others = [a for a in AGENTS if {*class_of("agent", a).acts} <= {*answers}]  # type: ignore[attr-defined]
         raise ValueError(
-            f"agent.kind {agent!r} acts in env.kind {', '.join(fits)}, and not in {env!r}{callers}"
+            f"agent.kind {config.agent.kind!r} acts by {' and '.join(acts)}, and env.kind {kind!r} "
+            f"does not answer {' and '.join(missing)}; env.kind {', '.join(fits)} would; "
+            f"for this one agent.kind {', '.join(others) or 'module:Class'}"
         )
 
 
-def _code_agent(config: TrainConfig, env: Environment) -> Agent:
-    from agentgrpo.agents.code import CodeAgent
+def _made(
+    section: str, kind: str, config: AgentConfig | EnvConfig, given: Mapping[str, Any]
+) -> Any:
+    """What the class of a kind makes of its options and of what it is given."""
+    factory, key = class_of(section, kind), f"{section}.options"
+    options = checked_options(section, kind, config.options)
+    asked = inspect.signature(factory).parameters
+    try:
+        return factory(**{name: given[name] for name in given if name in asked}, **options)
+    except (ValueError, TypeError) as error:
+        name, colon, _ = str(error).partition(":")
+        if name.startswith(f"{section}.") and colon:  # it names its key itself
+            raise
+        named = f"{key}." if name.partition(".")[0] in asked else f"{key}: {factory.__name__}: "
+        raise ValueError(f"{named}{error}") from error
 
-    c, script, pool = config.agent, config.sandbox.tools, getattr(env, "pool", None)
-    if pool is not None:
-        try:
-            command_of(c.language, pool.template, pool.limits)
-        except SandboxException as error:
-            raise ValueError(f"agent.language: {error}") from error
-    if script is not None and c.language != "python" and c.show_tools != "no":
-        raise ValueError(
-            f"sandbox.tools: its functions are Python's, and agent.language is {c.language!r}; "
-            "with agent.show_tools = 'no' it is run and not shown"
-        )
-    return CodeAgent(c, tools=None if script is None else script.read_text())
 
-
-def _tool_agent(config: TrainConfig, env: Environment, read_calls: ReadCalls | None) -> Agent:
-    tools = getattr(env, "tools", None)
-    if not callable(tools):
-        raise ValueError(
-            f"agent.kind {config.agent.kind!r} needs an environment with tools, and env.kind "
-            f"{config.env.kind!r} has none; choose tools, factory, mcp, search, tau2 ..."
-        )
-    if config.agent.kind == "inline":
-        from agentgrpo.agents.inline import InlineAgent
-
-        return InlineAgent(config.agent, tools=tools)
-    from agentgrpo.agents.tools import ToolAgent
-
-    if read_calls is None:
-        raise ValueError("agent.kind 'tools' needs the engine's reader of tool calls")
-    talks = bool(getattr(env, "talks", False))
-    return ToolAgent(config.agent, tools=tools, read_calls=read_calls, talks=talks)
+def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
+    missing = [attribute for attribute in names if not hasattr(made, attribute)]
+    if missing:
+        raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
 
 
 def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
@@ -218,38 +364,6 @@ def script_of(path: Path | None) -> str:
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise ValueError(f"sandbox.tools: {path} cannot be used: {error}") from None
     return source
-
-
-def _construct(
-    factory: Callable[..., Any], options: Mapping[str, Any], given: Mapping[str, Any], *, key: str
-) -> Any:
-    parameters = inspect.signature(factory).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        takes = [name for name in parameters if name not in given]
-        for name in options:
-            if name not in takes:
-                raise ValueError(
-                    f"{key}.{name}: {factory.__name__} does not take it; "
-                    f"it takes {', '.join(takes) or 'none'}"
-                )
-    arguments = {**{n: v for n, v in given.items() if n in parameters}, **options}
-    for name, parameter in parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if required and name not in arguments:
-            raise ValueError(f"{key}.{name}: {factory.__name__} needs it")
-    try:
-        return factory(**arguments)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{key}: {factory.__name__}: {error}") from error
-
-
-def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
-    missing = [attribute for attribute in names if not hasattr(made, attribute)]
-    if missing:
-        raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
 
 
 def load_reward(name: str) -> Reward:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentgrpo.actions import CallTools, Observation, RunCode, ToolCall
+from agentgrpo.actions import CallTools, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
@@ -33,6 +33,7 @@ from agentgrpo.registry import (
     make_env,
     make_reward,
     needs_answers,
+    require_kinds,
     script_of,
 )
 from agentgrpo.rewards.answers import expected_number
@@ -138,6 +139,7 @@ def set_stage(
         As build().
     """
     progress = progress or Progress(config.steps)
+    require_kinds(config)
     require_packages()
     require_trackers(config.trackers)
     if trained:
@@ -161,24 +163,25 @@ def set_stage(
         model = model or resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
         check_model(config, model)
-        read_calls = None
-        if config.agent.kind == "tools":
+
+        def call_reader(parser: str) -> ReadCalls:
             from agentgrpo.engine.tool_parsers import tool_call_reader
 
-            read_calls = tool_call_reader(config.agent.parser, chat.tokenizer)
+            return tool_call_reader(parser, chat.tokenizer)
+
         stage = Stage(
             model=model,
             adapter=adapter,
             pool=pool,
             env=env,
-            agent=make_agent(config, env, read_calls),
+            agent=make_agent(config, env, call_reader),
             chat=chat,
             reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
-        _check_shown(config, stage.agent, chat)
+        _check_shown(stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")
         undo.pop_all()
@@ -199,18 +202,19 @@ def _with_answers(config: TrainConfig, env: Environment) -> bool:
     return kind != "none" and ":" not in kind and not (judged and kind == "auto")
 
 
-def _check_shown(config: TrainConfig, agent: Agent, chat: ChatTemplate) -> None:
+def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
     """Observations reach the policy."""
     mark = "observation-7f3a"
-    action = CallTools((ToolCall("x", {}),)) if config.agent.kind == "tools" else RunCode("")
+    calls = "tools" in getattr(agent, "acts", ())
+    action = CallTools((ToolCall("x", {}),)) if calls else RunCode("")
     told = agent.observe(action, Observation(mark))
     if isinstance(told, str):
         return
     shown = chat.observation_ids(told, turn_closed=False)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
-            f"agent.observation_role: the model's chat template does not show messages of role "
-            f"{told[0]['role']!r}; choose another role"
+            "agent.options.observation_role: the model's chat template does not show messages of "
+            f"role {told[0]['role']!r}; choose another role"
         )
 
 

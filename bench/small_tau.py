@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.actions import CallTools, Schema, ToolCall
-from agentgrpo.config.settings import toml
 from agentgrpo.run.atomic import write_lines
+from agentgrpo.settings import toml
 from agentgrpo.types import Rollout, Status, Task
 
 Shot = list[dict[str, str]]
@@ -137,8 +137,8 @@ def _overrides(
     tools = (f"{f['name']}({', '.join(f['parameters']['properties'])})" for f in functions)
     return [
         *LESS,
-        f"agent.system_prompt={toml('Tools: ' + ', '.join(tools))}",
-        f"agent.shots={toml(shots)}",
+        f"agent.options.system_prompt={toml('Tools: ' + ', '.join(tools))}",
+        f"agent.options.shots={toml(shots)}",
         f"learner.learning_rate={learning_rate}",
         "data.train=cases.jsonl", "data.heldout=split", "data.id=id",
         f"engine.max_model_len={length}", f"learner.max_tokens={length}",

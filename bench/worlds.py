@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from agentgrpo.actions import Action, CallTools, Observation, ToolCall
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tau_bench import TRANSFER, TauBenchEnv
 from agentgrpo.rollout import generate
@@ -75,7 +75,7 @@ def wait_together(env: Any) -> float:
     engine = cast(Any, StubEngine(tokenizer, policy))
     task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
     config = RolloutConfig(max_turns=9, max_turn_tokens=64)
-    agent = CodeAgent(AgentConfig(system_prompt=""))
+    agent = CodeAgent(system_prompt="")
     started = time.perf_counter()
     (group,) = generate(
         [task], engine, agent, ROLLOUTS, env=env, tokenizer=tokenizer, config=config

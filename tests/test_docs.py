@@ -20,12 +20,18 @@ import pytest
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import _all_keys, load_config, shipped_configs
+from agentgrpo.registry import KINDS
 from agentgrpo.sandbox.hostile import CASES
+from agentgrpo.settings import options
 from agentgrpo.types import Rollout
 from tests import house
 from tests.test_imports import TOP, WINGS
 
 ROOT = Path(__file__).parent.parent
+KEYS = {
+    *_all_keys(TrainConfig),
+    *(f"{s.section}.{s.key}" for of in KINDS for kind in KINDS[of] for s in options(of, kind)),
+}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KIT = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "LOG.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
@@ -99,7 +105,7 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
         assert not option.startswith("-") or re.search(rf"(?<!\S){option}\b", said), option
     overrides = [a for a in arguments if re.match(r"[a-z_.]+=", a)]
     for override in overrides:
-        assert override.partition("=")[0] in _all_keys(TrainConfig)
+        assert override.partition("=")[0] in KEYS
     if word in ("train", "evaluate") and arguments[1] in shipped_configs():
         load_config(arguments[1], overrides)
 
@@ -107,19 +113,19 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
 def test_settings_named_in_backticks_exist() -> None:
     """`section.key` of the documents is a setting."""
     sections = set(TrainConfig.model_fields)
-    known = set(_all_keys(TrainConfig))
     for page in (*PAGES, *KIT):
         if page.name in ("kernels.md", "sandbox.md"):
             continue  # modules' names look alike there
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
         if page.name == "coming-from.md":  # the first column has the others' names
             text = "\n".join(line.split("|")[2] for line in text.splitlines() if line[:1] == "|")
-        for name in re.findall(r"`([a-z_]+\.[a-z_]+)(?: ?=[^`]*)?`", text):
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: ?=[^`]*)?`", text):
             if name.partition(".")[0] in sections and not name.endswith(
                 (".py", ".json", ".jsonl", ".md")
             ):
-                of_rollout = name.startswith("rollout.") and name[8:] in Rollout.__annotations__
-                assert name in known or of_rollout, f"{page.name}: there is no setting {name}"
+                first, second, *_ = name.split(".")
+                of_rollout = first == "rollout" and second in Rollout.__annotations__
+                assert name in KEYS or of_rollout, f"{page.name}: there is no setting {name}"
 
 
 PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests")

@@ -11,11 +11,23 @@ import pytest
 
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, SandboxConfig, TrainConfig
-from agentgrpo.config.read import load_callable, load_config
-from agentgrpo.registry import ENVIRONMENTS, make_agent, make_env, make_reward
+from agentgrpo.config.read import load_config
+from agentgrpo.init import with_overrides
+from agentgrpo.registry import (
+    AGENTS,
+    KINDS,
+    checked_options,
+    class_of,
+    make_agent,
+    make_env,
+    make_reward,
+    options_of,
+    require_kinds,
+)
 from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import Limits
 from agentgrpo.sandbox.template import Template
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Group
 from tests.playing import EOT, play, shown, task
 
@@ -109,30 +121,74 @@ def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
         (
             {},
             {"kind": f"{__name__}:Echo", "options": {"time": 1}},
-            "env.options.time: Echo does not take it; it takes times",
+            r"env.options.time: Echo does not take it; did you mean times\?; it takes times",
         ),
         (
             {},
             {"kind": f"{__name__}:Echo", "options": {"times": 0}},
-            "env.options: Echo: times: expected at least 1, got 0",
+            r"^env\.options\.times: expected at least 1, got 0",
         ),
         ({}, {"kind": f"{__name__}:config"}, "env.kind: .* lacks reset"),
-        ({}, {"options": {"style": "x"}}, "env.options: PythonEnv: style: expected 'terminal'"),
-        ({"kind": "tools"}, {}, "agent.kind 'tools' needs an environment with tools, .* 'auto'"),
-        ({"kind": "inline"}, {"kind": "console"}, "agent.kind 'inline' needs an environment"),
+        ({}, {"options": {"style": "x"}}, r"env\.options\.style: .* 'terminal' or .*, got 'x'"),
+        ({}, {"options": {"max_chars": 1}}, r"^env\.options\.max_chars: .* at least 2, got 1"),
+        (
+            {"kind": "tools"},
+            {},
+            "'tools' acts by tools, and env.kind 'python' does not answer",
+        ),
+        (
+            {"kind": "tools"},
+            {"kind": f"{__name__}:Echo", "options": {"times": 1}},
+            "Echo' does not answer tools",
+        ),
+        ({"kind": "inline"}, {"kind": "console"}, "'console' does not .*; env.kind tools, factory"),
+        (
+            {"kind": "tags"},
+            {"kind": "python"},
+            "answer search; env.kind tagged would; .*kind code",
+        ),
         (
             {},
             {"kind": "tools", "options": {"tools": ["agentgrpo.envs.calculator:calculate"]}},
-            "agent.kind 'code' acts in env.kind python, .*, and not in 'tools'; agent.kind inline",
+            "'tools' does not answer code; env.kind python, .* would; .*one agent.kind inline",
         ),
-        ({}, {"kind": "console"}, "agent.kind 'code' acts in env.kind python, .* not in 'console'"),
-        ({"kind": "repl"}, {"kind": "python"}, "agent.kind 'repl' acts in env.kind console, and"),
+        ({}, {"kind": "console"}, "'console' does not answer code.*for this one agent.kind repl$"),
+        ({"kind": "repl"}, {"kind": "python"}, "'repl' acts by lines.*; env.kind console would"),
         (
             {"kind": f"{__name__}:Shouting", "options": {"marc": "?"}},
             {},
-            "agent.options.marc: Shouting does not take it; it takes mark",
+            r"options.marc: Shouting does not take it; did you mean mark\?; it takes mark",
         ),
         ({"kind": f"{__name__}:Echo"}, {}, "agent.options.times: Echo needs it"),
+        ({"kind": "cod"}, {}, "agent.kind: expected code, repl, .*'module:Class', .*mean code?"),
+        (
+            {"options": {"banner": "x"}},
+            {},
+            r"agent\.options\.banner: CodeAgent does not take it; it",
+        ),
+        (
+            {"kind": "repl", "options": {"baner": "x"}},
+            {},
+            r"agent\.options\.baner: ReplAgent does not take it; did you mean banner\?; it ",
+        ),
+        ({"options": {"open_tag": ""}}, {}, r"agent\.options\.open_tag: .*at least 1 char.*got ''"),
+        ({"options": {"observation": "x"}}, {}, r"agent\.options\.observation: .*output.*got 'x'"),
+        (
+            {"options": {"shots": [[{"role": "usr", "content": "x"}]]}},
+            {},
+            r"agent\.options\.shots\.0\.0\.role: .*'user', .*got 'usr'",
+        ),
+        (
+            {"kind": "tools", "options": {"parallel_calls": "perhaps"}},
+            {"kind": "search", "options": {"corpus": ()}},
+            r"agent\.options\.parallel_calls: .*boolean.*got 'perhaps'",
+        ),
+        ({}, {"options": {"timeout_s": 3}}, r"env\.options\.timeout_s: PythonEnv does not take it"),
+        (
+            {"kind": "tools"},
+            {"kind": "search", "options": {"corpus": ()}},
+            r"agent\.options\.parser: 'hermes' is one of the engine's",
+        ),
     ],
 )
 def test_wrong_names_and_options_are_refused_by_their_key(
@@ -140,17 +196,15 @@ def test_wrong_names_and_options_are_refused_by_their_key(
 ) -> None:
     c = config(agent, env)
     with pytest.raises(ValueError, match=message):
-        make_agent(c, make_env(c, pool=None))
+        make_agent(c, make_env(c, pool=Pool()))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["agent.kind=cod"], "agent.kind: expected code, repl, inline, tools or 'module:Class'"),
-        (["agent.banner=x"], "agent.banner: an agent of kind 'code' does not read it"),
-        (["agent.kind=repl", "agent.open_tag=x"], "agent.open_tag: an agent of kind 'repl'"),
-        (["agent.kind=tools", "agent.options={a=1}"], "agent.options: .* kind 'tools'"),
-        (["agent.kind=a:B", "agent.system_prompt=x"], "agent.system_prompt: .* kind 'a:B'"),
+        (["agent.language=bash"], "key agent.language; did you mean agent.options.language?"),
+        (["env.corpus=x"], "unknown config key env.corpus; did you mean env.options.corpus?"),
+        (["agent.kin=code"], "unknown config key agent.kin; did you mean agent.kind?"),
         (["data.train=a.jsonl", "data.levels=[1]"], "data.levels: only data.train = 'word_prob"),
         (["data.train=a.jsonl", "data.promote_at=0.5"], "data.promote_at: only data.train"),
         (["data.heldout=env", "data.heldout_levels=[1]"], "data.heldout_levels: only data.held"),
@@ -175,24 +229,94 @@ def test_code_that_cannot_run_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.path.exists", lambda path: False)
-    c = config({"language": "node"}, {})
-    with pytest.raises(ValueError, match=r"agent\.language: node is not installed under /usr"):
+    c = config({"options": {"language": "node"}}, {})
+    with pytest.raises(ValueError, match=r"agent\.options\.language: node is not installed"):
         make_agent(c, make_env(c, pool=Pool()))
     script = tmp_path / "tools.py"
     script.write_text("def f(): ...")
     sandbox = SandboxConfig(tools=script)
     for show in ("source", "no"):
-        c = config({"language": "bash", "show_tools": show}, {}, sandbox=sandbox)
+        c = config({"options": {"language": "bash", "show_tools": show}}, {}, sandbox=sandbox)
         if show == "no":
             make_agent(c, make_env(c, pool=Pool()))
             continue
-        with pytest.raises(ValueError, match=r"its functions are Python's, and agent\.language is"):
+        with pytest.raises(ValueError, match=r"agent\.options\.language: the functions.*'bash'"):
             make_agent(c, make_env(c, pool=Pool()))
 
 
-def test_every_shipped_kind_is_there() -> None:
-    for name, where in ENVIRONMENTS.items():
-        assert callable(load_callable(where, key=name))
+@pytest.mark.parametrize(
+    ("section", "kind"), [(section, kind) for section in KINDS for kind in KINDS[section]]
+)
+def test_a_shipped_kind_says_what_it_does_and_documents_its_options(
+    section: str, kind: str
+) -> None:
+    made: Any = class_of(section, kind)
+    words = made.acts if section == "agent" else made.answers
+    assert set(words) <= {"code", "lines", "tools", "search"}
+    assert words
+    for option in options_of(section, made):
+        assert option.text, f"{made.__name__}: nothing under Args: about {option.name}"
+        assert option.annotation is not Any, f"{made.__name__}: {option.name} has no annotation"
+
+
+@pytest.mark.parametrize(("section", "title"), [("agent", "Agents"), ("env", "Environments")])
+def test_the_pages_table_has_a_row_for_every_shipped_kind_and_no_other(
+    section: str, title: str
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "agents.md").read_text()
+    (table,) = re.findall(rf"\n## {title}\n.*?\n(\| kind .*?)\n\n", page, re.DOTALL)
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == KINDS[section].keys()
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
+    made: Any = class_of("agent", kind)
+    if made.acts != ("tools",):  # those need tools of somebody's choice
+        require_kinds(config({"kind": kind}))
+
+
+@pytest.mark.parametrize(
+    "override", ["agent.kind=cod", "agent.options.banner=x", "env.kind=console"]
+)
+def test_names_and_options_are_read_before_anything_is_opened_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    def opened(*_: Any) -> None:
+        raise AssertionError("the sandbox was opened")
+
+    monkeypatch.setattr("agentgrpo.stage.open_sandbox", opened)
+    path = tmp_path / "c.toml"
+    path.write_text("model = 'm'\nout_dir = 'o'\n")
+    with pytest.raises(ValueError, match=r"^agent\.(kind|options\.banner)\b"):
+        set_stage(load_config(path, [override]))
+
+
+def test_a_written_config_explains_the_options_of_its_kinds(tmp_path: Path) -> None:
+    least = {"model": "m", "out_dir": "o"}
+    for wrong in ("agent.kind=cod", "agent.options.banner=x", "env.options.style=x"):
+        with pytest.raises(ValueError, match=r"^(agent|env)\."):
+            with_overrides(least, [wrong], name=Path("c.toml"))
+    path = tmp_path / "c.toml"
+    chosen = ["agent.kind=repl", "agent.options.banner=B"]
+    path.write_text(with_overrides(least, chosen, name=path))
+    assert load_config(path).agent.options == {"banner": "B"}
+    assert "# line_rewards = " in path.read_text(), "of the console, which is the agent's home"
+    own = with_overrides(least, ["agent.kind=a:B", "agent.options.c=1"], name=path)
+    assert "options = { c = 1 }" in own, "a class that is not written yet"
+
+
+class Loose:
+    """Takes anything; says of one option what only type checkers know."""
+
+    def __init__(self, env: Any, one: NotThere = 1, **others: Any) -> None:  # type: ignore[name-defined] # noqa: F821
+        self.given = (one, others)
+
+
+def test_a_users_class_may_take_any_options_and_have_any_annotations() -> None:
+    c = config({"kind": f"{__name__}:Loose", "options": {"one": "x", "more": [2]}})
+    assert checked_options("agent", c.agent.kind, c.agent.options) == {"one": "x", "more": [2]}
+    with pytest.raises(ValueError, match=r"agent\.options\.env: Loose does not take it"):
+        checked_options("agent", c.agent.kind, {"env": 1})
 
 
 def test_unknown_rewards_are_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from agentgrpo.actions import Reading
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import AgentConfig, LossConfig, RolloutConfig
+from agentgrpo.config import LossConfig, RolloutConfig
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
@@ -133,7 +133,7 @@ def read(text: str, tools: Any) -> Reading:
 def talk(tasks: Sequence[Task], n: int) -> tuple[Any, list[list[Rollout]]]:
     """Groups of rollouts of up to three turns, one of them with two calls."""
     env = ToolEnv([calculate])
-    agent = ToolAgent(AgentConfig(kind="tools", parallel_calls=True), env.tools, read)
+    agent = ToolAgent(env=env, call_reader=lambda parser: read, parallel_calls=True)
 
     def policy(number: int, prompt: str) -> Turn:
         turns = prompt.count("<|im_start|>assistant") - 1

@@ -10,7 +10,10 @@ from agentgrpo.types import Task
 
 
 class Agent(Protocol):
-    """Turns a task into messages, and sampled text into actions. Holds no state of a rollout."""
+    """Turns a task into messages, and sampled text into actions. Holds no state of a rollout.
+
+    agents/text.py has what the shipped ones share.
+    """
 
     @property
     def stop(self) -> Sequence[str]:

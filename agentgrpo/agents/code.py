@@ -6,77 +6,71 @@ The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from agentgrpo.actions import (
-    Action,
-    Finish,
-    Malformed,
-    Message,
-    Observation,
-    RunCode,
-    Schema,
-    answer_in,
-)
-from agentgrpo.config import AgentConfig
-from agentgrpo.types import Task
+from agentgrpo.actions import Action, Message, Observation, RunCode
+from agentgrpo.agents.text import PairAgent
 
 PROMPT = (
     "Solve the problem with {language}. Write code between {open} and {close}; you will see what "
     "it prints. Then reply with: {prefix} NUMBER"
 )
 TOOLS_PROMPT = "These functions are loaded already; call them without importing them:\n{tools}"
+LANGUAGES = {"python": "Python", "bash": "bash", "node": "JavaScript"}
 
 
-class CodeAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings.
+@dataclass(kw_only=True, eq=False)
+class CodeAgent(PairAgent):
+    """See agents/base.py for the protocol.
 
     Args:
-        config: of the agent.
-        tools: source of the script that the environment loads before the policy's first code; what
-            config.show_tools says of it becomes part of the system prompt.
+        env: what runs the code; asked whether it runs the language, if it can say.
+        tools_script: source of the script that the environment loads before the policy's first
+            code; None: there is none.
+        observation_role: role of the message that carries the output. assistant: no message, the
+            text goes into the policy's own one, and its turn goes on.
+        language: what the policy writes between the tags.
+        show_tools: what of sandbox.tools the system prompt shows: all, or def lines and docstrings.
+
+    Raises:
+        ValueError: the environment cannot run the language, or the script is not in it; names
+            the argument.
     """
 
-    def __init__(self, config: AgentConfig, tools: str | None = None) -> None:
-        self._config = config
-        self._open = config.open_tag or "<code>"
-        self._close = config.close_tag or "</code>"
-        self._prefix = "Answer:" if config.answer_prefix is None else config.answer_prefix
-        self._observation = config.observation or "{output}"
-        self.stop = (self._close,)
-        system = self._system_prompt(tools)
-        self._head: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._head += [message.model_dump() for shot in config.shots for message in shot]
+    acts = ("code",)
+    env: Any = None
+    tools_script: str | None = None
+    observation_role: Literal["user", "tool", "assistant"] = "user"
+    language: Literal["python", "bash", "node"] = "python"
+    show_tools: Literal["source", "signatures", "no"] = "source"
 
-    def _system_prompt(self, tools: str | None) -> str:
-        c = self._config
-        prompt = c.system_prompt
-        if prompt is None:
-            language = {"python": "Python", "bash": "bash", "node": "JavaScript"}[c.language]
-            prompt = PROMPT.format(
-                language=language, open=self._open, close=self._close, prefix=self._prefix
+    def __post_init__(self) -> None:
+        require_language = getattr(self.env, "require_language", None)
+        if require_language is not None:
+            require_language(self.language)
+        script = self.tools_script if self.show_tools != "no" else None
+        if script and self.language != "python":
+            raise ValueError(
+                f"language: the functions of sandbox.tools are Python's, got {self.language!r}; "
+                "with show_tools = 'no' the script is run and not shown"
             )
-        if not tools or c.show_tools == "no":
-            return prompt
-        shown = tools if c.show_tools == "source" else signatures(tools)
-        return f"{prompt}\n{TOOLS_PROMPT.format(tools=shown.strip())}".strip()
+        if self.system_prompt is None:
+            self.system_prompt = PROMPT.format(
+                language=LANGUAGES[self.language],
+                open=self.open_tag,
+                close=self.close_tag,
+                prefix=self.answer_prefix,
+            )
+        if script:
+            shown = script if self.show_tools == "source" else signatures(script)
+            tools = TOOLS_PROMPT.format(tools=shown.strip())
+            self.system_prompt = f"{self.system_prompt}\n{tools}".strip()
 
-    def messages(self, task: Task) -> list[Message]:
-        """System prompt, worked examples, then the task's own messages."""
-        return [*self._head, *task.messages]
+    def act(self, body: str) -> Action:
+        """The code, without the newlines around it.
 
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None: code is the only tool."""
-        return ()
-
-    def parse(self, text: str) -> Action:
-        """Code between the tags wins; else the text after the answer prefix; else no answer.
-
-        >>> agent = CodeAgent(AgentConfig())
+        >>> agent = CodeAgent()
         >>> agent.parse("<code>print(6*7)</code>")
         RunCode(code='print(6*7)', language='python')
         >>> agent.parse("Answer: 42")
@@ -84,25 +78,12 @@ class CodeAgent:
         >>> agent.parse("forty-two")
         Finish(answer=None)
         """
-        _, opened, rest = text.partition(self._open)
-        if opened:
-            code, closed, _ = rest.partition(self._close)
-            if not closed:
-                return self._malformed(f"Error: {self._open} without {self._close}")
-            return RunCode(code.strip("\n"), self._config.language)
-        if self._close in text:
-            return self._malformed(f"Error: {self._close} without {self._open}")
-        return Finish(answer_in(text, self._prefix))
-
-    def _malformed(self, message: str) -> Action:
-        return Finish(None) if self._config.after_malformed == "end" else Malformed(message)
+        return RunCode(body.strip("\n"), self.language)
 
     def observe(self, action: Action, observation: Observation) -> list[Message] | str:
         """The observation as one chat message, or as text of the policy's own message."""
-        content = self._observation.replace("{output}", observation.text)
-        if self._config.observation_role == "assistant":
-            return content
-        return [{"role": self._config.observation_role or "user", "content": content}]
+        content, role = self.told(observation), self.observation_role
+        return content if role == "assistant" else [{"role": role, "content": content}]
 
 
 def signatures(source: str) -> str:

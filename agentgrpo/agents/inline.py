@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from agentgrpo.actions import (
     Action,
     CallTools,
-    Finish,
-    Malformed,
     Message,
     Observation,
     Schema,
     ToolCall,
-    answer_in,
     as_json,
 )
-from agentgrpo.config import AgentConfig
+from agentgrpo.agents.text import PairAgent, Tag, Template
 from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
@@ -45,73 +43,55 @@ Raises ValueError with a message for the policy if it is not in the asked form.
 """
 
 
-class InlineAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings.
+@dataclass(kw_only=True, eq=False)
+class InlineAgent(PairAgent):
+    """See agents/base.py for the protocol.
 
     Args:
-        config: of the agent.
-        tools: what can be called for a task.
+        env: whose tools can be called.
+        observation: how a result is shown; {output} is replaced by it, {tag} by fn_results or
+            fn_error.
+        call_form: how a call is written: python, `f("x", n=1)`; json, `{"name": "f", "arguments":
+            {...}}`; or your own `module:function`.
+
+    Raises:
+        ValueError: there is no such call_form; names the key.
     """
 
-    def __init__(self, config: AgentConfig, tools: Callable[[Task], Sequence[Schema]]) -> None:
-        self._config, self._tools_of = config, tools
-        self._open = config.open_tag or "<fn>"
-        self._close = config.close_tag or "</fn>"
-        self._prefix = "Answer:" if config.answer_prefix is None else config.answer_prefix
-        self._read: ReadCall = FORMS.get(config.call_form) or cast(
-            ReadCall, load_callable(config.call_form, key="agent.call_form")
+    acts = ("tools",)
+    error = "SyntaxError"
+    env: Any
+    open_tag: Tag = "<fn>"
+    close_tag: Tag = "</fn>"
+    observation: Template = OBSERVATION
+    call_form: str = "python"
+
+    def __post_init__(self) -> None:
+        self._read: ReadCall = FORMS.get(self.call_form) or cast(
+            ReadCall, load_callable(self.call_form, key="agent.options.call_form")
         )
         self._known: dict[str, Schema] = {}
-        self.stop = (self._close,)
 
     def messages(self, task: Task) -> list[Message]:
-        """The system prompt with the task's functions, worked examples, the task's messages."""
-        tools = self._tools_of(task)
-        self._known.update({tool["function"]["name"]: tool for tool in tools})
-        c = self._config
-        system = c.system_prompt
-        if system is None:
-            example = EXAMPLES.get(c.call_form, "...")
-            system = PROMPT.format(
-                example=f"{self._open}{example}{self._close}",
-                prefix=self._prefix,
-                tools="\n".join(map(signature, tools)),
-            )
-        head: list[Message] = [{"role": "system", "content": system}] if system else []
-        shots = [message.model_dump() for shot in c.shots for message in shot]
-        return [*head, *shots, *task.messages]
+        """The same as of every agent; the task's functions are known from then on."""
+        self._known.update({tool["function"]["name"]: tool for tool in self.env.tools(task)})
+        return super().messages(task)
 
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
+    def prompt(self, task: Task) -> str:
+        """How a call is written, and the task's functions."""
+        return PROMPT.format(
+            example=f"{self.open_tag}{EXAMPLES.get(self.call_form, '...')}{self.close_tag}",
+            prefix=self.answer_prefix,
+            tools="\n".join(map(signature, self.env.tools(task))),
+        )
 
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None for the template: the functions are in the system prompt."""
-        return ()
-
-    def parse(self, text: str) -> Action:
-        """The call between the tags; else the text after the answer prefix; else no answer."""
-        _, opened, rest = text.partition(self._open)
-        body, closed, _ = rest.partition(self._close)
-        if opened and closed:
-            try:
-                return CallTools((self._read(body.strip(), self._known),))
-            except ValueError as error:
-                return self._malformed(f"SyntaxError: {error}")
-        if opened or self._close in text:
-            there, missing = (self._open, self._close) if opened else (self._close, self._open)
-            return self._malformed(f"SyntaxError: {there} without {missing}")
-        return Finish(answer_in(text, self._prefix))
-
-    def _malformed(self, message: str) -> Action:
-        return Finish(None) if self._config.after_malformed == "end" else Malformed(message)
+    def act(self, body: str) -> Action:
+        """The one call between the tags."""
+        return CallTools((self._read(body.strip(), self._known),))
 
     def observe(self, action: Action, observation: Observation) -> str:
         """The result in its tags, for the same message."""
-        tag = "fn_error" if observation.failed else "fn_results"
-        shown = self._config.observation or OBSERVATION
-        output = "\n".join(observation.outputs) if observation.outputs else observation.text
-        return shown.replace("{tag}", tag).replace("{output}", output)
+        return self.told(observation, tag="fn_error" if observation.failed else "fn_results")
 
 
 def read_python(body: str, known: Mapping[str, Schema]) -> ToolCall:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from agentgrpo.actions import Action, Finish, Message, Observation, RunCode, Schema
-from agentgrpo.config import AgentConfig
+from agentgrpo.actions import Action, Finish, Observation, RunCode
+from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
 
 PROMPT = (
@@ -27,33 +27,36 @@ PROMPT = (
 PROMPTS = (">>> ", "... ")
 
 
-class ReplAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings."""
+@dataclass(kw_only=True, eq=False)
+class ReplAgent(TextAgent):
+    """See agents/base.py for the protocol.
 
-    stop = ("\n",)
+    Args:
+        banner: what the terminal shows before its first prompt. None: Python's own two lines.
+    """
 
-    def __init__(self, config: AgentConfig) -> None:
-        system = PROMPT if config.system_prompt is None else config.system_prompt
-        self._head: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._head += [message.model_dump() for shot in config.shots for message in shot]
-        self._banner = python_banner() if config.banner is None else config.banner
+    acts = ("lines",)
+    home = "console"
+    banner: str | None = None
 
-    def messages(self, task: Task) -> list[Message]:
-        """System prompt, worked examples, then the task's own messages."""
-        return [*self._head, *task.messages]
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end of a line."""
+        return ("\n",)
+
+    def prompt(self, task: Task) -> str:
+        """What the console is for."""
+        return PROMPT
 
     def prefill(self, task: Task) -> str:
         """The banner and the first prompt, but for its space."""
-        return self._banner + PROMPTS[0].rstrip()
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None: the console is the only tool."""
-        return ()
+        banner = python_banner() if self.banner is None else self.banner
+        return banner + PROMPTS[0].rstrip()
 
     def parse(self, text: str) -> Action:
         r"""The line up to its newline. Without one the policy ended its message: its last line.
 
-        >>> agent = ReplAgent(AgentConfig(kind="repl"))
+        >>> agent = ReplAgent()
         >>> agent.parse(" print(1)\n\n")
         RunCode(code='print(1)', language='python')
         >>> agent.parse("  ")

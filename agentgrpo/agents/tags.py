@@ -8,31 +8,16 @@ r"""Thought, search, code and answer in tags, within one message (ToolStar, ARPO
 
 Only what the policy sampled in its present turn is parsed, so tags in a result, in the task or in
 the prompt's example mean nothing; and tags of the protocol within a result are shown broken up,
-so that the policy does not take a document's words for its own. Use it with envs/tagged.py:
-
-    [agent]
-    kind = "agentgrpo.agents.tags:TagAgent"
-    [env]
-    kind = "agentgrpo.envs.tagged:TaggedEnv"
-    options = { corpus = "corpus.jsonl" }
+so that the policy does not take a document's words for its own. envs/tagged.py answers it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from agentgrpo.actions import (
-    Action,
-    CallTools,
-    Finish,
-    Malformed,
-    Message,
-    Observation,
-    RunCode,
-    Schema,
-    ToolCall,
-)
+from agentgrpo.actions import Action, CallTools, Finish, Observation, RunCode, ToolCall
+from agentgrpo.agents.text import FormAgent
 from agentgrpo.types import Task
 
 PROMPT = (
@@ -43,7 +28,8 @@ PROMPT = (
 )
 
 
-class TagAgent:
+@dataclass(kw_only=True, eq=False)
+class TagAgent(FormAgent):
     r"""See agents/base.py for the protocol.
 
     Args:
@@ -52,55 +38,37 @@ class TagAgent:
         python: name of the tag of code; "": there is no interpreter.
         result: name of the tag of what comes of them.
         answer: name of the tag of the answer.
-        system_prompt: None: PROMPT with the tags' names.
-        shots: worked examples, each a list of messages, shown before the task.
         boxed: an answer without \boxed{...} is none.
 
     Raises:
         ValueError: a name that is no tag, or two of one name.
     """
 
-    def __init__(
-        self,
-        *,
-        think: str = "think",
-        search: str = "search",
-        python: str = "python",
-        result: str = "result",
-        answer: str = "answer",
-        system_prompt: str | None = None,
-        shots: Sequence[Sequence[Message]] = (),
-        boxed: bool = True,
-    ) -> None:
-        names = [name for name in (think, search, python, result, answer) if name]
+    acts = ("code", "search")
+    home = "tagged"
+    think: str = "think"
+    search: str = "search"
+    python: str = "python"
+    result: str = "result"
+    answer: str = "answer"
+    boxed: bool = True
+
+    def __post_init__(self) -> None:
+        names = [n for n in (self.think, self.search, self.python, self.result, self.answer) if n]
         bad = [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]
         if bad or len(set(names)) < len(names):
-            raise ValueError(f"agent.options: tags must be different names, got {names}")
-        self._search, self._python, self._result, self._answer = search, python, result, answer
-        self._boxed = boxed
-        self._tools = [name for name in (search, python) if name]
+            raise ValueError(f"tags must be different names, got {names}")
+        self._acts = [name for name in (self.search, self.python) if name]
         self._tag = re.compile(rf"<(/?(?:{'|'.join(names)}))>")
-        if system_prompt is None:
-            system_prompt = PROMPT.format(
-                think=think, search=search, python=python, result=result, answer=answer
-            )
-        self._head: list[Message] = []
-        if system_prompt:
-            self._head.append({"role": "system", "content": system_prompt})
-        self._head += [message for shot in shots for message in shot]
-        self.stop = tuple(f"</{name}>" for name in (*self._tools, answer))
 
-    def messages(self, task: Task) -> list[Message]:
-        """The system prompt, worked examples and the task's messages."""
-        return [*self._head, *task.messages]
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end tags of search, code and answer."""
+        return tuple(f"</{name}>" for name in (*self._acts, self.answer))
 
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """None for the template: the prompt says what there is."""
-        return ()
+    def prompt(self, task: Task) -> str:
+        """What each tag is for."""
+        return PROMPT.format_map(vars(self))
 
     def parse(self, text: str) -> Action:
         r"""What the turn's last pair of tags asks for; without one, no answer.
@@ -110,18 +78,18 @@ class TagAgent:
         >>> TagAgent().parse(r"<answer> It is \[ \boxed{42} \] </answer>")
         Finish(answer='42')
         """
-        for name in (*self._tools, self._answer):
+        for name in (*self._acts, self.answer):
             head, closed, _ = text.partition(f"</{name}>")
             if not closed:
                 continue
             _, opened, body = head.rpartition(f"<{name}>")
             if not opened:
-                return Malformed(f"Error: </{name}> without <{name}>")
-            if name == self._answer:
+                return self.malformed(f"Error: </{name}> without <{name}>")
+            if name == self.answer:
                 return Finish(self._answer_in(body))
             if not body.strip():
-                return Malformed(f"Error: nothing between <{name}> and </{name}>")
-            if name == self._search:
+                return self.malformed(f"Error: nothing between <{name}> and </{name}>")
+            if name == self.search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))
         return Finish(None)
@@ -130,11 +98,11 @@ class TagAgent:
         """The result between its tags, for the same message; tags within it broken up."""
         text = "\n".join(observation.outputs) or observation.text
         shown = self._tag.sub(lambda tag: f"<\u200b{tag[1]}>", text)
-        return f" <{self._result}>\n{shown}\n</{self._result}>"
+        return f" <{self.result}>\n{shown}\n</{self.result}>"
 
     def _answer_in(self, body: str) -> str | None:
         found = boxed(body)
-        return found if self._boxed else (body.strip() if found is None else found)
+        return found if self.boxed else (body.strip() if found is None else found)
 
 
 def boxed(text: str) -> str | None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from agentgrpo.actions import (
     Action,
     CallTools,
     Finish,
-    Malformed,
     Message,
     Observation,
     ReadCalls,
@@ -22,61 +23,59 @@ from agentgrpo.actions import (
     answer_in,
     as_json,
 )
-from agentgrpo.config import AgentConfig
+from agentgrpo.agents.text import FormAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
 
 
-class ToolAgent:
-    """See agents/base.py for the protocol and AgentConfig for the settings.
+@dataclass(kw_only=True, eq=False)
+class ToolAgent(FormAgent):
+    """See agents/base.py for the protocol.
 
     A turn without a call is the answer, or where the environment has somebody to talk with, what
     is said to them. A turn in which one call cannot be read carries out none.
 
     Args:
-        config: of the agent.
-        tools: what can be called for a task.
-        read_calls: the parser of the model's family.
-        talks: the environment answers what is said.
+        env: whose tools can be called; if it `talks`, it answers what is said.
+        call_reader: from a parser's name to what reads the calls of a turn.
+        system_prompt: what the policy is told first; a task's own system message joins it.
+        observation_role: role of the message that carries a tool's answer.
+        answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
+            answer. "": the whole reply is.
+        parser: which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
+            llama3_json, mistral, pythonic ...
+        parallel_calls: carry out all calls of a turn. False: the first; the others are answered
+            with an error.
     """
 
-    stop: tuple[str, ...] = ()
+    acts = ("tools",)
+    env: Any
+    call_reader: Callable[[str], ReadCalls]
+    observation_role: Literal["user", "tool"] = "tool"
+    answer_prefix: str = ""
+    parser: str = "hermes"
+    parallel_calls: bool = False
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        tools: Callable[[Task], Sequence[Schema]],
-        read_calls: ReadCalls,
-        *,
-        talks: bool = False,
-    ) -> None:
-        self._config, self._tools_of, self._read_calls = config, tools, read_calls
-        self._talks = talks
-        self._role = config.observation_role or "tool"
+    def __post_init__(self) -> None:
+        self._talks = bool(getattr(self.env, "talks", False))
+        self._read_calls = self.call_reader(self.parser)
         self._known: dict[str, Schema] = {}
-        self._head: list[Message] = []
-        if config.system_prompt:
-            self._head.append({"role": "system", "content": config.system_prompt})
-        self._head += [message.model_dump() for shot in config.shots for message in shot]
 
     def messages(self, task: Task) -> list[Message]:
         """System prompt (the task's own joins it), worked examples, the task's messages."""
-        if self._head and task.messages and task.messages[0]["role"] == "system":
-            first, *rest = task.messages
-            if self._head[0]["role"] == "system":
-                joined = f"{self._head[0]['content']}\n\n{first['content']}"
-                return [{"role": "system", "content": joined}, *self._head[1:], *rest]
-            return [first, *self._head, *rest]
-        return [*self._head, *task.messages]
-
-    def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
-        return ""
+        if not task.messages or task.messages[0]["role"] != "system":
+            return super().messages(task)
+        own, *rest = task.messages
+        told = super().messages(replace(task, messages=tuple(rest)))
+        if not self.system_prompt:
+            return [own, *told]
+        joined = f"{self.system_prompt}\n\n{own['content']}"
+        return [{"role": "system", "content": joined}, *told[1:]]
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The task's tools, for the chat template."""
-        tools = self._tools_of(task)
+        tools: Sequence[Schema] = self.env.tools(task)
         self._known.update({tool["function"]["name"]: tool for tool in tools})
         return tools
 
@@ -85,39 +84,31 @@ class ToolAgent:
         reading = self._read_calls(text, list(self._known.values()))
         if not reading.calls:
             if reading.attempted:
-                return self._malformed("Error: the tool call could not be read; no call was made")
+                return self.malformed("Error: the tool call could not be read; no call was made")
             if self._talks:
                 return Say(reading.content.strip())
-            return Finish(answer_in(reading.content, self._config.answer_prefix or ""))
+            return Finish(answer_in(reading.content, self.answer_prefix))
         calls = []
         for number, (name, arguments) in enumerate(reading.calls):
             try:
                 values = as_json(json.loads(arguments or "{}"))
             except (ValueError, RecursionError) as error:
-                return self._malformed(f"Error: {name}: the arguments are not JSON: {error}")
+                return self.malformed(f"Error: {name}: the arguments are not JSON: {error}")
             if not isinstance(values, dict):
-                return self._malformed(f"Error: {name}: the arguments must be a JSON object")
+                return self.malformed(f"Error: {name}: the arguments must be a JSON object")
             calls.append(ToolCall(name, values, id=f"call_{number}"))
-        if self._config.parallel_calls:
+        if self.parallel_calls:
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
 
-    def _malformed(self, message: str) -> Action:
-        return Finish(None) if self._config.after_malformed == "end" else Malformed(message)
-
     def observe(self, action: Action, observation: Observation) -> list[Message]:
         """One message per call, in order; what somebody said is a user's."""
-        if isinstance(action, Say):
-            return [{"role": "user", "content": observation.text}]
+        role = "user" if isinstance(action, Say) else self.observation_role
         if not isinstance(action, CallTools):
-            return [{"role": self._role, "content": observation.text}]
+            return [{"role": role, "content": observation.text}]
         texts = observation.outputs or (observation.text,)
-        told = [
-            {"role": self._role, "content": text, "name": call.name, "tool_call_id": call.id}
-            for call, text in zip(action.calls, texts, strict=True)
+        made = list(zip(action.calls, texts, strict=True))
+        return [
+            {"role": role, "content": text, "name": call.name, "tool_call_id": call.id}
+            for call, text in [*made, *((call, ONE_CALL) for call in action.refused)]
         ]
-        told += [
-            {"role": self._role, "content": ONE_CALL, "name": call.name, "tool_call_id": call.id}
-            for call in action.refused
-        ]
-        return told  # type: ignore[return-value]

@@ -16,7 +16,6 @@ from agentgrpo.config.playing import (
     EngineConfig,
     EnvConfig,
     EvaluationConfig,
-    Message,
     RolloutConfig,
     SandboxConfig,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "LearnerConfig",
     "LoraConfig",
     "LossConfig",
-    "Message",
     "NotNegative",
     "Positive",
     "RewardConfig",

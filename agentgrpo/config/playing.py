@@ -12,13 +12,6 @@ from agentgrpo.config.section import NotNegative, Positive, Section, is_set, ref
 from agentgrpo.types import Status, Treatment
 
 
-class Message(Section):
-    """One message of a worked example."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-
-
 class EngineConfig(Section):
     """vLLM in this process (engine/engine.py)."""
 
@@ -74,84 +67,22 @@ class EngineConfig(Section):
 
 
 class AgentConfig(Section):
-    """How the policy acts (agents/, docs/agents.md). Keys that a kind does not read are refused."""
+    """How the policy acts (agents/, docs/agents.md)."""
 
     kind: str = "code"
-    """code, repl, inline, tools, or your own `module:Class` (agents/base.py has the protocol)."""
+    """The name of a shipped agent, or your own `module:Class` (agents/base.py has the protocol)."""
     options: dict[str, Any] = {}
-    """Keyword arguments of your own class."""
-    system_prompt: str | None = None
-    """None: what the kind says of itself; "" says nothing."""
-    shots: tuple[tuple[Message, ...], ...] = ()
-    """Worked examples, each a list of messages, shown before the task."""
-    open_tag: Annotated[str, Field(min_length=1)] | None = None
-    """Begins an action. None: <code> (code), <fn> (inline)."""
-    close_tag: Annotated[str, Field(min_length=1)] | None = None
-    """Ends an action, and the turn. None: </code> (code), </fn> (inline)."""
-    observation: Annotated[str, Field(pattern=r"\{output\}")] | None = None
-    """How the world's answer is shown; {output} is replaced by it. None: {output} alone (code), in
-    <fn_results> or <fn_error> tags (inline, where {tag} is replaced by the one or the other)."""
-    observation_role: Literal["user", "tool", "assistant"] | None = None
-    """Role of the message that carries an answer. assistant: no message, the text goes into the
-    policy's own one, and its turn goes on (code only). None: user (code), tool (tools)."""
-    answer_prefix: str | None = None
-    """A reply that has this text and no action ends the rollout; what follows is the answer. "":
-    the whole reply is. None: "Answer:" (code, inline), "" (tools)."""
-    after_malformed: Literal["tell", "end"] = "tell"
-    """What becomes of a turn that tried to act and got the form wrong: the policy is told and goes
-    on, or the rollout ends there without an answer."""
-    language: Literal["python", "bash", "node"] = "python"
-    """What the policy writes between the tags (code)."""
-    show_tools: Literal["source", "signatures", "no"] = "source"
-    """What of sandbox.tools the system prompt shows: all, or def lines and docstrings (code)."""
-    banner: str | None = None
-    """What the terminal shows before its first prompt (repl). None: Python's own three lines."""
-    call_form: str = "python"
-    """How a call between the tags is written: python, `f("x", n=1)`; json, `{"name": "f",
-    "arguments": {...}}`; or your own `module:function` (inline; agents/inline.py)."""
-    parser: str = "hermes"
-    """Which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
-    llama3_json, mistral, pythonic ... (tools)."""
-    parallel_calls: bool = False
-    """Carry out all calls of a turn. False: the first; the others are answered with an error."""
-
-    @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> AgentConfig:
-        known = _KEYS_OF_KIND.get(self.kind)
-        if known is None and ":" not in self.kind:
-            raise ValueError(
-                f"agent.kind: expected {', '.join(_KEYS_OF_KIND)} or 'module:Class', "
-                f"got {self.kind!r}"
-            )
-        unread = type(self).model_fields.keys() - {"kind", *(known or ("options",))}
-        wrong = [key for key in sorted(unread) if is_set(self, key)]
-        if wrong:
-            raise ValueError(f"agent.{wrong[0]}: an agent of kind {self.kind!r} does not read it")
-        return self
-
-
-_PROMPTS = ("system_prompt", "shots")
-_TAGS = ("open_tag", "close_tag", "observation", "answer_prefix", "after_malformed")
-_KEYS_OF_KIND: dict[str, tuple[str, ...]] = {
-    "code": (*_PROMPTS, *_TAGS, "observation_role", "language", "show_tools"),
-    "repl": (*_PROMPTS, "banner"),
-    "inline": (*_PROMPTS, *_TAGS, "call_form"),
-    "tools": (
-        *_PROMPTS,
-        *("observation_role", "answer_prefix", "after_malformed", "parser", "parallel_calls"),
-    ),
-}
+    """Keyword arguments of the agent's class."""
 
 
 class EnvConfig(Section):
     """What answers the policy (envs/, docs/agents.md)."""
 
     kind: str = "auto"
-    """python, console, tools, factory, mcp, unit_tests, search, gymnasium, reasoning_gym, tau2,
-    tau_bench, verifiers, or your own `module:Class`. auto: console for the repl agent, python for
-    others."""
+    """The name of a shipped environment, or your own `module:Class` (envs/base.py has the
+    protocol). auto: the one that the agent is made for."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the environment's class; an unknown one is refused by name."""
+    """Keyword arguments of the environment's class."""
 
 
 FILTERS: dict[str, float] = {
@@ -344,7 +275,7 @@ class SandboxConfig(Section):
     """Environment variables of all code."""
     tools: Path | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
-    shows it in its prompt (agent.show_tools)."""
+    shows it in its prompt (agent.options.show_tools)."""
     stateless: pydantic.StrictBool = False
     """Every code step starts anew: no variables and no files of the step before."""
     allow_degraded: pydantic.StrictBool = False

@@ -1,7 +1,8 @@
 """TOML and command-line overrides -> a checked config; every error names its key.
 
-A config file holds only what differs from the defaults. Values on the command line are
-`section.key=value`; a value is read as TOML where it is TOML and as a plain string otherwise.
+A config file holds only what differs from the defaults, or from another file that it `extends`.
+Values on the command line are `section.key=value`; a value is read as TOML where it is TOML and as
+a plain string otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -36,10 +37,10 @@ def load_config_of(
     `kind` says which sections there may be: those of a run (TrainConfig), or more.
 
     Raises:
-        ValueError: no such file, not TOML, a key that does not exist (the nearest is named), a
-            value of the wrong type or out of range.
+        ValueError: no such file, not TOML, a circle of files, a key that does not exist (the
+            nearest is named), a value of the wrong type or out of range.
     """
-    table = _read(name_or_path)
+    table = _read(_find(name_or_path, Path()))
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals:
@@ -63,22 +64,52 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def _read(name_or_path: str | Path) -> dict[str, Any]:
-    path = Path(name_or_path)
-    shipped = shipped_configs()
-    if not path.is_file():
-        if str(name_or_path) not in shipped:
-            near = difflib.get_close_matches(path.stem, shipped, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
-            raise ValueError(
-                f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config; "
-                f"{hint}"
-            )
-        path = shipped[str(name_or_path)]
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's table, merged into that of the file that it `extends`."""
     try:
-        return tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    seen = (*seen, path.resolve())
+    try:
+        if not isinstance(base, str):
+            raise ValueError(f"expected the name of a shipped config or a path, got {base!r}")
+        above = _find(base, path.parent)
+        if above.resolve() in seen:
+            raise ValueError(f"{base!r} is a circle: {' -> '.join(map(str, seen))}")
+    except ValueError as error:
+        raise ValueError(f"{path}: extends: {error}") from None
+    return _merged(_read(above, seen), table)
+
+
+def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` in `base`, table by table; the options of a kind go where another kind is named."""
+    other = "kind" in table and table["kind"] != base.get("kind")
+    made = {key: value for key, value in base.items() if not (other and key == "options")}
+    for key, value in table.items():
+        below = made.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        made[key] = _merged(cast(dict[str, Any], below), value) if both else value
+    return made
+
+
+def _find(name_or_path: str | Path, folder: Path) -> Path:
+    """The file of that path, from the folder, or the shipped config of that name."""
+    path = folder / name_or_path
+    shipped = shipped_configs()
+    if path.is_file():
+        return path
+    if str(name_or_path) not in shipped:
+        near = difflib.get_close_matches(path.stem, shipped, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
+        raise ValueError(
+            f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config; "
+            f"{hint}"
+        )
+    return shipped[str(name_or_path)]
 
 
 def _value(text: str) -> Any:
@@ -112,6 +143,8 @@ def _hint(wrong: str, keys: Sequence[str]) -> str:
     ]
     near = [f"{section}.{key}" for key in difflib.get_close_matches(leaf, beside, n=1)]
     near = near or [key for key in keys if key.rpartition(".")[2] == leaf]
+    if not near and f"{section}.options" in keys:  # one of the kind's own
+        near = [f"{section}.options.{leaf}"]
     if beside and not near:
         return f"; [{section}] has {', '.join(beside)}"
     near = near or difflib.get_close_matches(wrong, keys, n=1)

@@ -27,7 +27,7 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
     except KeyError:
         known = {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}
         raise ValueError(
-            f"agent.parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
+            f"parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
         ) from None
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
@@ -44,7 +44,7 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
     try:
         read("", [])
     except RuntimeError as error:  # a family's special tokens are not in this vocabulary
-        raise ValueError(f"agent.parser: {parser!r} does not fit the model: {error}") from error
+        raise ValueError(f"parser: {parser!r} does not fit the model: {error}") from error
     return read
 
 

@@ -70,7 +70,12 @@ AnyEpisode = Episode | AsyncEpisode
 
 
 class Environment(Protocol):
-    """Makes episodes."""
+    """Makes episodes.
+
+    What else one may have is looked up by name: `tools(task)`, `tasks(split)`, `begin(task)`,
+    `judges`, `talks`, `close()`; and `answers`, what its episodes take: "code", "lines" of a
+    console, "tools", "search" (an agent's `acts` are compared with it, where both say).
+    """
 
     def reset(self, task: Task) -> Any:
         """A fresh Episode or AsyncEpisode of a task.

@@ -37,6 +37,8 @@ class ConsoleEnv:
         ValueError: there is no such outcome, or a reward is not a number.
     """
 
+    answers = ("lines",)
+
     def __init__(
         self,
         pool: SandboxPool,

@@ -210,6 +210,7 @@ class CaseEnv:
         policy: what the agent has to keep to.
     """
 
+    answers = ("tools",)
     judges = True
 
     def __init__(self, customers: Customers, schemas: Sequence[Schema], policy: str) -> None:

@@ -37,6 +37,8 @@ class FactoryEnv:
         ValueError: the class has no public methods, or one has a parameter without annotation.
     """
 
+    answers = ("tools",)
+
     def __init__(self, factory: Callable[[], Any] | str) -> None:
         if isinstance(factory, str):
             factory = load_callable(factory, key="env.options.factory")

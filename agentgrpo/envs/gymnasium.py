@@ -35,6 +35,7 @@ class GymnasiumEnv:
             neither discrete nor text; names the argument.
     """
 
+    answers = ("tools",)
     judges = True
 
     def __init__(

@@ -25,11 +25,13 @@ class McpEnv:
         args: its arguments.
         env: further environment variables.
         only: names of the tools to show; None: all.
-        timeout_s: of one call; an answer that takes longer is an error for the policy.
+        call_timeout_s: of one call; an answer that takes longer is an error for the policy.
 
     Raises:
         ValueError: the server does not start or has no such tool, or the package is missing.
     """
+
+    answers = ("tools",)
 
     def __init__(
         self,
@@ -38,13 +40,13 @@ class McpEnv:
         *,
         env: Mapping[str, str] | None = None,
         only: Sequence[str] | None = None,
-        timeout_s: float = 30.0,
+        call_timeout_s: float = 30.0,
     ) -> None:
         given = dict(env) if env is not None else None
         self.parameters = needed("mcp").StdioServerParameters(
             command=command, args=list(args), env=given
         )
-        self.timeout_s = timeout_s
+        self.timeout_s = call_timeout_s
         try:
             found = asyncio.run(self._list())
         except Exception as error:  # whatever a program may do that is no such server

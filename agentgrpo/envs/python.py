@@ -13,7 +13,7 @@ from typing import Literal
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.envs.base import Episode
 from agentgrpo.sandbox import SandboxException, SandboxPool, Session
-from agentgrpo.sandbox.contexts import start_context
+from agentgrpo.sandbox.contexts import command_of, start_context
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.history import ReplayDiverged
 from agentgrpo.sandbox.result import StepResult
@@ -48,6 +48,8 @@ class PythonEnv:
         ValueError: an argument is out of range; names it.
     """
 
+    answers = ("code",)
+
     def __init__(
         self,
         pool: SandboxPool,
@@ -63,6 +65,17 @@ class PythonEnv:
             raise ValueError(f"max_chars: expected a number of at least 2, got {max_chars!r}")
         self.pool, self.timeout_s = pool, timeout_s
         self.stateless, self.style, self.max_chars = stateless, style, max_chars
+
+    def require_language(self, language: str) -> None:
+        """That sessions can run code in this language.
+
+        Raises:
+            ValueError: its interpreter is not installed.
+        """
+        try:
+            command_of(language, self.pool.template, self.pool.limits)
+        except SandboxException as error:
+            raise ValueError(f"language: {error}") from error
 
     def reset(self, task: Task) -> PythonEpisode:
         """An episode without a session yet: most rollouts that never run code need none."""

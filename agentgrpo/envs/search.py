@@ -35,6 +35,8 @@ class SearchEnv(ToolEnv):
         ValueError: a row is bad (says file and line), or an argument is out of range.
     """
 
+    answers = ("tools",)
+
     def __init__(
         self, corpus: Corpus, *, top_k: int = 3, max_chars: int = 500, cache: int = 4096
     ) -> None:

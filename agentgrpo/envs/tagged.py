@@ -32,6 +32,8 @@ class TaggedEnv:
         FileNotFoundError, ValueError: as SearchEnv; or a limit is negative.
     """
 
+    answers = ("code", "search")
+
     def __init__(
         self,
         pool: SandboxPool,

@@ -175,6 +175,8 @@ class ToolEnv:
         tools: functions, or their names as `module:function`.
     """
 
+    answers = ("tools",)
+
     def __init__(self, tools: Sequence[Function | str]) -> None:
         if isinstance(tools, str) or not tools:
             raise ValueError(f"tools: expected a list of functions, got {tools!r}")

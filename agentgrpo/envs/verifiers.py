@@ -44,6 +44,7 @@ class VerifiersEnv:
             missing.
     """
 
+    answers = ("tools",)
     judges = True
     talks = True
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from agentgrpo.actions import Action, Finish, Malformed, Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, Message
+from agentgrpo.agents.text import ExampleMessage
 from agentgrpo.types import Task
 
-AGENT = CodeAgent(AgentConfig())
+AGENT = CodeAgent()
 PIECES = ("<code>", "</code>", "Answer:", " 4 ", "print(1)", "\n", "<code", "code>", "answer:")
 
 
@@ -63,7 +63,7 @@ def test_only_code_between_an_open_and_a_later_close_tag_is_run(text: str) -> No
 
 
 def test_tags_and_answer_are_the_users() -> None:
-    agent = CodeAgent(AgentConfig(open_tag="```python", close_tag="```", answer_prefix="####"))
+    agent = CodeAgent(open_tag="```python", close_tag="```", answer_prefix="####")
     assert agent.stop == ("```",)
     assert agent.parse("```python\n1+1\n```") == RunCode("1+1")
     assert agent.parse("#### 7") == Finish("7")
@@ -72,16 +72,16 @@ def test_tags_and_answer_are_the_users() -> None:
 
 
 def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:
-    shot = (
-        Message(role="user", content="1+1?"),
-        Message(role="assistant", content="<code>1+1</code>"),
-    )
-    agent = CodeAgent(AgentConfig(system_prompt="S", shots=(shot,)))
+    shot: list[ExampleMessage] = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<code>1+1</code>"},
+    ]
+    agent = CodeAgent(system_prompt="S", shots=[shot])
     task = Task(id="x", messages=({"role": "user", "content": "2+2?"},), spec={"answer": "HIDDEN"})
     messages = agent.messages(task)
     assert messages == [
         {"role": "system", "content": "S"},
-        *(message.model_dump() for message in shot),
+        *shot,
         *task.messages,
     ]
     assert "HIDDEN" not in str(messages)
@@ -89,6 +89,6 @@ def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:
 
 @pytest.mark.parametrize("output", ["42", "", "{output}", "{x} %s \\1"])
 def test_an_observation_is_shown_literally(output: str) -> None:
-    agent = CodeAgent(AgentConfig(observation="Output:\n{output}\nGo on.", observation_role="tool"))
+    agent = CodeAgent(observation="Output:\n{output}\nGo on.", observation_role="tool")
     told = agent.observe(RunCode(""), Observation(output))
     assert told == [{"role": "tool", "content": f"Output:\n{output}\nGo on."}]

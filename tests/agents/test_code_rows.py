@@ -28,7 +28,7 @@ from agentgrpo.types import Group, Status
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import StubEnv, Turn
 
-AGENT = CodeAgent(AgentConfig())
+AGENT = CodeAgent()
 DONE = f"Answer: 1{EOT}"
 
 
@@ -56,7 +56,7 @@ def test_S0_1_groups_keep_their_order_whatever_ends_first() -> None:
 
 
 def test_S0_2_tags_are_the_users_and_the_inner_text_is_run_and_nothing_else() -> None:
-    agent = CodeAgent(AgentConfig(open_tag="<execute_code>", close_tag="</execute_code>"))
+    agent = CodeAgent(open_tag="<execute_code>", close_tag="</execute_code>")
     env = StubEnv()
     turns = ["so <execute_code>x = 1</execute_code>", "<execute_code>y = '<execute_code>'"]
     engine = scripted(lambda n, _: Turn([turns[0], f"{turns[1]}</execute_code>", DONE][n]))
@@ -69,19 +69,19 @@ def test_S0_2_tags_are_the_users_and_the_inner_text_is_run_and_nothing_else() ->
 
 
 def test_S0_2_the_output_may_go_into_the_policys_own_message() -> None:
-    config = AgentConfig(observation="<output>{output}</output>", observation_role="assistant")
-    played = play(CodeAgent(config), StubEnv(), "<code>1</code>", DONE)
+    agent = CodeAgent(observation="<output>{output}</output>", observation_role="assistant")
+    played = play(agent, StubEnv(), "<code>1</code>", DONE)
     assert shown(played).endswith(f"<code>1</code><output>out of 1</output>{DONE}")
     assert [sampled for sampled, _ in given_and_sampled(played)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("after", ["tell", "end"])
 def test_S0_3_a_close_tag_alone_never_runs_what_the_prompt_says(after: Any) -> None:
-    config = AgentConfig(
+    agent = CodeAgent(
         system_prompt="Like this: <code>import os; os.remove('x')</code>", after_malformed=after
     )
     env = StubEnv()
-    played = play(CodeAgent(config), env, "oh</code>", DONE)
+    played = play(agent, env, "oh</code>", DONE)
     assert env.executed == []
     assert played.answer == ("1" if after == "tell" else None)
     assert ("Error: </code> without <code>" in shown(played)) == (after == "tell")
@@ -111,7 +111,7 @@ def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> No
     config = TrainConfig(
         model="m",
         out_dir=tmp_path,
-        agent=AgentConfig(show_tools=show),
+        agent=AgentConfig(options={"show_tools": show}),
         sandbox=SandboxConfig(tools=script, max_live=2),
     )
     with open_sandbox(config.sandbox) as pool:
@@ -298,7 +298,7 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
     config = SandboxConfig(site_dirs=(str(folder),), env={"KEY": "v"}, max_live=2)
     with open_sandbox(config) as pool:
         assert outputs(play(AGENT, PythonEnv(pool, 2.0), code, DONE)) == ["42 v"]
-        shell = CodeAgent(AgentConfig(language="bash"))
+        shell = CodeAgent(language="bash")
         assert outputs(play(shell, PythonEnv(pool, 2.0), "<code>echo $KEY</code>", DONE)) == ["v"]
 
 
@@ -350,7 +350,7 @@ def test_S0_13_a_long_output_ends_one_rollout_and_no_other() -> None:
 def test_S0_15_files_go_up_a_shell_works_on_them_and_the_result_comes_back(
     pool: SandboxPool,
 ) -> None:
-    agent = CodeAgent(AgentConfig(language="bash", open_tag="<sh>", close_tag="</sh>"))
+    agent = CodeAgent(language="bash", open_tag="<sh>", close_tag="</sh>")
     given = task(files={"data/in.txt": "b\na\n"}, expected_files={"out.txt": "a\nb\n"})
     env = PythonEnv(pool, 5.0)
     sorted_ = play(
@@ -366,7 +366,7 @@ def test_S0_15_files_go_up_a_shell_works_on_them_and_the_result_comes_back(
 
 @pytest.mark.nsjail
 def test_S0_15_javascript_remembers_too(pool: SandboxPool) -> None:
-    agent = CodeAgent(AgentConfig(language="node"))
+    agent = CodeAgent(language="node")
     played = play(agent, PythonEnv(pool, 5.0), "<code>x = 6</code>", "<code>x * 7</code>", DONE)
     if "not installed" in (played.error or ""):
         pytest.skip("no node under /usr")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agentgrpo.actions import CallTools, Finish, Malformed, ToolCall
 from agentgrpo.agents.inline import InlineAgent, read_json, read_python
-from agentgrpo.config import AgentConfig
 from agentgrpo.envs.tools import ToolEnv
 from tests.playing import EOT, given_and_sampled, play, shown, task
 
@@ -31,7 +30,7 @@ def weather(city: str, days: int = 1) -> str:
 
 
 ENV = ToolEnv([weather])
-AGENT = InlineAgent(AgentConfig(kind="inline"), ENV.tools)
+AGENT = InlineAgent(env=ENV)
 AGENT.messages(task())
 
 
@@ -119,31 +118,28 @@ def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:
 def test_half_a_call_is_told_as_such() -> None:
     assert AGENT.parse("<fn>weather(") == Malformed("SyntaxError: <fn> without </fn>")
     assert AGENT.parse("weather()</fn>") == Malformed("SyntaxError: </fn> without <fn>")
-    ends = InlineAgent(AgentConfig(kind="inline", after_malformed="end"), ENV.tools)
+    ends = InlineAgent(env=ENV, after_malformed="end")
     assert ends.parse("<fn>weather(") == Finish(None)
 
 
 def test_the_calling_convention_is_the_users() -> None:
-    config = AgentConfig(
-        kind="inline",
+    agent = InlineAgent(
+        env=ENV,
         open_tag="[[",
         close_tag="]]",
         call_form="json",
         observation="<{tag}>{output}</{tag}>",
         answer_prefix="<answer>",
     )
-    agent = InlineAgent(config, ENV.tools)
     call = '[[{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}]]'
     played = play(agent, ENV, call, f"<answer>ok</answer> bye{EOT}")
     assert "]]<fn_results>Bonn: sunny for 2</fn_results><answer>" in shown(played)
     assert played.answer == "ok"
     assert agent.stop == ("]]",)
-    own = AgentConfig(kind="inline", call_form=f"{__name__}:shout")
-    assert InlineAgent(own, ENV.tools).parse("<fn>BONN</fn>") == CallTools(
-        (ToolCall("weather", {"city": "BONN"}),)
-    )
-    with pytest.raises(ValueError, match=r"agent\.call_form: module .* has no 'nothing'"):
-        InlineAgent(AgentConfig(kind="inline", call_form=f"{__name__}:nothing"), ENV.tools)
+    own = InlineAgent(env=ENV, call_form=f"{__name__}:shout")
+    assert own.parse("<fn>BONN</fn>") == CallTools((ToolCall("weather", {"city": "BONN"}),))
+    with pytest.raises(ValueError, match=r"agent\.options\.call_form: module .* has no 'nothing'"):
+        InlineAgent(env=ENV, call_form=f"{__name__}:nothing")
 
 
 def shout(body: str, known: Any) -> ToolCall:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.agents.repl import ReplAgent, python_banner
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.console import ConsoleEnv, is_submission
 from agentgrpo.rollout import generate
 from agentgrpo.sandbox import SandboxPool
@@ -19,7 +19,7 @@ from tests.rollout.stubs import StubEngine, Turn
 from tests.terminal import typed_into_python
 from tests.tiny import make_tokenizer
 
-AGENT = ReplAgent(AgentConfig(kind="repl", system_prompt="", banner=""))
+AGENT = ReplAgent(system_prompt="", banner="")
 START = f"<|im_start|>user\nQ{EOT}\n<|im_start|>assistant\n>>>"
 SUBMIT = " submit_final_answer(1)"
 pytestmark = pytest.mark.nsjail
@@ -63,7 +63,7 @@ def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(pool: SandboxPo
 
 
 def test_S1_1_the_message_begins_with_pythons_banner() -> None:
-    agent = ReplAgent(AgentConfig(kind="repl"))
+    agent = ReplAgent()
     assert agent.prefill(task()) == python_banner() + ">>>"
     assert python_banner().startswith(f"Python {sys.version.split()[0]} (")
     assert 'Type "help", "copyright"' in python_banner()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pydantic
@@ -21,9 +22,8 @@ from agentgrpo.actions import (
     ToolCall,
 )
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import AgentConfig
 from agentgrpo.envs.tools import Tool, ToolEnv
-from agentgrpo.types import Status
+from agentgrpo.types import Status, Task
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
 from tests.rollout.stubs import Turn
 
@@ -78,7 +78,8 @@ def hermes() -> ReadCalls:
 
 
 def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
-    made = ToolAgent(AgentConfig(kind="tools", **config), ENV.tools, read, talks=talks)
+    env = SimpleNamespace(tools=ENV.tools, talks=talks)
+    made = ToolAgent(env=env, call_reader=lambda parser: read, **config)
     made.tools(task())
     return made
 
@@ -175,7 +176,7 @@ def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
         return f"{name.encode()!r} \ud800"
 
     env = ToolEnv([half])
-    made = ToolAgent(AgentConfig(kind="tools"), env.tools, hermes)
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
     turn = '<tool_call>{"name": "half", "arguments": {"name": "\\ud800"}}</tool_call>'
     played = play(made, env, turn + EOT, f"ok{EOT}")
     assert f"tool\nb'?' \ufffd{EOT}" in shown(played)
@@ -258,7 +259,7 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
 def test_a_parser_that_vllm_has_not_is_refused() -> None:
     from agentgrpo.engine.tool_parsers import tool_call_reader
 
-    with pytest.raises(ValueError, match=r"agent\.parser: expected one of .*hermes.*got 'herms'"):
+    with pytest.raises(ValueError, match=r"parser: expected one of .*hermes.*got 'herms'"):
         tool_call_reader("herms", TOKENIZER)
     assert logging.getLogger("vllm").level != logging.CRITICAL
 
@@ -334,7 +335,7 @@ def test_coroutines_of_a_turn_run_at_once_and_answer_in_order(hermes: ReadCalls)
 
     env = ToolEnv([meet, add])
     turn = f"{call('meet', n=1)}{call('meet', n=2)}{call('add', a=3)}{EOT}"
-    made = ToolAgent(AgentConfig(kind="tools", parallel_calls=True), env.tools, hermes)
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes, parallel_calls=True)
     played = play(made, env, turn, f"ok{EOT}")
     assert f"tool\n1{EOT}\n<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n4{EOT}" in shown(played)
 
@@ -345,6 +346,16 @@ def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:
         raise InfrastructureError("disk on fire")
 
     env = ToolEnv([broken])
-    made = ToolAgent(AgentConfig(kind="tools"), env.tools, hermes)
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
     played = play(made, env, f"{call('broken')}{EOT}", max_retries=0)
     assert (played.status, played.error) == (Status.INFRA_ERROR, "disk on fire")
+
+
+def test_a_tasks_own_system_message_joins_the_agents(hermes: ReadCalls) -> None:
+    own, ask = {"role": "system", "content": "own"}, {"role": "user", "content": "Q"}
+    shot: Any = {"role": "user", "content": "like this"}
+    given = Task(id="t", messages=(own, ask), spec={})
+    assert agent(hermes).messages(given) == [own, ask]
+    assert agent(hermes, shots=[[shot]]).messages(given) == [own, shot, ask]
+    both = {"role": "system", "content": "S\n\nown"}
+    assert agent(hermes, system_prompt="S", shots=[[shot]]).messages(given) == [both, shot, ask]

@@ -40,8 +40,8 @@ def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
         ("data.levels=[1,2,3]", "data", "levels", (1, 2, 3)),
         ("model=some/plain-text", None, "model", "some/plain-text"),
         ('model="quoted"', None, "model", "quoted"),
-        ("agent.system_prompt=a = b", "agent", "system_prompt", "a = b"),
-        ("agent.system_prompt=", "agent", "system_prompt", ""),
+        ("agent.kind=a = b", "agent", "kind", "a = b"),
+        ("agent.kind=", "agent", "kind", ""),
     ],
 )
 def test_an_override_is_read_as_toml_or_else_as_text(
@@ -118,6 +118,46 @@ def test_a_missing_config_names_the_nearest_shipped_one(name: str, hint: str) ->
     assert str(caught.value).endswith(f"; {hint}")
 
 
+def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) -> None:
+    for name, text in {
+        "a.toml": LEAST + "[loss]\nbeta = 0.1\n[env]\nkind = 'x:Y'\noptions = { a = 1, b = 2 }\n",
+        "b.toml": "extends = 'a.toml'\nsteps = 3\nloss.epsilon_high = 0.4\nenv.options.b = 3\n",
+        "in/c.toml": "extends = '../b.toml'\nenv.kind = 'z:Z'\nenv.options.c = 4\n",
+        "d.toml": "extends = 'quickstart'\nout_dir = 'd'\n[rollout]\ngroup_size = 4\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    b, c = load_config(tmp_path / "b.toml"), load_config(tmp_path / "in/c.toml", ["loss.beta=0.2"])
+    assert (b.model, b.steps, b.loss.beta, b.loss.epsilon_high) == ("m", 3, 0.1, 0.4)
+    assert b.env.options == {"a": 1, "b": 3}
+    assert (c.steps, c.loss.beta, c.loss.epsilon_high) == (3, 0.2, 0.4)
+    assert c.env.options == {"c": 4}, "the options of another kind are not inherited"
+    changes = ["out_dir=d", "rollout.group_size=4"]
+    assert load_config(tmp_path / "d.toml") == load_config("quickstart", changes)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (
+            "'nosuch.toml'",
+            r"c\.toml: extends: config 'nosuch\.toml' is neither a file nor ",
+        ),
+        ("'quickstrat'", r"c\.toml: extends: config 'quickstrat' .*; did you mean quickstart\?"),
+        ("3", r"c\.toml: extends: expected the name of a shipped config or a path, got 3"),
+        ("'c.toml'", r"c\.toml: extends: 'c\.toml' is a circle: .*c\.toml$"),
+        ("'d.toml'", r"d\.toml: extends: 'c\.toml' is a circle: .*c\.toml -> .*d\.toml$"),
+        ("'e.toml'", r"e\.toml: not valid TOML"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(toml: Path, base: str, message: str) -> None:
+    toml.with_name("d.toml").write_text("extends = 'c.toml'\n")
+    toml.with_name("e.toml").write_text("x = \n")
+    toml.write_text(f"extends = {base}\n{LEAST}")
+    with pytest.raises(ValueError, match=message):
+        load_config(toml)
+
+
 def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:
     toml.write_text("model = \n")
     with pytest.raises(ValueError, match=r"c\.toml: not valid TOML: .*line 1"):
@@ -133,7 +173,7 @@ def test_shipped_configs_load_by_name(name: str) -> None:
 def test_there_is_a_quickstart() -> None:
     config = load_config("quickstart")
     assert config.rollout.deterministic
-    assert config.agent.shots
+    assert config.agent.options["shots"]
 
 
 def test_a_config_cannot_be_changed(toml: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import string
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import AgentConfig, LearnerConfig, LossConfig, RolloutConfig
+from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig
 from agentgrpo.engine.engine import Engine
 from agentgrpo.engine.tool_parsers import tool_call_reader
 from agentgrpo.envs.calculator import calculate
@@ -43,7 +42,7 @@ BUDGET = RolloutConfig(max_turns=3, max_turn_tokens=24, max_observation_tokens=3
 
 def common_letters(engine: Engine, tokenizer: Any) -> tuple[str, str]:
     """The two letters that the random model writes most often."""
-    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    agent = CodeAgent(system_prompt="S")
     config = RolloutConfig(max_turns=1, max_turn_tokens=48)
     (group,) = generate(
         [task("Q0")], engine, agent, 32, env=StubEnv(), tokenizer=tokenizer, config=config
@@ -64,15 +63,15 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
     tags: dict[str, Any] = {"open_tag": opens, "close_tag": closes, "system_prompt": ""}
     with SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1) as pool:
         made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
-            "code": lambda: (CodeAgent(AgentConfig(**tags)), PythonEnv(pool, 2.0)),
+            "code": lambda: (CodeAgent(**tags), PythonEnv(pool, 2.0)),
             "repl": lambda: (
-                ReplAgent(AgentConfig(kind="repl", banner="", system_prompt="")),
+                ReplAgent(banner="", system_prompt=""),
                 ConsoleEnv(pool, 2.0),
             ),
-            "inline": lambda: (InlineAgent(AgentConfig(kind="inline", **tags), TOOLS.tools), TOOLS),
+            "inline": lambda: (InlineAgent(env=TOOLS, **tags), TOOLS),
             "tools": lambda: (
                 ToolAgent(
-                    AgentConfig(kind="tools"), TOOLS.tools, tool_call_reader("hermes", tokenizer)
+                    env=TOOLS, call_reader=lambda parser: tool_call_reader(parser, tokenizer)
                 ),
                 TOOLS,
             ),
@@ -101,13 +100,18 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
         assert sum(r.stats["tool_calls"] + r.stats["malformed"] for r in group.rollouts) > 0
 
 
+class Talkative(ToolAgent):
+    """Its random turns seldom end by themselves."""
+
+    stop = tuple(string.ascii_lowercase)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_engine_plays_agent_and_customer(
     engine: Engine, tokenizer: Any, deterministic: bool
 ) -> None:
     """The random model in both roles, batched together: tokens of the one are not the other's."""
-    talker = copy.copy(TALKER)
-    talker.stop = tuple(string.ascii_lowercase)  # its random turns seldom end by themselves
+    talker = Talkative(env=TALKER.env, call_reader=TALKER.call_reader)
     shop = Shop(temperature=1.0, max_tokens=8)
     budget = RolloutConfig(
         max_turns=2, max_turn_tokens=24, max_observation_tokens=16, deterministic=deterministic
@@ -140,7 +144,7 @@ def test_S0_14_the_share_of_rollouts_that_run_code_rises(
         engine, tiny_model, LearnerConfig(learning_rate=2e-3), total_steps=STEPS, dlogp_limit=1e-4
     )
     opens, closes = common_letters(engine, tokenizer)
-    agent = CodeAgent(AgentConfig(system_prompt="S", open_tag=opens, close_tag=closes))
+    agent = CodeAgent(system_prompt="S", open_tag=opens, close_tag=closes)
     config = RolloutConfig(max_turns=1, max_turn_tokens=24, group_size=16, deterministic=True)
     shares = []
     for step in range(STEPS):

@@ -79,9 +79,9 @@ def test_the_length_filter_counts_what_it_leaves_out(
         f"data.heldout={path}",
         "data.levels=[1,2]",
         "data.heldout_levels=[1,2]",
-        "agent.system_prompt=S",
-        "agent.shots=[]",
-        "agent.observation_role=user",
+        "agent.options.system_prompt=S",
+        "agent.options.shots=[]",
+        "agent.options.observation_role=user",
         f"data.max_prompt_tokens={limit}",
     ]
     config = load_config("quickstart", overrides)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, EngineConfig, LearnerConfig, LossConfig, RolloutConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, RolloutConfig
 from agentgrpo.engine.agreement import check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.advantages import assign_advantages
@@ -44,7 +44,7 @@ def test_the_mean_reward_of_a_toy_task_rises(
         total_steps=ITERATIONS,
         dlogp_limit=1e-4,
     )
-    agent = CodeAgent(AgentConfig(system_prompt="S"))
+    agent = CodeAgent(system_prompt="S")
     sampler = Sampler(engine, agent, StubEnv(), ChatTemplate(tokenizer), config)
     tasks = [
         Task(id=str(i), messages=({"role": "user", "content": f"Q{i}"},), spec={}) for i in range(4)

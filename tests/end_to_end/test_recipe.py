@@ -30,7 +30,7 @@ model = "{model}"
 out_dir = "{folder}/run"
 save_every = 1
 eval_every = 0
-[agent]
+[agent.options]
 system_prompt = "S"
 [rollout]
 tasks_per_step = 2

@@ -49,7 +49,7 @@ out_dir = "{folder / "run"}"
 steps = {STEPS}
 save_every = 1
 eval_every = 3
-[agent]
+[agent.options]
 system_prompt = "S"
 [rollout]
 tasks_per_step = 3
@@ -213,9 +213,8 @@ class TestWholeRun:
 
     def test_code_was_run_in_the_sandbox(self, whole_run: tuple[Path, str]) -> None:
         from agentgrpo.agents.code import CodeAgent
-        from agentgrpo.config import AgentConfig
 
-        agent = CodeAgent(AgentConfig(system_prompt="S"))
+        agent = CodeAgent(system_prompt="S")
         tokenizer, ran = tiny.make_tokenizer(), 0
         for rollout in rollouts(whole_run[0], "train"):
             for sampled, observed in zip(

@@ -9,7 +9,6 @@ import pytest
 
 from agentgrpo.actions import CallTools, Heard, Reading, Say, ToolCall
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import AgentConfig
 from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of
 from tests.playing import EOT, given_and_sampled, play_all, scripted
@@ -210,7 +209,7 @@ def no_calls(text: str, tools: Any) -> Reading:
 
 def test_agent_and_customer_share_an_engine_and_only_the_agent_is_trained_on() -> None:
     env = Tau2Env("airline", mode="model", customer_tokens=50)
-    agent = ToolAgent(AgentConfig(kind="tools"), env.tools, no_calls, talks=True)
+    agent = ToolAgent(env=env, call_reader=lambda parser: no_calls)
 
     def speak(number: int, prompt: str) -> Turn:
         customer = "User Simulation Guidelines" in prompt

@@ -13,7 +13,7 @@ import pytest
 
 from agentgrpo.actions import CallTools, Finish, InfrastructureError, Reading, Say, ToolCall
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import AgentConfig, RewardConfig, TrainConfig
+from agentgrpo.config import RewardConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.verifiers import VerifiersEnv
@@ -232,7 +232,7 @@ def read(text: str, tools: Any) -> Reading:
 def test_a_policy_plays_it_and_is_paid() -> None:
     world = env("tools")
     task, *_ = world.tasks("train")
-    agent = ToolAgent(AgentConfig(kind="tools"), world.tools, read, talks=world.talks)
+    agent = ToolAgent(env=world, call_reader=lambda parser: read)
     played = play(agent, world, json.dumps({"a": 0, "b": 4}) + EOT, f"4{EOT}", given=task)
     score(Group(task=task, rollouts=[played]), make_reward(RewardConfig(format=0), world))
     assert (played.reward, played.answer, played.stats["tool_calls"]) == (1.25, "4", 1.0)

@@ -486,6 +486,6 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
 @pytest.mark.slow
 def test_a_program_that_is_no_server_is_refused(mcp: McpEnv) -> None:
     with pytest.raises(ValueError, match=r"command .*: no MCP server answered"):
-        McpEnv(sys.executable, ["-c", "print('hello')"], timeout_s=20)
+        McpEnv(sys.executable, ["-c", "print('hello')"], call_timeout_s=20)
     with pytest.raises(ValueError, match="only: the server has no tool 'x'"):
         McpEnv(mcp.parameters.command, mcp.parameters.args, only=["x"])

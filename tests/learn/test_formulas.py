@@ -161,5 +161,5 @@ def test_a_loss_of_ones_own_trains_as_the_shipped_one(
         learners.append(learner)
     assert metrics[1]["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-12)
     assert metrics[0]["ratio_max"] > 1.02
-    for ours, theirs in zip(*[x.policy.trained for x in learners], strict=True):
+    for ours, theirs in zip(learners[0].policy.trained, learners[1].policy.trained, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -32,7 +32,13 @@ from agentgrpo.measures.quality import conciseness, judged, quality_by, question
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
 from agentgrpo.recipe.evaluate import main as evaluate_main
 from agentgrpo.recipe.evaluate import read_report, write_report
-from agentgrpo.rewards.answers import accepted_answers, exact_match, f1, math_equal
+from agentgrpo.rewards.answers import (
+    accepted_answers,
+    exact_match,
+    f1,
+    math_equal,
+    same_mathematics,
+)
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 MakeRollout = Callable[..., Rollout]
@@ -76,6 +82,17 @@ def test_S3_10_answers_are_compared(
     expected: float,
 ) -> None:
     assert compare(answer, accepted) == pytest.approx(expected)
+
+
+def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgrpo.rewards.answers.compare", None)
+    assert same_mathematics("1000.0", "1,000") == (True, True, True)
+    assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1_000.", "1001")] == [1.0, 1.0, 0.0]
+
+
+def test_a_formula_without_dollars_is_read_where_it_is_equal() -> None:
+    assert same_mathematics("x+y", "$y+x$") == (True, True, True)
+    assert same_mathematics("nothing to read", "$y+x$") == (True, False, False)
 
 
 def test_S3_10_judge(rollout: MakeRollout) -> None:

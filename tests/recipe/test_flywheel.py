@@ -15,7 +15,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
@@ -81,8 +81,9 @@ class World:
         self.engine = StubEngine(tokenizer, policy)
         self.env = StubEnv()
         self.said: list[str] = []
+        self.scripts: Any = sys.modules["scripts_of_the_test"]
         self.stage = SimpleNamespace(
-            agent=CodeAgent(AgentConfig()),
+            agent=CodeAgent(),
             env=self.env,
             chat=self.chat,
             reward=correct,
@@ -231,38 +232,30 @@ def test_S3_13_log_and_summary_say_what_was_made(world: Callable[..., World]) ->
 
 
 @pytest.mark.parametrize(
-    ("reply", "why"),
+    ("operator", "reply", "why"),
     [
-        ("I would say step two.", "expected 'Step: NUMBER' from 1 to 2, got 'I would say"),
-        ("Step: 3", "expected 'Step: NUMBER' from 1 to 2"),
-        ("Step: 0", "expected 'Step: NUMBER' from 1 to 2"),
-        ("Step: no", "found no redundant step"),
-        ("Step: 1\nAnalysis: x", "has no 'Corrected step:'"),
-        ("Step: 1\nCorrected step:\n", "an empty step"),
-        ("Step: 1\nCorrected step:\n<code>x", "a malformed step"),
+        ("redundant", "I would say step two.", "expected 'Step: NUMBER' from 1 to 2, got 'I would"),
+        ("redundant", "Step: 3", "expected 'Step: NUMBER' from 1 to 2"),
+        ("redundant", "Step: 0", "expected 'Step: NUMBER' from 1 to 2"),
+        ("redundant", "Step: no", "found no redundant step"),
+        ("redundant", "Step: 1\nAnalysis: x", "has no 'Corrected step:'"),
+        ("redundant", "Step: 1\nCorrected step:\n", "an empty step"),
+        ("redundant", "Step: 1\nCorrected step:\n<code>x", "a malformed step"),
+        ("refinement", "", "thoughts of steps [1, 2] wanted, got []"),
+        ("refinement", "Thought 1: x", "wanted, got [1]"),
+        ("refinement", "Thought 1: x\nThought 2: y\nThought 3: z", "wanted, got [1, 2, 3]"),
+        ("refinement", "Thought 1: Answer: 1\nThought 2: y", "a refined thought acts"),
     ],
 )
 def test_S3_13_a_reply_in_another_form_makes_nothing(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, reply: str, why: str
+    world: Callable[..., World], operator: str, reply: str, why: str
 ) -> None:
-    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
-    made = world(operators=("redundant",))
-    made.spin(question("easy"))
+    made = world(operators=(operator,))
+    made.scripts.critic = lambda messages: reply
+    assert made.spin(question("easy"))["nothing_made"] == {operator: 1}
     (record,) = made.lines("buffer.jsonl")
     assert len(record["trajectories"]) == 1
     assert why in record["log"][0]["why"]
-
-
-@pytest.mark.parametrize(
-    "reply", ["", "Thought 1: x", "Thought 1: x\nThought 2: y\nThought 3: z",
-              "Thought 1: Answer: 1\nThought 2: y"],
-)  # fmt: skip
-def test_S3_13_thoughts_are_refined_one_for_one_and_do_not_act(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, reply: str
-) -> None:
-    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
-    made = world(operators=("refinement",))
-    assert made.spin(question("easy"))["nothing_made"] == {"refinement": 1}
 
 
 def test_S3_13_many_questions_at_once_do_not_mix(world: Callable[..., World]) -> None:
@@ -324,13 +317,13 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(world: Callable[..
 
 
 def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., World],
 ) -> None:
     def silent(messages: Any) -> str:
         raise InfrastructureError("endpoint c: HTTP 500: busy")
 
-    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", silent)
     made = world(operators=("redundant", "fresh"))
+    made.scripts.critic = silent
     summary = made.spin(question("easy"))
     (record,) = made.lines("buffer.jsonl")
     assert [entry["made"] for entry in record["log"]] == [None, 1]
@@ -339,14 +332,11 @@ def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(
     assert summary["failed_by_the_machine"] == 0
 
 
-def test_without_a_verdict_a_question_begins_again_next_time(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_verdict_a_question_begins_again_next_time(world: Callable[..., World]) -> None:
     """Neither right nor wrong: it leaves no trajectory, and its work is not called done."""
     replies = ["", "", "", "Incorrect"]
-    judge: Any = SimpleNamespace(judge=lambda messages: replies.pop(0), critic=critic)
-    monkeypatch.setitem(sys.modules, "scripts_of_the_test", judge)
     made = world(operators=("reflection",), rounds=0, reflector="policy")
+    made.scripts.judge = lambda messages: replies.pop(0)
     table = made.recipe.model_dump()
     table["endpoints"] = {
         name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
@@ -414,12 +404,9 @@ def test_kept_turns_are_said_again_where_a_second_role_is_asked_too(tokenizer: A
     assert again.record()["segments"][:4] == first.record()["segments"][:4]
 
 
-def test_a_written_answer_is_closed_as_a_sampled_one_is(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reply = "Step: 1\nCorrected step:\nAnswer: 42"
-    monkeypatch.setattr(sys.modules["scripts_of_the_test"], "critic", lambda messages: reply)
+def test_a_written_answer_is_closed_as_a_sampled_one_is(world: Callable[..., World]) -> None:
     made = world(operators=("redundant",))
+    made.scripts.critic = lambda messages: "Step: 1\nCorrected step:\nAnswer: 42"
     made.spin(question("easy"))
     *_, last = made.lines("rollouts.jsonl")
     assert texts(last, made) == [("Answer: 42<|im_end|>", "critic")]

@@ -14,16 +14,16 @@ import pytest
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.command import CONTINUE
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.measures.measures import TaskRow
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import recipe as recipes
 from agentgrpo.recipe.parts import PartFailed, command
 from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.sandbox import SandboxUnavailable
+from tests.measures.test_measures import rows
 
 ORDER = ["prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "trained"]
-QUALITY = {"prompting": (0, 1), "tuned": (1, 1), "trained": (2, 1)}
-"""Of two tasks how many are solved, and calls of each."""
+SOLVED = {"prompting": [0.0, 0.0], "tuned": [1.0, 0.0], "trained": [1.0, 1.0]}
+"""Which of two tasks, each with one call."""
 
 
 def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConfig:
@@ -39,35 +39,12 @@ def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConf
     )
 
 
-def columns(right: bool, calls: int) -> dict[str, float]:
-    quality = float(right)
-    return {
-        "quality": quality, "solved": quality, "efficiency": quality / calls,
-        "tool_calls": float(calls), "successful_calls": float(calls), "answered": 1.0,
-        "reasoning_tokens": 9.0,
-    }  # fmt: skip
-
-
-def measured(part: str) -> dict[str, Any]:
-    solved, calls = QUALITY[part]
-    rows = [
-        TaskRow(
-            id=str(i),
-            kind="ab"[i],
-            attempts=1,
-            solved=i < solved,
-            columns=columns(i < solved, calls),
-        )
-        for i in range(2)
-    ]
-    return report(rows, model=part)
-
-
 def leave(recipe: RecipeConfig, part: str) -> None:
     """What a part leaves behind."""
     out = recipe.out_dir
-    if part in QUALITY:
-        files: dict[str, Any] = {f"measures/{part}/report.json": measured(part)}
+    if part in SOLVED:
+        made = report(rows(SOLVED[part]), model=part)
+        files: dict[str, Any] = {f"measures/{part}/report.json": made}
     elif part == "flywheel":
         counts = {"fresh": {"made": 4, "right": 3, "kept": 2}}
         files = {
@@ -174,7 +151,7 @@ def test_the_report_says_what_was_gained_and_by_whom(
     assert "reflector: the run's own model" in text
     assert "| fresh | 4 | 3 | 2 |" in text
     assert "| 0 | 8 | 5 | 4 | 2 | 3 | 2 |" in text  # 3 rollouts of training, 2 of them branched
-    assert "| a | 0.000, 0.000, 1.000 | 1.000, 1.000, 1.000 | 1.000, 1.000, 1.000 |" in text
+    assert "| l | 0.000, 0.000, 1.000 | 1.000, 1.000, 1.000 | 1.000, 1.000, 1.000 |" in text
 
 
 def test_other_settings_and_other_starts_are_refused(

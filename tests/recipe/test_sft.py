@@ -13,7 +13,6 @@ import torch
 
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.sft import (
@@ -29,7 +28,7 @@ from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.records import rollout_record
 from agentgrpo.types import Rollout, Segment, Status, Task
 
-AGENT = CodeAgent(AgentConfig(system_prompt="S"))
+AGENT = CodeAgent(system_prompt="S")
 PLAYED = [
     {"role": "user", "content": "6*7?"},
     {"role": "assistant", "content": "Hm. <code>6*7</code>"},
@@ -174,7 +173,7 @@ def recipe(folder: Path, model: Path, **sft: Any) -> RecipeConfig:
             "out_dir": folder / "out",
             "save_every": 2,
             "engine": {"max_model_len": 256},
-            "agent": {"system_prompt": "S"},
+            "agent": {"options": {"system_prompt": "S"}},
             "learner": {"learning_rate": 1e-2},
             "sft": {"data": str(folder / "data.jsonl"), **sft},
         }

@@ -19,7 +19,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tags import TagAgent
-from agentgrpo.config import AgentConfig, RewardConfig
+from agentgrpo.config import RewardConfig
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.factory import FactoryEnv
@@ -39,8 +39,8 @@ from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.types import Group, Rollout, Task
 from tests.playing import EOT, play, task
 
-CODE = CodeAgent(AgentConfig())
-FREE = CodeAgent(AgentConfig(answer_prefix=""))
+CODE = CodeAgent()
+FREE = CodeAgent(answer_prefix="")
 EVERYTHING = " ".join(map(str, range(200)))
 
 
@@ -144,7 +144,7 @@ def _answered(answer: str | None, gold: Any) -> Rollout:
 
 @pytest.mark.nsjail
 def test_env_console_pays_only_a_submitted_right_answer(pool: SandboxPool) -> None:
-    agent = ReplAgent(AgentConfig(kind="repl", banner=""))
+    agent = ReplAgent(banner="")
     env = ConsoleEnv(pool, 2.0)
 
     def earned(*lines: str) -> float:
@@ -197,7 +197,7 @@ def test_env_reasoning_gym_pays_only_what_its_verifier_accepts(pool: SandboxPool
 def test_env_gymnasium_pays_only_the_goal() -> None:
     pytest.importorskip("gymnasium")
     env = GymnasiumEnv("FrozenLake-v1", kwargs={"is_slippery": False})
-    agent = InlineAgent(AgentConfig(kind="inline"), env.tools)
+    agent = InlineAgent(env=env)
     given = env.tasks("train")[0]
 
     def earned(*actions: int, last: str = EOT) -> float:
@@ -211,20 +211,14 @@ def test_env_gymnasium_pays_only_the_goal() -> None:
     assert earned(1, 1, 2, 2, 1, 2) == 1
 
 
-ELSEWHERE = {
-    "verifiers": "tests/envs/test_verifiers.py",
-    "tau_bench": "tests/envs/test_tau_bench.py",
-}
-"""Kinds whose probes stand with their other tests."""
-
-
 def test_every_shipped_environment_and_reward_is_probed() -> None:
+    """An environment's probe stands here or is a test of cheating in its own test file."""
     probes = [name for name in globals() if name.startswith("test_")]
     for kind in ENVIRONMENTS:
         found = any(name.startswith(f"test_env_{kind}") for name in probes)
-        if kind in ELSEWHERE:
-            text = (Path(__file__).parents[2] / ELSEWHERE[kind]).read_text()
-            found = "cheating" in text
+        own = Path(__file__).parents[1] / "envs" / f"test_{kind}.py"
+        if own.exists():
+            found = found or "def test_what_cheating_pays" in own.read_text()
         assert found, f"no probe of env.kind {kind!r}"
     for kind in REWARDS:
         assert any(name.startswith(f"test_reward_{kind}") for name in probes), kind
@@ -246,7 +240,7 @@ CALLS = [
 
 
 def play_calls(env: Any, turns: list[str], call: str, given: Task) -> float:
-    agent = InlineAgent(AgentConfig(kind="inline"), env.tools)
+    agent = InlineAgent(env=env)
     said = [turn.replace('{call("6*7")}', call.format("6*7")) for turn in turns]
     said = [turn.replace('{call("x")}', call.format("x")) for turn in said]
     played = play(agent, env, *said, given=given, max_turns=3, max_turn_tokens=2000)
@@ -287,7 +281,7 @@ class Vault:
 )
 def test_env_factory_pays_what_its_class_says(turns: list[str], expected: float) -> None:
     env = FactoryEnv(Vault)
-    agent = InlineAgent(AgentConfig(kind="inline"), env.tools)
+    agent = InlineAgent(env=env)
     assert worth(play(agent, env, *turns, max_turns=3, max_turn_tokens=2000), env) == expected
 
 
@@ -349,7 +343,7 @@ def test_env_search_with_the_text_reward(
     corpus = tmp_path / "texts.jsonl"
     write_lines(corpus, TEXTS)
     env = SearchEnv(corpus)
-    agent = InlineAgent(AgentConfig(kind="inline"), env.tools)
+    agent = InlineAgent(env=env)
     played = play(
         agent, env, *turns, *[EOT][: 3 - len(turns)], given=task(answer="Oslo"),
         max_turns=3, max_turn_tokens=3000,
@@ -359,10 +353,8 @@ def test_env_search_with_the_text_reward(
 
 
 @pytest.mark.nsjail
-def test_env_python_and_search_in_tags_pay_the_answer_alone(
-    pool: SandboxPool, tmp_path: Path
-) -> None:
-    """envs/tagged.py, which a config names as module:Class."""
+def test_env_tagged_pays_the_answer_alone(pool: SandboxPool, tmp_path: Path) -> None:
+    """Python and search in tags."""
     corpus = tmp_path / "texts.jsonl"
     write_lines(corpus, TEXTS)
     env = TaggedEnv(pool, 2.0, corpus=corpus, max_calls=2)

@@ -14,7 +14,7 @@ import pytest
 
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, BranchConfig, RolloutConfig
+from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.engine.engine import token_entropies
 from agentgrpo.rollout.branch import (
     GroupPlan,
@@ -30,7 +30,7 @@ from agentgrpo.types import Group, Rollout, Status
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
-AGENT = CodeAgent(AgentConfig(system_prompt="S"))
+AGENT = CodeAgent(system_prompt="S")
 
 
 def play(

@@ -12,13 +12,13 @@ import pytest
 
 from agentgrpo.actions import Action, CallTools, Malformed, RunCode, Say, ToolCall
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
 from agentgrpo.types import Rollout, Status, Task, Treatment
 from tests.playing import CHAT, EOT, TOKENIZER, sampled
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
-AGENT = CodeAgent(AgentConfig(system_prompt="S"))
+AGENT = CodeAgent(system_prompt="S")
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
 PATIENCE_S = 60
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"

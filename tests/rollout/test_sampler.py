@@ -14,7 +14,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RolloutConfig
+from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.play import request_seed
 from agentgrpo.rollout.sampler import Sampler
@@ -34,7 +34,7 @@ from tests.rollout.stubs import (
 )
 from tests.tiny import THINKING, make_tokenizer
 
-AGENT = CodeAgent(AgentConfig(system_prompt="S"))
+AGENT = CodeAgent(system_prompt="S")
 PATIENCE_S = 60  # only ever waited for by a sampler that is wrong
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import AgentConfig, BranchConfig
+from agentgrpo.config import BranchConfig
 from agentgrpo.envs.customers import ModelUser, Talk
 from agentgrpo.rollout.limits import TREATMENTS
 from agentgrpo.types import Rollout, Status, Task, Treatment
@@ -56,10 +57,8 @@ class ShopEpisode:
 
 
 AGENT = ToolAgent(
-    AgentConfig(kind="tools"),
-    lambda task: (),
-    lambda text, tools: Reading(text, (), attempted=False),
-    talks=True,
+    env=SimpleNamespace(tools=lambda task: (), talks=True),
+    call_reader=lambda parser: lambda text, tools: Reading(text, (), attempted=False),
 )
 
 

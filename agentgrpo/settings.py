@@ -1,15 +1,18 @@
 """The settings as text: docs/config.md, and configs that explain themselves.
 
-`python -m agentgrpo.config.settings > docs/config.md` writes the page anew; a test compares them.
+Sections are documented in config/, the options of agents and environments by their classes.
+`python -m agentgrpo.settings > docs/config.md` writes the page anew; a test compares them.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections import abc
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,8 +20,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typing_extensions import is_typeddict
 
 from agentgrpo.config import Section, TrainConfig
+from agentgrpo.registry import KINDS, class_of, options_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +42,23 @@ class Setting:
     """What it means: the attribute's docstring."""
 
 
-def settings(section: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Setting]:
-    """Every key, in the order of config/; a section's own keys before its inner sections."""
-    inner = []
+def settings(
+    section: type[Section] = TrainConfig, prefix: str = "", kinds: Mapping[str, str] | None = None
+) -> Iterator[Setting]:
+    """Every key, in the order of config/; a section's own keys before its inner sections.
+
+    Args:
+        section: whose keys.
+        prefix: its name and a dot, or "".
+        kinds: section to shipped kind, {"agent": "code"}: its options, in the place of `options`.
+    """
+    inner, shown = [], (kinds or {}).get(prefix.rstrip("."))
     for key, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             inner.append((key, kind))
+            continue
+        if shown and key == "options":
             continue
         yield Setting(
             section=prefix.rstrip("."),
@@ -53,8 +68,24 @@ def settings(section: type[Section] = TrainConfig, prefix: str = "") -> Iterator
             required=field.is_required(),
             text=" ".join((field.description or "").split()),
         )
+    if shown:
+        yield from options(prefix.rstrip("."), shown)
     for key, kind in inner:
-        yield from settings(kind, f"{prefix}{key}.")
+        yield from settings(kind, f"{prefix}{key}.", kinds)
+
+
+def options(section: str, kind: str) -> Iterator[Setting]:
+    """The options of a shipped kind: what its class takes, as its docstring describes it."""
+    for option in options_of(section, class_of(section, kind)):
+        required = option.default is inspect.Parameter.empty
+        yield Setting(
+            section=f"{section}.options",
+            key=option.name,
+            kind=_named(option.annotation),
+            default=None if required else option.default,
+            required=required,
+            text=option.text,
+        )
 
 
 def sections(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str, str]:
@@ -73,37 +104,52 @@ def as_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Made from `agentgrpo/config/` by `python -m agentgrpo.config.settings > docs/config.md`:",
-        "change them there. A config file is TOML and holds what differs from the defaults; on the",
-        "command line a setting is `section.key=value`. A key that does not exist is refused, and",
-        "the nearest one named.",
+        "Made from `agentgrpo/config/` and the classes of agents and environments by",
+        "`python -m agentgrpo.settings > docs/config.md`: change them there. A config file is TOML",
+        'and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
+        "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
+        "is named. On the command line a setting is `section.key=value`. A key that does not exist",
+        "is refused, and the nearest one named.",
     ]
-    current = None
-    for setting in settings():
-        if setting.section != current:
-            current = setting.section
-            title = f"[{current}]" if current else "The run"
-            lines += ["", f"## {title}", "", inspect.cleandoc(about[current]), ""]
-            lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
-        default = "must be given" if setting.required else f"`{_cell(toml(setting.default))}`"
-        cells = [f"`{setting.key}`", _cell(setting.kind), default, _cell(setting.text)]
-        lines.append(f"| {' | '.join(cells)} |")
+    for name, keys in itertools.groupby(settings(), lambda setting: setting.section):
+        title = f"[{name}]" if name else "The run"
+        lines += ["", f"## {title}", "", inspect.cleandoc(about[name]), "", *_table(keys)]
+        for kind in KINDS.get(name, ()):
+            lines += ["", f"### [{name}.options] of `{kind}`", "", *_kind_page(name, kind)]
     return "\n".join(lines) + "\n"
 
 
-def as_toml(values: Mapping[str, Any]) -> str:
+def _kind_page(section: str, kind: str) -> list[str]:
+    factory = class_of(section, kind)
+    first = inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0]
+    rows = list(options(section, kind))
+    return [first, "", *(_table(rows) if rows else ["None."])]
+
+
+def _table(rows: Iterable[Setting]) -> Iterator[str]:
+    yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
+    for row in rows:
+        default = "must be given" if row.required else f"`{_cell(toml(row.default))}`"
+        yield f"| {' | '.join([f'`{row.key}`', _cell(row.kind), default, _cell(row.text)])} |"
+
+
+def as_toml(values: Mapping[str, Any], kinds: Mapping[str, str] | None = None) -> str:
     """A config that sets `values` ("section.key") and shows all other keys, commented out.
+
+    Args:
+        values: by dotted key.
+        kinds: as settings().
 
     Raises:
         KeyError: a value of a key that does not exist.
     """
     left, about, lines = dict(values), sections(), []
     current = ""
-    for setting in settings():
+    for setting in settings(kinds=kinds):
         if setting.section != current:
             current = setting.section
-            lines += ["", f"[{current}]"]
-            lines += [f"# {line}" for line in textwrap.wrap(" ".join(about[current].split()), 96)]
+            said = " ".join(about.get(current, "Those of the kind above.").split())
+            lines += ["", f"[{current}]", *(f"# {line}" for line in textwrap.wrap(said, 96))]
         name = f"{current}.{setting.key}".lstrip(".")
         lines += ["", *(f"# {line}" for line in textwrap.wrap(setting.text, 96))]
         if name in left:
@@ -152,10 +198,12 @@ def _named(kind: Any) -> str:
         return " or ".join(f'"{choice}"' for choice in arguments)
     if origin in (UnionType, Union):
         return " or ".join(_named(part) for part in arguments if part is not NoneType)
-    if origin in (tuple, list):
+    if origin in (tuple, list, abc.Sequence):
         return f"list of: {_named(arguments[0])}"
-    if origin is dict:
+    if origin in (dict, abc.Mapping) or is_typeddict(kind):
         return "table"
+    if origin is abc.Callable:
+        return "function"
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
     if kind in names:
         return names[kind]

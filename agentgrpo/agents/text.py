@@ -1,0 +1,151 @@
+"""What the shipped agents share: the conversation's head, and acting between one pair of tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from agentgrpo.actions import (
+    Action,
+    Finish,
+    Malformed,
+    Message,
+    Observation,
+    Schema,
+    answer_in,
+)
+from agentgrpo.types import Task
+
+Tag = Annotated[str, Field(min_length=1)]
+Template = Annotated[str, Field(pattern=r"\{output\}")]
+
+
+@pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
+class ExampleMessage(TypedDict):
+    """One message of a worked example."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+Shots = Sequence[Sequence[ExampleMessage]]
+"""Worked examples, each a list of messages."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TextAgent:
+    """What every shipped agent begins with: a prompt and worked examples, no tools, no prefill.
+
+    Args:
+        system_prompt: what the policy is told first; "" is nothing, None what the agent says of
+            itself.
+        shots: worked examples, each a list of messages, shown before the task.
+    """
+
+    acts: ClassVar[tuple[str, ...]] = ()
+    """What its environment must answer: "code", "lines" of a console, "tools" that the environment
+    has, or a "search". An environment's class says in `answers` what it does."""
+    home: ClassVar[str] = "python"
+    """What env.kind = "auto" means."""
+    system_prompt: str | None = None
+    shots: Shots = ()
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end a turn."""
+        return ()
+
+    def prompt(self, task: Task) -> str:
+        """What the agent says of itself."""
+        return ""
+
+    def messages(self, task: Task) -> list[Message]:
+        """System prompt, worked examples, then the task's own messages."""
+        said = self.prompt(task) if self.system_prompt is None else self.system_prompt
+        head: list[Message] = [{"role": "system", "content": said}] if said else []
+        return [*head, *(message for shot in self.shots for message in shot), *task.messages]
+
+    def prefill(self, task: Task) -> str:
+        """None: the policy begins its turn itself."""
+        return ""
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        """None for the chat template: the prompt says what there is."""
+        return ()
+
+
+@dataclass(kw_only=True, eq=False)
+class FormAgent(TextAgent):
+    """An agent whose turns have a form, which the policy can get wrong.
+
+    Args:
+        after_malformed: what becomes of a turn that tried to act and got the form wrong: the policy
+            is told and goes on ("tell"), or the rollout ends there without an answer.
+    """
+
+    after_malformed: Literal["tell", "end"] = "tell"
+
+    def malformed(self, message: str) -> Action:
+        """What a turn means whose form was wrong."""
+        return Finish(None) if self.after_malformed == "end" else Malformed(message)
+
+
+@dataclass(kw_only=True, eq=False)
+class PairAgent(FormAgent):
+    """An agent whose turn is an action between two tags, or else the answer after a prefix.
+
+    Args:
+        open_tag: begins an action.
+        close_tag: ends an action, and the turn.
+        observation: how the world's answer is shown; {output} is replaced by it.
+        answer_prefix: a reply that has this text and no action ends the rollout; what follows is
+            the answer. "": the whole reply is.
+    """
+
+    error: ClassVar[str] = "Error"
+    """What the message of a malformed turn begins with."""
+    open_tag: Tag = "<code>"
+    close_tag: Tag = "</code>"
+    observation: Template = "{output}"
+    answer_prefix: str = "Answer:"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The tag that ends an action."""
+        return (self.close_tag,)
+
+    def act(self, body: str) -> Action:
+        """The action of what stands between the tags.
+
+        Raises:
+            ValueError: it is none; the message is for the policy.
+        """
+        raise NotImplementedError
+
+    def parse(self, text: str) -> Action:
+        """What is between the first open tag and the next close tag; else the answer, if any."""
+        _, opened, rest = text.partition(self.open_tag)
+        body, closed, _ = rest.partition(self.close_tag)
+        try:
+            if opened and closed:
+                return self.act(body)
+            if opened:
+                raise ValueError(f"{self.open_tag} without {self.close_tag}")
+            if self.close_tag in text:
+                raise ValueError(f"{self.close_tag} without {self.open_tag}")
+        except ValueError as error:
+            return self.malformed(f"{self.error}: {error}")
+        return Finish(answer_in(text, self.answer_prefix))
+
+    def told(self, observation: Observation, **marks: str) -> str:
+        """The world's answer as the policy is shown it, other {marks} than {output} filled in."""
+        shown = self.observation
+        for name, value in marks.items():
+            shown = shown.replace(f"{{{name}}}", value)
+        outputs = observation.outputs
+        return shown.replace("{output}", "\n".join(outputs) if outputs else observation.text)
