@@ -284,6 +284,7 @@ def test_a_function_becomes_the_schema_of_what_it_takes() -> None:
     function = Tool(rich).schema["function"]
     properties = function["parameters"]["properties"]
     assert (function["name"], function["description"]) == ("rich", "Everything at once.")
+    assert "title" not in function["parameters"]
     assert function["parameters"]["required"] == ["place", "unit", "many"]
     assert properties["place"]["description"] == "where it is."
     assert properties["unit"]["description"] == "of the numbers, one of two."

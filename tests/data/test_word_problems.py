@@ -160,6 +160,7 @@ def test_a_problem_depends_on_its_address_alone() -> None:
 
 def test_problems_are_the_same_on_every_machine_and_python() -> None:
     """Pinned: only a change of the templates may change these."""
+    assert word_problems.fingerprint() == "697dcbb0d87c55fa"
     first = task("train", 1, 0)
     assert first.id == "word/train/level1/seed0/0"
     assert first.messages[0]["content"] == (

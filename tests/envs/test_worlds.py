@@ -387,6 +387,12 @@ class Slow(Counter):
         return ""
 
 
+def test_a_factory_is_reset_before_it_judges_a_rollout_without_a_step() -> None:
+    env = FactoryEnv(Counter)
+    made, *_ = env.tasks("train")
+    assert env.reset(made).finish(None) == {"environment": 0.0}
+
+
 def test_what_a_factory_may_not_do_is_said() -> None:
     expected = r"Mute.get_reward: expected a number or named parts, got None"
     with pytest.raises(TypeError, match=expected):
