@@ -26,7 +26,7 @@ recipe-demo: $(BASE) $(EXT)
 
 fast: $(DEV) $(EXT) lint types
 	@echo "== tests that start no engine and no whole run"
-	$(TEST) -m "not slow" --timeout 60
+	$(TEST) -m "not slow" --timeout 120
 
 test: $(DEV) $(EXT) lint types
 	@echo "== tests"
