@@ -258,7 +258,7 @@ def test_a_host_without_descriptors_goes_on_watching(
                 pass
         assert "Too many open files" in caplog.text
         assert session.step("1 + 1").value == "2"
-        result = session.step(spread(8, 30), 20)
+        result = session.step(f"{spread(8, 30)}time.sleep(15)", 20)
         assert result.status is StepStatus.OOM, "it still watches"
 
 
