@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import uuid
@@ -54,7 +55,9 @@ def start(
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     # vLLM collects garbage four times as it starts, at 0.4 s each while the million objects that
-    # the imports made are looked at; frozen they are not. It unfreezes them as it shuts down.
+    # the imports made are looked at; frozen they are not. At exit they must be looked at again, or
+    # what Triton binds is said to leak; vLLM unfreezes as it shuts down, a failed start does not.
+    atexit.register(gc.unfreeze)
     gc.collect()
     gc.freeze()
     try:

@@ -36,7 +36,7 @@ def test_shapes_are_those_of_the_real_model(size: str) -> None:
 
 
 def test_a_mixture_of_experts_by_hand() -> None:
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]
         vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4,
         num_key_value_heads=1, num_experts=4, moe_intermediate_size=6, tie_word_embeddings=True,
     )  # fmt: skip
