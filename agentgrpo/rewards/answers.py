@@ -113,20 +113,37 @@ def _as_formula(text: str) -> str:
 # -- words -----------------------------------------------------------------------------------------
 
 
+ARTICLES = ("a", "an", "the")
+APART = re.compile(r"(?<=\d)(?!\.\d|,\d{3}(?!\d))[^\w\s]+(?=\d)")
+"""What stands between two numbers: 3/4, 2001-09-11; in 1.5 and 1,234 it is part of one."""
+PUNCTUATION = re.compile(
+    r"""
+    ( (?<= \d ) \. (?= \d )                             # of a number: it stays
+    | (?<! [\w)\].] ) (?: - (?= \.?\d ) | \. (?= \d ) )
+    )
+    | [^\w\s] | _
+    """,
+    re.VERBOSE,
+)
+
+
 def words(text: str) -> list[str]:
     """The words that answers are compared by: without case, punctuation and articles (SQuAD's).
 
-    >>> words("The  U.S. Open,")
-    ['us', 'open']
+    Numbers keep sign and decimal point. Where nothing else is left, articles stay, or punctuation.
+
+    >>> words("The  U.S. Open,"), words("-1,234.5 to 3/4"), words("A")
+    (['us', 'open'], ['-1234.5', 'to', '3', '4'], ['a'])
     """
-    kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    lower = text.lower().replace("\N{MINUS SIGN}", "-")
+    said = PUNCTUATION.sub(lambda found: found[1] or "", APART.sub(" ", lower)).split()
+    return [word for word in said if word not in ARTICLES] or said or lower.split()
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:
     """Overlap of words(), harmonic mean of precision and recall; the best of all accepted.
 
-    1.0 is an exact match up to the order of the words; two answers without words are equal.
+    1.0 is an exact match up to the order of the words.
 
     >>> f1("James Madison Jr", ["james madison"])
     0.8
