@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
-from agentgrpo.rewards.formulas import Comparison, compare
+from agentgrpo.rewards.formulas import TOO_MUCH, Comparison, compare
 from agentgrpo.types import Task
 
 NUMBER = re.compile(
@@ -95,8 +95,9 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     number, expected = only_number(answer), only_number(wanted)
     if number is not None and expected is not None:
         return Comparison(wanted_read=True, said_read=True, equal=number == expected)
-    wanted_read, said_read, equal = compare(_as_formula(wanted), answer)
-    if not equal and answer != _as_formula(answer):
+    seen = compare(_as_formula(wanted), answer)
+    wanted_read, said_read, equal = seen
+    if not equal and seen is not TOO_MUCH and answer != _as_formula(answer):
         equal = compare(_as_formula(wanted), _as_formula(answer)).equal
     return Comparison(wanted_read, said_read or equal, equal)
 

@@ -39,6 +39,7 @@ from agentgrpo.rewards.answers import (
     math_equal,
     same_mathematics,
 )
+from agentgrpo.rewards.formulas import TOO_MUCH
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 MakeRollout = Callable[..., Rollout]
@@ -106,6 +107,19 @@ def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.Monk
     monkeypatch.setattr("agentgrpo.rewards.answers.compare", None)
     assert same_mathematics("1000.0", "1,000") == (True, True, True)
     assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1_000.", "1001")] == [1.0, 1.0, 0.0]
+
+
+def test_what_was_too_much_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of the CPU each time, and an answer chooses them."""
+    asked = []
+
+    def compare(wanted: str, said: str) -> Any:
+        asked.append(said)
+        return TOO_MUCH
+
+    monkeypatch.setattr("agentgrpo.rewards.answers.compare", compare)
+    assert same_mathematics("9^{9^9}", "x") == TOO_MUCH
+    assert len(asked) == 1
 
 
 def test_a_formula_without_dollars_is_read_where_it_is_equal() -> None:
