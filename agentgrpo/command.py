@@ -21,6 +21,19 @@ from agentgrpo.sandbox import SandboxUnavailable
 CONTINUE = "The same command continues where it stopped."
 
 
+class Stopped(Exception):
+    """A command that this one has started did not end well, and has said why itself.
+
+    Args:
+        name: of what it does.
+        status: its exit status, which is this command's too; negative: the signal that ended it.
+    """
+
+    def __init__(self, name: str, status: int) -> None:
+        super().__init__(f"{name} ended with status {status}")
+        self.status = status if status >= 0 else 128 - status
+
+
 @dataclass(slots=True)
 class Outcome:
     """How a command ended."""
@@ -29,6 +42,10 @@ class Outcome:
     begun: bool = False
     """Whether there is something to continue: what stops it from now on is no fault of the call."""
 
+    def begin(self) -> None:
+        """Say that there is something to continue now."""
+        self.begun = True
+
 
 @contextlib.contextmanager
 def told(then: str = CONTINUE) -> Iterator[Outcome]:
@@ -36,7 +53,11 @@ def told(then: str = CONTINUE) -> Iterator[Outcome]:
 
     Status 2: something that the user can change, before anything was begun; 1: the same after it,
     numbers that are not finite, or no memory; 3: the machine, a reward or the agreement of sampler
-    and learner is not to be trusted; 130: Ctrl-C. A fault of ours passes, with its traceback.
+    and learner is not to be trusted; 130: Ctrl-C; that of a command which was started, if it
+    stopped. A fault of ours passes, with its traceback.
+
+    Args:
+        then: what the user can do; nothing is said of it where the call is to be changed.
     """
     outcome = Outcome()
     try:
@@ -50,6 +71,8 @@ def told(then: str = CONTINUE) -> Iterator[Outcome]:
         said = f"error: {error}. {then}" if outcome.begun else f"error: {error}"
     except KeyboardInterrupt:
         outcome.status, said = 130, f"interrupted. {then}"
+    except Stopped as error:
+        outcome.status, said = error.status, f"error: {error}. {then}"
     else:
         return
     print(said, file=sys.stderr)  # noqa: T201
@@ -59,11 +82,12 @@ def command(
     name: str,
     description: str | None,
     arguments: Sequence[str],
-    work: Callable[[Config, argparse.Namespace], int | None],
+    work: Callable[[Config, argparse.Namespace, Callable[[], None]], int | None],
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     kind: type[Config],
     as_run: Callable[[Config], TrainConfig],
+    then: str = CONTINUE,
 ) -> int:
     """Parse the command line, read the config, do the work or (--dry-run) say what it would be.
 
@@ -71,10 +95,12 @@ def command(
         name: behind `agentgrpo`.
         description: for `--help`.
         arguments: of the command line.
-        work: given the settings and the parsed arguments; may return an exit status.
+        work: given the settings, the parsed arguments and what to call when it has begun
+            (Outcome.begin); may return an exit status.
         options: adds options of its own to the parser.
         kind: which sections the config may have.
         as_run: the training run in it, of which a dry run says the plan.
+        then: as of told().
 
     Returns:
         The exit status: that of the work, or as told() has it.
@@ -88,10 +114,10 @@ def command(
     options(parser)
     args = parser.parse_intermixed_args(arguments)
     prepare_environment()
-    with told() as outcome:
+    with told(then) as outcome:
         config = load_config_of(kind, args.config, args.overrides)
         if args.dry_run:
             print(planned(as_run(config)))  # noqa: T201
         else:
-            outcome.status = work(config, args) or 0
+            outcome.status = work(config, args, outcome.begin) or 0
     return outcome.status

@@ -122,7 +122,7 @@ def run(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> int:
     with told(CONTINUE) as outcome:
         parallel.start()
         parts = build(config)
-        outcome.begun = True
+        outcome.begin()
         try:
             with stop_after_step(parts.progress.say) as stopping:
                 train(config, parts, stopping)
@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
     about = "Train a policy. The same command continues what was stopped."
     return command(
-        "train", about, arguments, lambda config, _: run(config, build),
+        "train", about, arguments, lambda config, *_: run(config, build),
         kind=TrainConfig, as_run=lambda config: config,
     )  # fmt: skip
 

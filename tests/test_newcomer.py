@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.machine import hardware, packages
 from agentgrpo.machine.footprint import GIB
@@ -104,6 +105,16 @@ def test_a_run_that_would_be_killed_for_its_memory_is_warned(
         checks = list(room_checks(config, str(tiny_model), trained=True))
         assert [check.name for check in checks] == ["room for vLLM", "memory", "disk"]
         assert [check.name for check in checks if not check.ok] == wrong
+
+
+def test_where_the_card_cannot_be_asked_the_rest_is_said(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: None)
+    config = TrainConfig(model=str(tiny_model), out_dir=tmp_path)
+    checks = list(room_checks(config, str(tiny_model), trained=True))
+    assert [(check.name, check.ok) for check in checks] == [("memory", True), ("disk", True)]
 
 
 @pytest.mark.parametrize("dry", [True, False])

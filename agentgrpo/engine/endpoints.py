@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 LOG = logging.getLogger(__name__)
+SENT = {
+    *("accept", "accept-encoding", "authorization", "connection", "content-length"),
+    *("content-type", "host", "user-agent", "x-stainless-raw-response", "x-stainless-retry-count"),
+}
+"""Headers of a request. The client adds the user's of OPENAI_ORG_ID, OPENAI_PROJECT_ID and
+OPENAI_CUSTOM_HEADERS for whichever server, which are none of this one's business."""
 
 
 class Endpoint(ABC):
@@ -90,7 +96,8 @@ class HttpEndpoint(Endpoint):
 
     The client tries again, after about twice as long each time or after what the server asks for:
     failures of the network, 408, 409, 429 and 5xx, and answers that are not of the asked form.
-    Other refusals of the server are final.
+    Other refusals of the server are final, redirections too: nobody else is told what is asked.
+    Of the environment only the key and the proxies (HTTP_PROXY, NO_PROXY, ...) count.
     """
 
     config: EndpointConfig
@@ -102,10 +109,7 @@ class HttpEndpoint(Endpoint):
     ) -> list[str]:  # fmt: skip
         import openai
 
-        c = self.config
-        key = os.environ.get(c.api_key_env)
-        if c.api_key_env and not key:
-            raise InfrastructureError(f"endpoint {c.url}: the environment has no {c.api_key_env}")
+        c, key = self.config, self._key()
         try:
             answer = self._client.chat.completions.with_raw_response.create(
                 model=c.model, messages=cast(Any, messages), n=n, temperature=temperature,
@@ -119,21 +123,41 @@ class HttpEndpoint(Endpoint):
         except (openai.OpenAIError, BadAnswer) as error:
             raise InfrastructureError(f"endpoint {c.url}: {error.__cause__ or error}") from error
 
+    def _key(self) -> str:
+        name = self.config.api_key_env
+        key = os.environ.get(name, "").strip() if name else ""
+        if name and not key:
+            raise InfrastructureError(
+                f"endpoint {self.config.url}: the environment has no {name}, or an empty one"
+            )
+        if not (key.isascii() and key.isprintable()):  # and httpx's own words would show it
+            raise InfrastructureError(
+                f"endpoint {self.config.url}: expected printable ASCII characters in {name}"
+            )
+        return key
+
     @cached_property
     def _client(self) -> openai.OpenAI:
+        import httpx2
         import openai
 
         hooks: dict[str, list[Callable[..., Any]]] = {
             "request": [self._ask],
             "response": [self._hear],
         }
-        return openai.OpenAI(
-            base_url=self.config.url, api_key="none", timeout=self.config.timeout_s,
-            max_retries=self.config.retries,
-            http_client=openai.DefaultHttpxClient(event_hooks=hooks),
-        )  # fmt: skip
+        try:
+            return openai.OpenAI(
+                base_url=self.config.url, api_key="none", timeout=self.config.timeout_s,
+                max_retries=self.config.retries,
+                http_client=openai.DefaultHttpxClient(event_hooks=hooks, follow_redirects=False),
+            )  # fmt: skip
+        # a proxy of the environment without its package, certificates that are not there, a bad URL
+        except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
+            raise InfrastructureError(f"endpoint {self.config.url}: {error}") from error
 
     def _ask(self, request: httpx2.Request) -> None:
+        for name in set(request.headers) - SENT:
+            del request.headers[name]
         if before := int(request.headers["x-stainless-retry-count"]):
             tries = (before + 1, self.config.retries + 1)
             LOG.warning("endpoint %s is asked again (try %d of %d)", self.config.url, *tries)

@@ -362,9 +362,14 @@ class Engine:
         self.model.load_weights(named)  # type: ignore[operator]
 
     def weights_loaded(self) -> None:
-        """Say that the weights are all there again: a hollow engine wakes."""
+        """Say that the weights are all there again: a hollow engine wakes.
+
+        Raises:
+            OutOfMemory: with what to set lower.
+        """
         if self.state is State.HOLLOW:
-            self._engine.wake_up(["kv_cache"])
+            with explained("waking the engine", self._needs_less):
+                self._engine.wake_up(["kv_cache"])
             self.state = State.AWAKE
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:

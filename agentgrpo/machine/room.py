@@ -42,23 +42,26 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         trained: not only sampled from.
     """
     held = held_by(config, model)
-    card = hardware.gpu_memory_bytes() if held is not None and held.cuda else None
-    if held is None or (held.cuda and card is None):
+    if held is None:
         return
+    card = hardware.gpu_memory_bytes() if held.cuda else None
+    known = card is not None or not held.cuda
     total, free = hardware.memory_bytes() if card is None else (card, card)
     need = held.weights + held.kv_cache
-    yield Check(
-        "room for vLLM",
-        need <= free,
-        f"weights {held.weights / GIB:.2f} + KV cache {held.kv_cache / GIB:.2f} = "
-        f"{need / GIB:.2f} GiB are needed to start it, and {free / GIB:.2f} of {total / GIB:.2f} "
-        f"GiB are free{' on the card' if card else ''}",
-        f"a lower engine.kv_cache_gib (it is {config.engine.kv_cache_gib:g}), or a smaller model",
-        essential=True,
-    )
+    if known:
+        yield Check(
+            "room for vLLM",
+            need <= free,
+            f"weights {held.weights / GIB:.2f} + KV cache {held.kv_cache / GIB:.2f} = "
+            f"{need / GIB:.2f} GiB are needed to start it, and {free / GIB:.2f} of "
+            f"{total / GIB:.2f} GiB are free{' on the card' if card else ''}",
+            f"a lower engine.kv_cache_gib (it is {config.engine.kv_cache_gib:g}), or a smaller "
+            "model",
+            essential=True,
+        )
     if not trained:
         return
-    fits = held.peak <= (free if card is None else ALLOCATORS * card)
+    fits = not known or held.peak <= (free if card is None else ALLOCATORS * card)
     room = f"the {free / GIB:.1f} GiB that are free"
     if card is not None:
         room = f"{ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.rewards.answers import accepted_answers, exact_match, f1, math_equal
+from agentgrpo.rewards.answers import ARTICLES, accepted_answers, exact_match, f1, math_equal
 from agentgrpo.types import Rollout, Task
 
 Quality = Callable[[Rollout], float]
@@ -48,7 +48,7 @@ def says_yes(reply: str) -> bool | None:
 def judged(judge: Endpoint) -> Quality:
     """Quality by a model: 1.0 where it finds the answer equivalent to an accepted one.
 
-    A mathematically equal answer is not put to it. Its first verdict counts: asking until it agrees
+    An equal answer is not put to it. Its first verdict counts: asking until it agrees
     would count its mistakes as the policy's merits. It is asked again only while it gives none.
 
     Raises (when called):
@@ -59,7 +59,7 @@ def judged(judge: Endpoint) -> Quality:
         if rollout.answer is None:
             return 0.0
         accepted = accepted_answers(rollout.task)
-        if exact_match(rollout.answer, accepted) or math_equal(rollout.answer, accepted):
+        if _plain(rollout.answer) in map(_plain, accepted) or math_equal(rollout.answer, accepted):
             return 1.0
         prompt = JUDGE.format(
             question=question_of(rollout.task), accepted=accepted, answer=rollout.answer
@@ -76,6 +76,12 @@ def judged(judge: Endpoint) -> Quality:
         )
 
     return quality
+
+
+def _plain(text: str) -> list[str]:
+    """Without case, space and articles; not words(), to which x/2 and x*2 are the same."""
+    said = text.lower().split()
+    return [word for word in said if word not in ARTICLES] or said
 
 
 def conciseness(judge: Endpoint, text_of: Callable[[Rollout], str], *, votes: int = 10) -> Quality:

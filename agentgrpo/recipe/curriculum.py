@@ -259,7 +259,7 @@ def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> Path:
         The last stage's last checkpoint.
 
     Raises:
-        PartFailed: a part did not end well.
+        Stopped: a part did not end well.
         ValueError: the folder holds stages of other settings.
     """
     run_parts(
@@ -286,7 +286,7 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
     return 0
 
 
-def _work(recipe: RecipeConfig, args: argparse.Namespace) -> int:
+def _work(recipe: RecipeConfig, args: argparse.Namespace, begun: object) -> int:
     if args.part:
         stage, _, part = args.part.partition(".")
         return run_part(recipe, int(stage), part)

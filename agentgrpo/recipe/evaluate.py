@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | No
     write_text(folder / "report.md", text)
 
 
-def _work(config: RecipeConfig, args: argparse.Namespace) -> None:
+def _work(config: RecipeConfig, args: argparse.Namespace, begun: Callable[[], None]) -> None:
     if args.compare and not args.report:
         raise ValueError("--compare needs --report")
     before = None if args.compare is None else read_report(args.compare)
@@ -122,6 +123,7 @@ def _work(config: RecipeConfig, args: argparse.Namespace) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
         progress = Progress(config.steps, console)
         with contextlib.closing(build_player(config, progress=progress)) as player:
+            begun()
             made = evaluate_recipe(config, player)
         if parallel.rank() > 0:
             return
@@ -140,7 +142,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, play, print. Returns the exit status."""
-    return command("evaluate", __doc__, arguments, _work, _options)
+    then = "The same command begins again."
+    return command("evaluate", __doc__, arguments, _work, _options, then=then)
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def run(recipe: RecipeConfig) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     """Parse the command line, run the flywheel. Returns the exit status."""
 
-    def work(recipe: RecipeConfig, args: object) -> None:
+    def work(recipe: RecipeConfig, *_: object) -> None:
         run(recipe)
 
     return command("flywheel", __doc__, arguments, work)

@@ -15,14 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import flat, require_same_settings
-
-
-class PartFailed(ValueError):
-    """A part's process ended with an error, which it has printed itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ def run_parts(
         The seconds that each part has taken, in this call or an earlier one.
 
     Raises:
-        PartFailed: a part did not end well.
+        Stopped: a part did not end well.
         ValueError: the folder holds work of other settings.
     """
     recipe.out_dir.mkdir(parents=True, exist_ok=True)
@@ -83,7 +80,7 @@ def run_parts(
         output = subprocess.DEVNULL if part.quiet else None
         status = subprocess.run(command, stdout=output, check=False).returncode
         if status:
-            raise PartFailed(f"{part.name} ended with status {status}")
+            raise Stopped(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
     return seconds

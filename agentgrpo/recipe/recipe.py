@@ -59,7 +59,7 @@ def run(recipe: RecipeConfig, arguments: Sequence[str]) -> dict[str, Any]:
     """Do the parts that are left, with these command-line arguments; returns the report.
 
     Raises:
-        PartFailed: a part did not end well.
+        Stopped: a part did not end well.
         ValueError: the folder holds another recipe's work, or the stages start from elsewhere.
     """
     if recipe.curriculum.start != "sft":
@@ -162,7 +162,7 @@ def _by_kind(reports: dict[str, Any]) -> list[list[str]]:
     return [[kind, *(cell(part, kind) for part in MEASURED)] for kind in kinds]
 
 
-def _work(recipe: RecipeConfig, args: argparse.Namespace) -> None:
+def _work(recipe: RecipeConfig, args: argparse.Namespace, begun: object) -> None:
     print(markdown(run(recipe, [args.config, *args.overrides])))  # noqa: T201
     print(f"everything is in {recipe.out_dir}")  # noqa: T201
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,8 +248,12 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
     )
 
 
-def finetune(recipe: RecipeConfig) -> Path:
+def finetune(recipe: RecipeConfig, begun: Callable[[], object] = lambda: None) -> Path:
     """Fine-tune as the recipe says, from the newest checkpoint in out_dir/sft if there is one.
+
+    Args:
+        recipe: the settings.
+        begun: called before the first step.
 
     Returns:
         The last checkpoint.
@@ -289,6 +293,7 @@ def finetune(recipe: RecipeConfig) -> Path:
             state = folder / checkpoint.STATE
             learner.save_state(state, log_offsets=log.offsets(), sft=about)
 
+        begun()
         for step in range(learner.step_count, steps):
             indices = batch_of(step, len(examples), sft.batch_size, config.seed)
             metrics = learn(learner, [examples[i] for i in indices], config)
@@ -307,8 +312,8 @@ def finetune(recipe: RecipeConfig) -> Path:
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
 
-    def work(recipe: RecipeConfig, args: object) -> None:
-        finetune(recipe)
+    def work(recipe: RecipeConfig, args: object, begun: Callable[[], None]) -> None:
+        finetune(recipe, begun)
 
     return command("sft", __doc__, arguments, work)
 

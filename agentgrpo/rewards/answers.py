@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
-from agentgrpo.rewards.formulas import Comparison, compare
+from agentgrpo.rewards.formulas import TOO_MUCH, Comparison, compare
 from agentgrpo.types import Task
 
 NUMBER = re.compile(
@@ -95,8 +95,9 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     number, expected = only_number(answer), only_number(wanted)
     if number is not None and expected is not None:
         return Comparison(wanted_read=True, said_read=True, equal=number == expected)
-    wanted_read, said_read, equal = compare(_as_formula(wanted), answer)
-    if not equal and answer != _as_formula(answer):
+    seen = compare(_as_formula(wanted), answer)
+    wanted_read, said_read, equal = seen
+    if not equal and seen is not TOO_MUCH and answer != _as_formula(answer):
         equal = compare(_as_formula(wanted), _as_formula(answer)).equal
     return Comparison(wanted_read, said_read or equal, equal)
 
@@ -113,20 +114,37 @@ def _as_formula(text: str) -> str:
 # -- words -----------------------------------------------------------------------------------------
 
 
+ARTICLES = ("a", "an", "the")
+APART = re.compile(r"(?<=\d)(?!\.\d|,\d{3}(?!\d))[^\w\s]+(?=\d)")
+"""What stands between two numbers: 3/4, 2001-09-11; in 1.5 and 1,234 it is part of one."""
+PUNCTUATION = re.compile(
+    r"""
+    ( (?<= \d ) \. (?= \d )                             # of a number: it stays
+    | (?<! [\w)\].] ) (?: - (?= \.?\d ) | \. (?= \d ) )
+    )
+    | [^\w\s] | _
+    """,
+    re.VERBOSE,
+)
+
+
 def words(text: str) -> list[str]:
     """The words that answers are compared by: without case, punctuation and articles (SQuAD's).
 
-    >>> words("The  U.S. Open,")
-    ['us', 'open']
+    Numbers keep sign and decimal point. Where nothing else is left, articles stay, or punctuation.
+
+    >>> words("The  U.S. Open,"), words("-1,234.5 to 3/4"), words("A")
+    (['us', 'open'], ['-1234.5', 'to', '3', '4'], ['a'])
     """
-    kept = "".join(c for c in text.lower() if c.isalnum() or c.isspace())
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    lower = text.lower().replace("\N{MINUS SIGN}", "-")
+    said = PUNCTUATION.sub(lambda found: found[1] or "", APART.sub(" ", lower)).split()
+    return [word for word in said if word not in ARTICLES] or said or lower.split()
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:
     """Overlap of words(), harmonic mean of precision and recall; the best of all accepted.
 
-    1.0 is an exact match up to the order of the words; two answers without words are equal.
+    1.0 is an exact match up to the order of the words.
 
     >>> f1("James Madison Jr", ["james madison"])
     0.8

@@ -323,7 +323,7 @@ def stale_of(parent: Path) -> Iterator[Path]:
     """What owners that no longer run have left in a directory, named OWNER.pid.starttime.more."""
     for path in parent.glob(f"{OWNER}.*"):
         pid, start = (*path.name.removeprefix(f"{OWNER}.").split("."), "")[:2]
-        if pid.isdigit() and start.isdigit() and start_time(int(pid)) != start:
+        if pid.isdecimal() and start.isdecimal() and start_time(int(pid)) != start:
             yield path
 
 

@@ -45,7 +45,7 @@ def check_output(
     """
     python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
     path = os.pathsep.join(shown_site_dirs(pool.template))
-    with Sandbox.create(pool=pool) as sandbox:
+    with Sandbox.create(pool=pool, timeout=timeout_s + 60.0) as sandbox:  # later than the program
         sandbox.files.write("main.py", code)
         command = f"exec {shlex.join(python)}"
         started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)

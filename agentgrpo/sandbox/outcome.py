@@ -62,9 +62,8 @@ def show_answer(raw: RawStep, result: StepResult) -> None:
     Raises:
         Malformed: it is not of the form that guest/repl.py sends.
     """
-    _, (kind, *rest) = decode(raw[6] or b"")
-    few = len(rest) < MAX_FIELDS
-    if kind in (b"ok", b"more") and few and (len(rest) < 2 or len(rest) % 2 == 1):
+    _, (kind, *rest) = decode(raw[6] or b"", most=MAX_FIELDS)
+    if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
         status = StepStatus.OK
         result.more = kind == b"more"
         if rest:

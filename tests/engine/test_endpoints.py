@@ -38,15 +38,18 @@ def server() -> Iterator[Any]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             made.seen.append((self.path, self.headers.get("Authorization"), body))
+            made.headers.append(dict(self.headers))
             status, answer = made.answers.pop(0)(body)
             self.send_response(status)
+            if status in (301, 302, 307, 308):
+                self.send_header("Location", f"http://localhost:{made.server_port}/elsewhere")
             self.end_headers()
             self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
         def log_message(self, *args: Any) -> None: ...
 
     made: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.answers, made.seen = [], []
+    made.answers, made.seen, made.headers = [], [], []
     thread = threading.Thread(target=made.serve_forever, args=(0.01,))
     thread.start()
     yield made
@@ -98,6 +101,62 @@ def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("SOME_KEY")
     with pytest.raises(InfrastructureError, match="has no SOME_KEY"):
         asked.complete(USER)
+
+
+def test_a_server_is_told_nothing_that_is_openais(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "API_KEY ADMIN_KEY ORG_ID PROJECT_ID WEBHOOK_SECRET"
+    for name in names.split():
+        monkeypatch.setenv(f"OPENAI_{name}", "sk-hidden")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/hidden")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Mine: hidden\nAuthorization: hidden")
+    server.answers = [echo]
+    assert endpoint(server).complete(USER) == ["hi 0"]
+    assert "hidden" not in str(server.headers + server.seen)
+    assert not [name for name in server.headers[0] if name.lower().startswith("openai")]
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_nobody_else_is_asked(server: Any, status: int) -> None:
+    server.answers = [lambda body: (status, b"over there"), echo]
+    with pytest.raises(InfrastructureError, match=f"HTTP {status}: over there"):
+        endpoint(server).complete(USER)
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("key", ["sk-hid\nden", "sk-hiddén", "sk-\x01hidden"])
+def test_a_key_that_cannot_be_sent_is_not_shown(
+    server: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("SOME_KEY", key)
+    with pytest.raises(
+        InfrastructureError, match=r"expected printable ASCII .* in SOME_KEY"
+    ) as seen:
+        endpoint(server, api_key_env="SOME_KEY").complete(USER)
+    assert "hid" not in str(seen.value)
+    monkeypatch.setenv("SOME_KEY", "sk-1\n")  # as `cat` has it
+    server.answers = [echo]
+    endpoint(server, api_key_env="SOME_KEY").complete(USER)
+    assert server.seen[-1][1] == "Bearer sk-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("HTTP_PROXY", "no-scheme:x"),
+        ("SSL_CERT_FILE", "/no"),
+    ],
+)
+def test_an_environment_without_a_way_out_is_an_infrastructure_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for known in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InfrastructureError, match=r"endpoint http://127\.0\.0\.1:9/v1: "):
+        endpoint(9, retries=0).complete(USER)
 
 
 @pytest.mark.parametrize("status", [429, 408, 500, 503])

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
-from agentgrpo.engine.engine import Engine
+from agentgrpo.engine.engine import Engine, State
 from agentgrpo.engine.start import to_sample
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.preflight import to_learn
@@ -118,6 +119,18 @@ def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> N
 def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named() -> None:
     said = to_sample(EngineConfig())
     assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
+
+
+def test_a_hollow_engine_says_what_its_cache_needs_less_of() -> None:
+    """After level 2 of sleep the cache wakes by itself, when the weights are there."""
+    hollow = Engine.__new__(Engine)
+    hollow.state, hollow._config = State.HOLLOW, EngineConfig(sleep_level=2, weights="copy")
+    hollow._engine = cast(Any, SimpleNamespace(wake_up=lambda tags: sleeping_allocator()))
+    with pytest.raises(
+        OutOfMemory, match=r"^out of memory while waking the engine: a lower engine"
+    ):
+        hollow.weights_loaded()
+    assert hollow.state is State.HOLLOW, "it can be asked again"
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -39,6 +39,7 @@ from agentgrpo.rewards.answers import (
     math_equal,
     same_mathematics,
 )
+from agentgrpo.rewards.formulas import TOO_MUCH
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 MakeRollout = Callable[..., Rollout]
@@ -55,7 +56,7 @@ def task(name: str = "t", **spec: Any) -> Task:
         (f1, "The Beatles", ["beatles"], 1.0),
         (f1, "yes", ["no"], 0.0),
         (f1, "", ["no"], 0.0),
-        (f1, "the", ["a"], 1.0),
+        (f1, "", [""], 1.0),
         (f1, "Paris, France", ["Paris France"], 1.0),
         (f1, "U.S.", ["us"], 1.0),
         (f1, "New York City", ["Boston", "New York"], 0.8),
@@ -64,6 +65,9 @@ def task(name: str = "t", **spec: Any) -> Task:
         (exact_match, " The  Beatles ", ["Queen", "beatles"], 1.0),
         (exact_match, "beatles band", ["beatles"], 0.0),
         (exact_match, "band the beatles", ["beatles band"], 0.0),
+        (exact_match, "1,234.5%", ["1234.5"], 1.0),
+        (exact_match, "covid-19, 5.", ["COVID19 5"], 1.0),
+        (exact_match, "2001-09-11", ["2001/09/11"], 1.0),
         (math_equal, "1,234", ["1234.0"], 1.0),
         (math_equal, "36.0000001", ["36"], 0.0),
         (math_equal, r"\frac{1}{2}", ["0.5"], 1.0),
@@ -84,10 +88,38 @@ def test_S3_10_answers_are_compared(
     assert compare(answer, accepted) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("answer", "accepted"),
+    [
+        ("5", "-5"), ("5", "\N{MINUS SIGN}5"), ("15", "1.5"), ("5", ".5"), ("34", "3/4"),
+        ("12", "1,2"), ("1000", "1.000"), ("1030", "10:30"), ("56", "5..6"),
+        ("the", "a"), ("", "A"), ("+", "-"), ("", "!"),
+    ],
+)  # fmt: skip
+def test_what_punctuation_and_articles_tell_apart_is_not_the_same(
+    answer: str, accepted: str
+) -> None:
+    assert exact_match(answer, [accepted]) == exact_match(accepted, [answer]) == 0.0
+    assert f1(answer, [accepted]) == 0.0
+
+
 def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgrpo.rewards.answers.compare", None)
     assert same_mathematics("1000.0", "1,000") == (True, True, True)
     assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1_000.", "1001")] == [1.0, 1.0, 0.0]
+
+
+def test_what_was_too_much_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of the CPU each time, and an answer chooses them."""
+    asked = []
+
+    def compare(wanted: str, said: str) -> Any:
+        asked.append(said)
+        return TOO_MUCH
+
+    monkeypatch.setattr("agentgrpo.rewards.answers.compare", compare)
+    assert same_mathematics("9^{9^9}", "x") == TOO_MUCH
+    assert len(asked) == 1
 
 
 def test_a_formula_without_dollars_is_read_where_it_is_equal() -> None:
@@ -121,6 +153,10 @@ def test_S3_10_judge(rollout: MakeRollout) -> None:
     assert quality(played) == 1.0  # equal: the judge is not asked (its replies are used up)
     played.answer = None
     assert quality(played) == 0.0
+    for said, accepted in [("x+1", "x-1"), ("x/2", "x*2"), ("5", "-5"), ("C++", "C"), ("the", "A")]:
+        replies = ["Incorrect"]
+        assert quality(rollout(task=task(answer=accepted), answer=said)) == 0.0
+        assert not replies, "asked, since they differ"
 
 
 @pytest.mark.parametrize(("yes", "expected"), [(0, 1.0), (4, 1.0), (5, 1.0), (6, 0.0), (10, 0.0)])

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.command import CONTINUE
+from agentgrpo.command import CONTINUE, Stopped
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.measures.report import report
+from agentgrpo.recipe import evaluate as evaluation
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.recipe.parts import PartFailed, command
+from agentgrpo.recipe.parts import command
 from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.sandbox import SandboxUnavailable
 from tests.measures.test_measures import rows
@@ -125,7 +126,7 @@ def test_a_failed_part_is_where_it_goes_on(
     recipe = make_recipe(tmp_path)
     with monkeypatch.context() as patch:
         before = fake_parts(recipe, patch, fails_at)
-        with pytest.raises(PartFailed, match=f"{fails_at} ended with status 2"):
+        with pytest.raises(Stopped, match=f"{fails_at} ended with status 2"):
             recipes.run(recipe, ["r.toml"])
         assert list(before)[-1] == fails_at
     after = fake_parts(recipe, monkeypatch)
@@ -177,18 +178,55 @@ def test_other_settings_and_other_starts_are_refused(
         (InfrastructureError("down"), 3, f"error: down. {CONTINUE}"),
         (RewardError("f failed"), 3, f"error: f failed. {CONTINUE}"),
         (FloatingPointError("nan"), 1, f"error: nan. {CONTINUE}"),
+        (MemoryError(), 1, f"error: out of memory. {CONTINUE}"),
         (KeyboardInterrupt(), 130, f"interrupted. {CONTINUE}"),
+        (Stopped("sft", 3), 3, f"error: sft ended with status 3. {CONTINUE}"),
+        (Stopped("sft", -9), 137, f"error: sft ended with status -9. {CONTINUE}"),
     ],
 )
 def test_what_stops_a_command_is_one_line_and_a_status(
     capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
 ) -> None:
-    def work(recipe: RecipeConfig, args: Any) -> int:
+    def work(recipe: RecipeConfig, args: Any, begun: Any) -> int:
+        raise error
+
+    def later(recipe: RecipeConfig, args: Any, begun: Any) -> int:
+        begun()
         raise error
 
     assert command("sft", None, ["quickstart"], work) == status
     assert capsys.readouterr().err == f"{said}\n"
-    assert command("sft", None, ["quickstart"], lambda recipe, args: 7) == 7
+    assert command("sft", None, ["quickstart"], later, then="Again.") == (
+        1 if status == 2 else status
+    )
+    assert capsys.readouterr().err == f"{said.removesuffix(f'. {CONTINUE}')}. Again.\n"
+    assert command("sft", None, ["quickstart"], lambda *_: 7) == 7
+
+
+@pytest.mark.parametrize(("fails", "status"), [(None, 2), ("play", 1), ("write", 1)])
+def test_an_evaluation_says_whether_it_had_begun(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fails: str | None,
+    status: int,
+) -> None:
+    def build_player(*_: Any, **__: Any) -> Any:
+        if fails is None:
+            raise ValueError("no model")
+        return SimpleNamespace(close=lambda: None)
+
+    def play(*_: Any) -> dict[str, Any]:
+        if fails == "play":
+            raise ValueError("no memory")
+        return {"model": "m"}
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(evaluation, "build_player", build_player)
+    monkeypatch.setattr(evaluation, "evaluate_recipe", play)
+    report = str(tmp_path / "file" / "report")
+    assert evaluation.main(["quickstart", "--report", report]) == status
+    assert ("begins again" in capsys.readouterr().err) == (status == 1)
 
 
 def test_every_command_has_a_dry_run(

@@ -1,8 +1,10 @@
 """What tries to look right without being right does not pass."""
 
+from typing import Any
+
 import pytest
 
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import Sandbox, SandboxPool
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests
 
 pytestmark = pytest.mark.nsjail
@@ -92,6 +94,20 @@ def test_program_output(pool: SandboxPool) -> None:
     code = "print(sum(map(int, input().split())))"
     cases = [("1 2\n", "3"), ("5 6\n", "11\n"), ("1 1\n", "3")]
     assert [v.passed for v in check_all(pool, code, cases)] == [True, True, False]
+
+
+def test_a_sandbox_outlives_the_time_of_its_program(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, asked = Sandbox.create, []
+
+    def recording(**options: Any) -> Sandbox:
+        asked.append(options.get("timeout", 300.0))
+        return create(**options)
+
+    monkeypatch.setattr(Sandbox, "create", recording)
+    assert check_output(pool, "print(3)", "3", timeout_s=1000.0).passed
+    assert asked[0] > 1000.0
 
 
 @pytest.mark.parametrize(

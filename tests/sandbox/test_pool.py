@@ -20,7 +20,7 @@ from agentgrpo.sandbox import (
     StepStatus,
     Template,
 )
-from agentgrpo.sandbox.cgroup import OWNER, V2, ControlGroup, _mounted, remove_stale
+from agentgrpo.sandbox.cgroup import OWNER, V2, ControlGroup, _mounted, remove_stale, stale_of
 from agentgrpo.sandbox.errors import TemplateUnavailable
 from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
@@ -206,6 +206,13 @@ def test_every_session_of_a_root_zygote_has_a_user_of_its_own() -> None:
         assert len(set(users)) == 6, "those of two zygotes too"
         for session in sessions:
             session.close()
+
+
+def test_what_others_name_alike_is_no_owners(tmp_path: Path) -> None:
+    """In a directory that all may write to."""
+    for name in ("\N{SUPERSCRIPT TWO}.1", "1.\N{SUPERSCRIPT TWO}.x", "", "1", "x.1", "-1.1"):
+        Path(tmp_path, f"{OWNER}.{name}").mkdir()
+    assert not list(stale_of(tmp_path))
 
 
 def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:

@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentgrpo.sandbox.guest import wire
-from agentgrpo.sandbox.outcome import Ending
+from agentgrpo.sandbox.outcome import MAX_FIELDS, Ending, show_answer
+from agentgrpo.sandbox.result import StepResult, StepStatus
 
 ROOT = Path(__file__).parents[2]
 GUEST = Path(wire.__file__).parent
@@ -47,11 +49,23 @@ def test_a_frame_is_what_the_description_says() -> None:
     "frame",
     [FRAME[:-1], FRAME[:12], FRAME + b"\0", FRAME[:8] + b"\xff" * 4 + FRAME[12:],
      FRAME[:8] + b"\2\0\0\0" + FRAME[12:], FRAME[:12] + b"\xff" * 4 + FRAME[16:],
-     FRAME[:8] + bytes(4)],
+     FRAME[:8] + bytes(4), *(FRAME[:size] for size in (0, 3, 4, 11))],
 )  # fmt: skip
 def test_lengths_that_do_not_add_up_are_malformed(frame: bytes) -> None:
     with pytest.raises(wire.Malformed):
         wire.decode(frame, 4)
+
+
+def test_fields_beyond_a_bound_are_malformed_before_any_is_made() -> None:
+    assert wire.decode(FRAME, 4, 3) == wire.decode(FRAME, 4)
+    with pytest.raises(wire.Malformed, match="3 fields"):
+        wire.decode(FRAME, 4, 2)
+    many = wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS - 1))
+    raw: Any = (Ending.ANSWERED, False, 0.0, None, None, b"", many[4:], 0, 0, 0)
+    show_answer(raw, StepResult(status=StepStatus.OK))
+    raw = (*raw[:6], wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS + 1))[4:], *raw[7:])
+    with pytest.raises(wire.Malformed, match=f"{MAX_FIELDS + 2} fields"):
+        show_answer(raw, StepResult(status=StepStatus.OK))
 
 
 def test_the_c_side_has_the_same_numbers() -> None:

@@ -59,16 +59,20 @@ def encode(number: int, fields: list[bytes]) -> bytes:
     return b"".join(parts)
 
 
-def decode(frame: bytes, at: int = 0) -> tuple[int, list[bytes]]:
+def decode(frame: bytes, at: int = 0, most: int = 2**32) -> tuple[int, list[bytes]]:
     """Number and fields of a frame whose first length ends at that place.
 
     Raises:
-        Malformed: the lengths do not add up.
+        Malformed: the lengths do not add up, or there are more fields than that.
     """
+    end = len(frame)
+    if at + 8 > end:
+        raise Malformed("truncated")
     number, count = unpack_head(frame, at)
+    if count > most:  # of what comes from inside none is made before that is known
+        raise Malformed(f"{count} fields")
     fields: list[bytes] = []
     at += 8
-    end = len(frame)
     while count:
         if at + 4 > end:
             raise Malformed("truncated")
