@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.build import Player, build, start_engine
+from agentgrpo.build import Player, build, build_player
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
@@ -40,7 +40,6 @@ from agentgrpo.rewards.scoring import score_all
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.records import read_rollout, rollout_record
-from agentgrpo.stage import set_stage
 from agentgrpo.train import run
 from agentgrpo.types import Group, Task
 
@@ -280,9 +279,8 @@ def run_part(recipe: RecipeConfig, stage: int, part: str) -> int:
             finish_stage(recipe, stage)
         return status
     config = recipe.of_run(model=start_model(recipe, stage))
-    played = set_stage(config, trained=False)
-    with contextlib.closing(start_engine(config, played)) as player:
-        select(recipe, stage, player, played.training_tasks(config))
+    with contextlib.closing(build_player(config)) as player:
+        select(recipe, stage, player, player.training_tasks(config))
     return 0
 
 
