@@ -24,8 +24,8 @@ def objective_of(config: LossConfig) -> Objective:
     """The kernels' options of a config, a loss of the user's own loaded and tried.
 
     Raises:
-        ValueError: there is no such function, it fails on three tokens, or gives no loss per token
-            with a gradient; names the key.
+        ValueError: there is no such function, it fails on three tokens, or gives no finite loss per
+            token with a gradient; names the key.
     """
     if ":" not in config.loss_type:
         return config
@@ -48,16 +48,25 @@ def _try(objective: Objective) -> None:
     """Compute a small loss and its gradient, so that a wrong function ends no run later."""
     import torch  # which nothing needs before the model, but this
 
-    from agentgrpo.kernels.grpo_loss import grpo_loss
+    from agentgrpo.kernels.grpo_loss import prepare
+    from agentgrpo.kernels.grpo_reference import importance, term
 
+    # two at a ratio of 1, as all are in the first update of a step: often its only one
     logp = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
-    old, sequence = logp.detach() - 0.1, torch.tensor([0, 0, 1])
-    loss, _ = grpo_loss(
-        logp, old, torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), objective, ref_logp_N=old,
-        sampler_logp_N=old, entropy_N=-old, sequence_N=sequence, backend="torch",
+    old, sequence = logp.detach() - torch.tensor([0.0, 0.1, 0.0]), torch.tensor([0, 0, 1])
+    batch = prepare(
+        objective, logp, old, torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), mask_N=None,
+        ref_logp_N=old, sampler_logp_N=old, entropy_N=-old, sequence_N=sequence,
     )  # fmt: skip
-    if not loss.requires_grad:
+    losses = term(batch, objective, importance(batch, objective))
+    if not losses.requires_grad:
         raise ValueError("its result has no gradient")
+    (slope,) = torch.autograd.grad(losses.sum(), logp)
+    for name, values in (("losses are", losses), ("gradient is", slope)):
+        if not values.isfinite().all():
+            raise ValueError(f"its {name} {values.tolist()}; expected finite numbers")
+    if not slope.any():
+        raise ValueError("its gradient is 0 for every token, so that nothing would be learned")
 
 
 def reads_whole_rollouts(config: LossConfig) -> bool:

@@ -77,6 +77,15 @@ def total(batch, objective, ratio):
 def broken(batch, objective, ratio):
     return batch.reward
 
+def flat(batch, objective, ratio):
+    return 0 * ratio
+
+def steep(batch, objective, ratio):
+    return (ratio - ratio.detach()).abs().sqrt() * batch.advantage
+
+def nowhere(batch, objective, ratio):
+    return ratio * float("nan")
+
 def two(batch, objective):
     return batch.logp
 

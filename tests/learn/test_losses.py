@@ -158,6 +158,9 @@ def test_options_that_do_not_go_together_name_the_key(
         ("no_such_module:grpo", "no_such_module"),
         ("own_losses:number", "number"),
         ("own_losses:constant", "its result has no gradient"),
+        ("own_losses:flat", "its gradient is 0 for every token"),
+        ("own_losses:steep", r"its gradient is \[.*nan.*\]; expected finite numbers"),
+        ("own_losses:nowhere", r"its losses are \[nan, nan, nan\]; expected finite numbers"),
         ("own_losses:total", "expected a loss per term, .torch.float32, .3,"),
         ("own_losses:broken", "AttributeError"),
         ("own_losses:two", "TypeError"),
@@ -167,7 +170,7 @@ def test_a_wrong_loss_of_ones_own_is_named_before_a_model_is_loaded(
     tmp_path: Path, name: str, message: str
 ) -> None:
     config = TrainConfig(
-        model="no such model", out_dir=tmp_path / "out", loss=LossConfig(loss_type=name)
+        model="no such model", out_dir=tmp_path / "out", loss=LossConfig(loss_type=name, beta=0.1)
     )
     for start in (build, planned):
         with pytest.raises(ValueError, match=rf"loss\.loss_type.*{message}"):
