@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import pydantic
 
@@ -25,6 +25,7 @@ from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.read import load_callable
+from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
 from agentgrpo.machine.packages import require_library
 from agentgrpo.models.chat import ChatTemplate
@@ -188,7 +189,8 @@ def checked_options(section: str, kind: str, options: Mapping[str, Any]) -> dict
 def _checked(prefix: str, option: Option, value: Any) -> Any:
     settings = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        reader = pydantic.TypeAdapter(dict[str, option.annotation], config=settings)  # type: ignore[name-defined]
+        kind = Annotated[dict[str, option.annotation], AsWritten]  # type: ignore[name-defined]
+        reader = pydantic.TypeAdapter(kind, config=settings)
     except pydantic.PydanticUserError:  # an annotation that says nothing to pydantic
         return value
     try:

@@ -128,6 +128,16 @@ def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
             {"kind": f"{__name__}:Echo", "options": {"times": 0}},
             r"^env\.options\.times: expected at least 1, got 0",
         ),
+        (
+            {},
+            {"kind": f"{__name__}:Echo", "options": {"times": True}},
+            r"^env\.options\.times: .*valid integer, got True",
+        ),
+        (
+            {},
+            {"kind": f"{__name__}:Echo", "options": {"times": "2"}},
+            r"^env\.options\.times: .*valid integer, got '2'",
+        ),
         ({}, {"kind": f"{__name__}:config"}, "env.kind: .* lacks reset"),
         ({}, {"options": {"style": "x"}}, r"env\.options\.style: .* 'terminal' or .*, got 'x'"),
         ({}, {"options": {"max_chars": 1}}, r"^env\.options\.max_chars: .* at least 2, got 1"),

@@ -38,7 +38,7 @@ class RewardConfig(Section):
     (rewards/efficiency.py). This one: how much a tool call above the group's mean costs."""
     sigma_length: Annotated[float, Field(ge=0)] = 0.0
     """How much a standard deviation of sampled tokens above the group's mean costs."""
-    decay_sigmas: pydantic.StrictBool = True
+    decay_sigmas: bool = True
     """Both sigmas fall linearly to 0 at the run's last step."""
 
     functions: dict[str, float] = {}
@@ -133,9 +133,9 @@ class LearnerConfig(Section):
     rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, gmpo,
     vespo, sequence and geometric corrections, the off-policy mask) all rows of a rollout must fit;
     one that does not is named, and the run stops before the update."""
-    gradient_checkpointing: pydantic.StrictBool = False
+    gradient_checkpointing: bool = False
     """Keep the layers' inputs only and compute the rest again in the backward pass."""
-    offload_optimizer: pydantic.StrictBool = False
+    offload_optimizer: bool = False
     """CUDA: the optimizer's state waits in host memory while rollouts are generated."""
 
     @pydantic.model_validator(mode="after")
@@ -165,8 +165,6 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
     loss_type: str = "dapo"
     """A name of the table in docs/losses.md, or `module:function`: a token loss of your own. Also
     chooses the normaliser."""
-    use_bias_correction_kl: pydantic.StrictBool = True
-    vllm_importance_sampling_correction: pydantic.StrictBool = True
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Train on this share of the step's tokens only, those of highest entropy. Counted among the
     tokens that are laid out: those of rollouts without an advantage are not (TRL counts them)

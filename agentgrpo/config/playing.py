@@ -17,7 +17,7 @@ class EngineConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""
-    max_model_len: Annotated[int, Field(ge=128, strict=True)] = 1024
+    max_model_len: Annotated[int, Field(ge=128)] = 1024
     """Tokens of a whole rollout: prompt, turns and observations."""
     max_num_seqs: Positive = 128
     """Rollouts decoded at once."""
@@ -185,7 +185,7 @@ class RolloutConfig(Section):
     arXiv:2503.14476, 3.2); 0 never refills."""
     max_refills: NotNegative = 1
     """Extra rounds of sampling per step at most."""
-    deterministic: pydantic.StrictBool = False
+    deterministic: bool = False
     """Wait for every running tool before the next engine step, so that a run repeats bit by bit.
     Costs the slowest tool call of each engine step. Without it each request's seed repeats, and
     with it its tokens, but for rounding that differs with the batch it is computed in."""
@@ -276,9 +276,9 @@ class SandboxConfig(Section):
     tools: Path | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.options.show_tools)."""
-    stateless: pydantic.StrictBool = False
+    stateless: bool = False
     """Every code step starts anew: no variables and no files of the step before."""
-    allow_degraded: pydantic.StrictBool = False
+    allow_degraded: bool = False
     """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
 
 

@@ -120,7 +120,7 @@ class CurriculumConfig(Section):
     """Candidates played between two records on disk: what a kill costs at most."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
     """Optimizer steps of each stage; the last number stands for all further ones."""
-    by_kind: pydantic.StrictBool = False
+    by_kind: bool = False
     """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
     that are right or wrong, whose correctness varies more."""
     sampling: Literal["shuffle", "difficulty"] = "shuffle"

@@ -5,17 +5,35 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
 
-Positive = Annotated[int, Field(ge=1, strict=True)]
-NotNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Section(pydantic.BaseModel):
-    """A frozen group of settings that knows no other keys; its numbers are finite."""
+class AsWritten:
+    """Marks a type in which true is no number, "1" neither, and 1 not true."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return _as_written(handler(source))
+
+
+def _as_written(schema: Any) -> Any:
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_as_written, schema))
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: x if key == "default" else _as_written(x) for key, x in schema.items()}
+    strict = {"strict": True} if schema.get("type") in ("bool", "int", "float") else {}
+    return inner | strict
+
+
+class Section(AsWritten, pydantic.BaseModel):
+    """A frozen group of settings that knows no other keys and converts none; numbers are finite."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -11,6 +11,7 @@ import pytest
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.read import RECIPE_SECTIONS, load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.settings import settings
 
 LEAST = "model = 'm'\nout_dir = 'o'\n"
 
@@ -87,6 +88,30 @@ def test_a_wrong_override_is_refused_by_its_name(toml: Path, override: str, mess
     toml.write_text("steps = 3\n" + LEAST)
     with pytest.raises(ValueError, match=message.replace("unknown key", "unknown config key")):
         load_config(toml, [override])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("number", "true", "number"),
+        ("number", "'1'", "number"),
+        ("whole number", "true", "integer"),
+        ("whole number", "200.0", "integer"),
+        ("whole number", "'200'", "integer"),
+        ("true or false", "1", "boolean"),
+        ("true or false", "yes", "boolean"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_and_not_converted(
+    toml: Path, kind: str, value: str, expected: str
+) -> None:
+    keys = [f"{s.section}.{s.key}".lstrip(".") for s in settings() if s.kind.startswith(kind)]
+    assert len(keys) > 9
+    with pytest.raises(ValueError, match="config key") as caught:
+        load_config(toml, [f"{key}={value}" for key in keys])
+    lines = str(caught.value).splitlines()
+    assert {line.partition(": ")[0] for line in lines} == {f"config key {key}" for key in keys}
+    assert all(f"a valid {expected}, got " in line for line in lines)
 
 
 def test_every_mistake_is_named_at_once(toml: Path) -> None:
