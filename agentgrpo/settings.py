@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import re
 import sys
 import textwrap
@@ -170,16 +171,20 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | Path):
-        text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{text}"'
+        # JSON's escapes are TOML's, but that TOML has no bare DEL
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{key} = {toml(item)}" for key, item in value.items())
+        inner = ", ".join(f"{_key(key)} = {toml(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, BaseModel):
         return toml(value.model_dump())
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
     return str(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)
 
 
 def _kind(field: FieldInfo) -> str:
@@ -195,7 +200,7 @@ def _named(kind: Any) -> str:
         bounds = _bounds([piece for extra in arguments[1:] for piece in _pieces(extra)])
         return f"{_named(arguments[0])} {bounds}".strip()
     if origin is Literal:
-        return " or ".join(f'"{choice}"' for choice in arguments)
+        return " or ".join(map(toml, arguments))
     if origin in (UnionType, Union):
         return " or ".join(_named(part) for part in arguments if part is not NoneType)
     if origin in (tuple, list, abc.Sequence):

@@ -47,6 +47,7 @@ def test_kinds_bounds_and_defaults_are_in_the_page() -> None:
     for row in (
         "| `model` | text | must be given |",
         "| `group_size` | whole number ≥ 2 | `8` |",
+        "| `sleep_level` | 1 or 2 | `1` |",
         '| `weights` | "auto" or "shared" or "copy" | `"auto"` |',
         "| `timeout_s` | number > 0, ≤ 3600 | `5.0` |",
         "| `levels` | list of: whole number ≥ 1, ≤ 4 | `[1, 2]` |",
@@ -73,9 +74,12 @@ def test_a_commented_config_refuses_a_key_that_does_not_exist() -> None:
         as_toml({"model": "m", "out_dir": "o", "rollout.nosuch": 1})
 
 
-@pytest.mark.parametrize(
-    "value",
-    ['a"b\\c\nd', True, 1.5, [1, 2], {"a": 1, "b": ["x"]}, [], {}, [[{"role": "user"}]], 1e-6],
-)
+VALUES = [
+    'a"b\\c\nd', True, 1.5, [1, 2], {"a": 1, "b": ["x"]}, [], {}, [[{"role": "user"}]], 1e-6,
+    "\x1b[0m\r\t\x7f\x00", "é\u2028", {"my:length": 1.0, "a.b": 1, "": 2, "c d": {"é": 3}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES)
 def test_values_are_written_as_toml_reads_them(value: Any) -> None:
     assert tomllib.loads(f"x = {toml(value)}")["x"] == value
