@@ -41,17 +41,21 @@ def load_config_of(
             nearest is named), a value of the wrong type or out of range.
     """
     table = _read(_find(name_or_path, Path()))
-    for override in overrides:
+    # kinds first: what an override says of options is of the kind that an override names
+    for override in sorted(overrides, key=lambda o: not o.partition("=")[0].endswith(".kind")):
         dotted, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"override {override!r}: expected section.key=value")
         *parents, leaf = dotted.strip().split(".")
-        section = table
-        for parent in parents:
-            section = section.setdefault(parent, {})
+        section, name = table, ""
+        for name in parents:
+            section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                raise ValueError(f"override {override!r}: {parent} is not a section")
-        section[leaf] = _value(text)
+                raise ValueError(f"override {override!r}: {name} is not a section")
+        value = _value(text)
+        if leaf == "kind" and _is_another(name, section, value):
+            section.pop("options", None)
+        section[leaf] = value
     try:
         return kind.model_validate(table)
     except pydantic.ValidationError as error:
@@ -68,7 +72,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's table, merged into that of the file that it `extends`."""
     try:
         table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     base = table.pop("extends", None)
     if base is None:
@@ -79,21 +83,28 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise ValueError(f"expected the name of a shipped config or a path, got {base!r}")
         above = _find(base, path.parent)
         if above.resolve() in seen:
-            raise ValueError(f"{base!r} is a circle: {' -> '.join(map(str, seen))}")
+            raise ValueError(f"{base!r} is a circle: {' -> '.join(map(str, (*seen, above)))}")
     except ValueError as error:
         raise ValueError(f"{path}: extends: {error}") from None
     return _merged(_read(above, seen), table)
 
 
-def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], table: Mapping[str, Any], name: str = "") -> dict[str, Any]:
     """`table` in `base`, table by table; the options of a kind go where another kind is named."""
-    other = "kind" in table and table["kind"] != base.get("kind")
+    other = "kind" in table and _is_another(name, base, table["kind"])
     made = {key: value for key, value in base.items() if not (other and key == "options")}
     for key, value in table.items():
         below = made.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
-        made[key] = _merged(cast(dict[str, Any], below), value) if both else value
+        made[key] = _merged(cast(dict[str, Any], below), value, key) if both else value
     return made
+
+
+def _is_another(section: str, table: Mapping[str, Any], kind: Any) -> bool:
+    """Whether a section's table is of another kind; of auto, whose options may fit, it is not."""
+    field = TrainConfig.model_fields.get(section)
+    default = getattr(field.default, "kind", kind) if field else kind
+    return table.get("kind", default) not in ("auto", kind)
 
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:

@@ -161,6 +161,20 @@ def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) 
     assert load_config(tmp_path / "d.toml") == load_config("quickstart", changes)
 
 
+def test_an_override_of_a_kind_leaves_the_files_options_behind_too(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(LEAST + "[env]\nkind = 'x:Y'\noptions = { a = 1 }\n")
+    for overrides, options in (
+        (["env.kind=z:Z"], {}),
+        (["env.kind=x:Y"], {"a": 1}),
+        (["env.options.c=4", "env.kind=z:Z"], {"c": 4}),
+        (["env.options.c=4"], {"a": 1, "c": 4}),
+        (["env.options={}"], {}),
+    ):
+        assert load_config(tmp_path / "a.toml", overrides).env.options == options, overrides
+    assert load_config("quickstart", ["agent.kind=repl"]).agent.options == {}
+    assert load_config("quickstart", ["agent.kind=code"]) == load_config("quickstart")
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [
@@ -170,14 +184,16 @@ def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) 
         ),
         ("'quickstrat'", r"c\.toml: extends: config 'quickstrat' .*; did you mean quickstart\?"),
         ("3", r"c\.toml: extends: expected the name of a shipped config or a path, got 3"),
-        ("'c.toml'", r"c\.toml: extends: 'c\.toml' is a circle: .*c\.toml$"),
-        ("'d.toml'", r"d\.toml: extends: 'c\.toml' is a circle: .*c\.toml -> .*d\.toml$"),
+        ("'c.toml'", r"c\.toml: extends: 'c\.toml' is a circle: .*c\.toml -> .*c\.toml$"),
+        ("'d.toml'", r"d\.toml: extends: 'c\.toml' is a circle: .*c\.toml -> .*d.* -> .*c\.toml$"),
+        ("'f.toml'", r"f\.toml: not valid TOML: .*utf-8"),
         ("'e.toml'", r"e\.toml: not valid TOML"),
     ],
 )
 def test_what_cannot_be_extended_is_named(toml: Path, base: str, message: str) -> None:
     toml.with_name("d.toml").write_text("extends = 'c.toml'\n")
     toml.with_name("e.toml").write_text("x = \n")
+    toml.with_name("f.toml").write_bytes(b"x = '\xff'\n")
     toml.write_text(f"extends = {base}\n{LEAST}")
     with pytest.raises(ValueError, match=message):
         load_config(toml)
