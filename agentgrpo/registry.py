@@ -376,7 +376,7 @@ def load_reward(name: str) -> Reward:
             callable. An error inside the module while it is imported is left as it is. What the
             function raises later is a RewardError.
     """
-    function = load_callable(name, key="reward")
+    function = load_callable(name, key="reward.kind")
 
     def reward(rollout: Rollout) -> Mapping[str, float]:
         try:

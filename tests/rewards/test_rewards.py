@@ -163,7 +163,7 @@ def test_a_users_reward_is_found_by_name(user_module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_rewards", "reward: expected 'module:function' .*, got 'my_rewards'"),
+        ("my_rewards", r"^reward\.kind: expected 'module:function' .*, got 'my_rewards'"),
         ("my_rewards:", "expected 'module:function'"),
         ("my_rewards.py:short", r"without .py\), got 'my_rewards.py:short'"),
         (":short", "expected 'module:function'"),
