@@ -109,8 +109,9 @@ def as_markdown() -> str:
         "`python -m agentgrpo.settings > docs/config.md`: change them there. A config file is TOML",
         'and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
         "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
-        "is named. On the command line a setting is `section.key=value`. A key that does not exist",
-        "is refused, and the nearest one named.",
+        "is named. On the command line a setting is `section.key=value`, and the same holds. A key",
+        "that does not exist is refused, and the nearest one named; so is a value of another type:",
+        "true is no number, and 200.0 no whole one.",
     ]
     for name, keys in itertools.groupby(settings(), lambda setting: setting.section):
         title = f"[{name}]" if name else "The run"

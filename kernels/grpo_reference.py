@@ -59,7 +59,11 @@ class Batch(NamedTuple):
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """Each term gets the sum of x over the terms of its sequence."""
-        assert self.sequence is not None
+        if self.sequence is None:
+            raise ValueError(
+                "loss_type: a loss that reads whole sequences needs whole_sequence=True in its "
+                "LossType"
+            )
         zeros = x.new_zeros(self.num_sequences)
         return zeros.index_add(0, self.sequence, torch.where(self.mask, x, 0.0))[self.sequence]
 
