@@ -130,9 +130,10 @@ class LearnerConfig(Section):
     lora: LoraConfig = LoraConfig()
     max_tokens: Positive = 2048
     """Packed tokens of one forward and backward pass, at least engine.max_model_len. With
-    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, gmpo,
-    vespo, sequence and geometric corrections, the off-policy mask) all rows of a rollout must fit;
-    one that does not is named, and the run stops before the update."""
+    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, those
+    losses of docs/losses.md that read whole sequences, one of your own, sequence and geometric
+    corrections, the off-policy mask) all rows of a rollout must fit; one that does not is named,
+    and the run stops before the update."""
     gradient_checkpointing: bool = False
     """Keep the layers' inputs only and compute the rest again in the backward pass."""
     offload_optimizer: bool = False

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig, TrainConfig
+from agentgrpo.kernels.objective import LOSSES
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group, Segment
@@ -18,8 +19,11 @@ from tests.learn.given import run_config
 WHOLE: dict[str, dict[str, Any]] = {
     "gspo": {"importance_sampling_level": "sequence", "epsilon": 0.005},
     "gspo-token": {"importance_sampling_level": "sequence_token", "epsilon": 0.005},
-    "gmpo": {"loss_type": "gmpo", "epsilon": 0.005},
-    "vespo": {"loss_type": "vespo"},
+    **{
+        name: {"loss_type": name, **({"epsilon": 0.005} if "epsilon" in loss.reads else {})}
+        for name, loss in LOSSES.items()
+        if loss.whole_sequence
+    },
     "geometric correction": {"vllm_importance_sampling_mode": "geometric_truncate"},
     "sequence correction": {"vllm_importance_sampling_mode": "sequence_mask"},
     "off-policy mask": {"off_policy_mask_threshold": 0.02},
