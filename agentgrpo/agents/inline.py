@@ -67,6 +67,11 @@ class InlineAgent(PairAgent):
     call_form: str = "python"
 
     def __post_init__(self) -> None:
+        if self.call_form not in FORMS and ":" not in self.call_form:
+            raise ValueError(
+                f"call_form: expected {', '.join(FORMS)} or 'module:function', "
+                f"got {self.call_form!r}"
+            )
         self._read: ReadCall = FORMS.get(self.call_form) or cast(
             ReadCall, load_callable(self.call_form, key="agent.options.call_form")
         )

@@ -57,7 +57,9 @@ class TagAgent(FormAgent):
         names = [n for n in (self.think, self.search, self.python, self.result, self.answer) if n]
         bad = [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]
         if bad or len(set(names)) < len(names):
-            raise ValueError(f"tags must be different names, got {names}")
+            raise ValueError(
+                f"tags: expected different names of letters, digits and _, got {names}"
+            )
         self._acts = [name for name in (self.search, self.python) if name]
         self._tag = re.compile(rf"<(/?(?:{'|'.join(names)}))>")
 
