@@ -138,7 +138,7 @@ def test_the_calling_convention_is_the_users() -> None:
     assert agent.stop == ("]]",)
     own = InlineAgent(env=ENV, call_form=f"{__name__}:shout")
     assert own.parse("<fn>BONN</fn>") == CallTools((ToolCall("weather", {"city": "BONN"}),))
-    with pytest.raises(ValueError, match="^call_form: expected python, json or .*, got 'jsn'"):
+    with pytest.raises(ValueError, match=r"^call_form: expected python, json or .*, got 'jsn'"):
         InlineAgent(env=ENV, call_form="jsn")
     with pytest.raises(ValueError, match=r"agent\.options\.call_form: module .* has no 'nothing'"):
         InlineAgent(env=ENV, call_form=f"{__name__}:nothing")

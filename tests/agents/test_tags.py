@@ -77,13 +77,9 @@ def test_S3_1_tags_are_the_users() -> None:
     assert agent.parse("<code>1</code>") == RunCode("1")
     assert agent.parse("<search>x</search>") == Finish(None)
     assert agent.parse("<final> 42 </final>") == Finish("42")
-    with pytest.raises(
-        ValueError, match="tags: expected different names of letters, digits and _, got "
-    ):
+    with pytest.raises(ValueError, match="tags: expected different names of letters"):
         TagAgent(python="x", search="x")
-    with pytest.raises(
-        ValueError, match="tags: expected different names of letters, digits and _, got "
-    ):
+    with pytest.raises(ValueError, match="tags: expected different names of letters"):
         TagAgent(result="a b")
 
 
