@@ -44,6 +44,8 @@ from agentgrpo.types import (
     PackedBatch,
     Rollout,
     Segment,
+    Status,
+    Treatment,
     Turn,
     token_hash,
 )
@@ -221,6 +223,12 @@ def step_faults(
     faults: list[str] = []
     terms = 0
     parts = mini_batches(groups, config, step=step)
+    counted = Counter(id(r) for part in parts for group in part for r in group.rollouts)
+    samples = Counter(id(r) for group in groups for r in group.rollouts if _is_sample(r))
+    if counted != samples:
+        faults.append(
+            f"{counted.total()} rollouts are counted by the updates, {samples.total()} should be"
+        )
     updates = plan_updates(groups, config, step=step)
     for number, (part, update) in enumerate(zip(parts, updates, strict=True)):
         rollouts = [rollout for group in as_packed(part, config) for rollout in group.rollouts]
@@ -243,6 +251,12 @@ def step_faults(
         if number == 0 and not gap <= limit:  # later ones are of another policy
             faults.append(f"the learner and the sampler are {gap:.3g} nats apart, over {limit:.3g}")
     return faults, terms
+
+
+def _is_sample(rollout: Rollout) -> bool:
+    """Whether it is one of the normaliser's B: what is masked is, what the machine broke not."""
+    kept = rollout.treatment not in (Treatment.DROP, Treatment.RETRY)
+    return kept and rollout.status is not Status.INFRA_ERROR
 
 
 def _gaps(rollout: Rollout) -> list[Float32]:

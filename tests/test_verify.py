@@ -15,8 +15,9 @@ import pytest
 from agentgrpo import verify
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.learn import updates
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.learn.updates import Update, plan_updates
+from agentgrpo.learn.updates import Update, mini_batches, plan_updates
 from agentgrpo.rollout.transcript import Drift, Transcript
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.run.metrics import RunLog
@@ -67,6 +68,26 @@ def learn(groups: list[Group], config: TrainConfig, step: int) -> None:
         for batch in update.batches:
             logp_N = batch.old_logp_N - np.float32(1e-6)
             update.take(batch.sample_N, batch.turn_N, logp_N, -logp_N)
+
+
+def test_a_rollout_that_no_update_counts_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B of the normaliser is checked too, though the masked rollouts in it have no terms."""
+
+    def without_masked(groups: Any, config: Any, *, step: int) -> Any:
+        parts = mini_batches(groups, config, step=step)
+        kept = [[r for r in g.rollouts if r.trained] for g in parts[0]]
+        return [[Group(task=TASK, rollouts=rollouts) for rollouts in kept]]
+
+    for module in (updates, verify):
+        monkeypatch.setattr(module, "mini_batches", without_masked)
+    write_run(tmp_path, **{"loss.loss_type": "grpo"})
+    faults = verify.verify_run(tmp_path).faults
+    said = r"step \d: (\d+) rollouts are counted by the updates, (\d+) should be"
+    counts = [[int(n) for n in re.fullmatch(said, fault).groups()] for fault in faults]  # type: ignore[union-attr]
+    assert len(counts) == 2
+    assert all(counted == there - 1 for counted, there in counts)
 
 
 @pytest.mark.parametrize(
