@@ -82,7 +82,8 @@ def test_a_rollout_that_no_update_counts_is_a_fault(
 
     for module in (updates, verify):
         monkeypatch.setattr(module, "mini_batches", without_masked)
-    write_run(tmp_path, **{"loss.loss_type": "grpo"})
+    grpo: dict[str, Any] = {"loss.loss_type": "grpo"}
+    write_run(tmp_path, **grpo)
     faults = verify.verify_run(tmp_path).faults
     said = r"step \d: (\d+) rollouts are counted by the updates, (\d+) should be"
     counts = [[int(n) for n in re.fullmatch(said, fault).groups()] for fault in faults]  # type: ignore[union-attr]

@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant("learn/losses.py", "if num_samples is None else num_samples", ""),
     Mutant("learn/losses.py", "if length else 0.0", ""),
     Mutant("learn/losses.py", "        _try(made)", "        pass"),
-    Mutant("learn/losses.py", "if not loss.requires_grad:", "if False:"),
+    Mutant("learn/losses.py", "if not losses.requires_grad:", "if False:"),
     # what is logged of the mismatch
     Mutant("learn/losses.py", "np.where(np.isfinite(gap_N), gap_N, 0.0)", "np.where(np.isfinite(gap_N), gap_N, 1.0)"),
     Mutant("learn/losses.py", "np.maximum(np.bincount(sample_N), 1)", "1"),
