@@ -153,7 +153,7 @@ def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:
         ("engine.max_model_len=128", "tokens, engine.max_model_len is"),
         ("rollout.groupsize=3", "unknown config key"),
         ('trackers=["wandb"]', "needs a package that is not installed"),
-        ("reward.kind=nosuchmodule:f", "reward: no module"),
+        ("reward.kind=nosuchmodule:f", "reward.kind: no module"),
     ],
 )
 def test_a_setting_that_cannot_be(
