@@ -15,6 +15,8 @@ Models with other kinds of layers cannot share prefixes: see why_rows().
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -180,9 +182,7 @@ def tree_attention(
         raise ValueError(f"attention dropout must be 0, got {dropout}")
     if query.is_cuda:
         return _on_cuda(module, query, key, value, scaling, sliding_window, softcap, tree), None
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    key, value = _expanded(query, key, value)
     outputs = []
     # a run at a time: a T x T mask of a packed step would outgrow the activations
     for run in tree.runs:
@@ -233,13 +233,32 @@ def _on_cuda(
     ends = [0, *(run.end for run in tree.runs)]
     bounds = torch.tensor(ends, dtype=torch.int32, device=query.device)
     longest = max(run.end - run.start for run in tree.runs)
+    heads: dict[str, Any] = {}
+    if _takes_groups(varlen_attn):
+        heads["enable_gqa"] = True
+    else:
+        key, value = _expanded(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     packed = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True,
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, **heads,
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(packed, Tensor)
     return packed[None]
+
+
+@functools.cache
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether it computes grouped queries itself: torch 2.13's can be told to, 2.11's cannot."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value with a head for each of the query's."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
 
 def why_rows(model: Any) -> str | None:

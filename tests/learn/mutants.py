@@ -227,7 +227,10 @@ MUTANTS = [
     Mutant("learn/attention.py", "if not run.path and window is None:", "if window is None:"),
     Mutant("learn/attention.py", "-1 if window is None else window - 1", "-1 if window is None else window"),
     Mutant("learn/attention.py", "or query.dtype not in FLASH", ""),
-    Mutant("learn/attention.py", "scale=scaling, enable_gqa", "scale=None, enable_gqa"),
+    Mutant("learn/attention.py", "scale=scaling, **heads", "scale=None, **heads"),
+    Mutant("learn/attention.py", "key, value = _expanded(query, key, value)\n    q, k", "pass\n    q, k"),
+    Mutant("learn/attention.py", "if _takes_groups(varlen_attn):", "if True:"),
+    Mutant("learn/attention.py", "if _takes_groups(varlen_attn):", "if False:"),
     # who repeats what
     Mutant("rollout/team.py", "if seen != leader_saw:", "if False:"),
     Mutant("rollout/team.py", "self._seen = digest(done)", "pass"),

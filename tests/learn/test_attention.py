@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -333,6 +334,42 @@ def varlen_by_definition(
     return torch.cat(parts)
 
 
+def varlen_of_torch_2_11(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+    max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:  # fmt: skip
+    """That of 2.13 but for grouped queries, for which it has no argument."""
+    assert q.shape[1] == k.shape[1] == v.shape[1], "one head of keys for each of queries"
+    return varlen_by_definition(
+        q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, enable_gqa=False, window_size=window_size
+    )
+
+
+@pytest.mark.parametrize("kernel", [varlen_by_definition, varlen_of_torch_2_11])
+def test_grouped_queries_with_either_torchs_variable_length_kernel(
+    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[int] = []
+
+    @functools.wraps(kernel)
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        heads.append(args[1].shape[1])
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted)
+    batch = large_batch(share=False)
+    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    torch.manual_seed(0)
+    total, module = len(batch.tout_T), torch.nn.Module().eval()
+    query = torch.randn(1, 6, total, 16).bfloat16()
+    key, value = torch.randn(2, 1, 2, total, 16).bfloat16()
+    cuda = _on_cuda(module, query, key, value, None, None, None, tree)
+    cpu, _ = tree_attention(module, query, key, value, None, tree=tree)
+    torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)
+    assert heads == [2 if kernel is varlen_by_definition else 6], "copied only where they must be"
+
+
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -351,6 +388,7 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
         calls.append("flex")
         return flex_attention
 
+    @functools.wraps(varlen_by_definition)
     def noted_varlen(*args: Any, **kwargs: Any) -> Tensor:
         calls.append("varlen")
         return varlen_by_definition(*args, **kwargs)
