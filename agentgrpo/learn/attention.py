@@ -5,8 +5,9 @@ k <= q < tout[k]. What runs:
 
 * CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
   from the root: no T x T mask, and no work on what a token does not see.
-* CUDA: FlexAttention with a BlockMask made from the intervals (flex_blocks of packing.py);
-  where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit numbers.
+* CUDA: FlexAttention (flex.py) with a BlockMask made from the intervals (flex_blocks of
+  packing.py); where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit
+  numbers.
   (Written and checked on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
 
+from agentgrpo.learn import flex
 from agentgrpo.learn.packing import flex_blocks
 from agentgrpo.types import Int32
 
@@ -128,7 +130,10 @@ class Tree:
                     for field in fields(blocks)
                 }  # fmt: skip
                 made = BlockMask(
-                    seq_lengths=(total, total), **tensors, BLOCK_SIZE=(128, 128), mask_mod=mask_mod
+                    seq_lengths=(total, total),
+                    **tensors,
+                    BLOCK_SIZE=(flex.BLOCK, flex.BLOCK),
+                    mask_mod=mask_mod,
                 )
             else:
                 made = create_block_mask(mask_mod, None, None, total, total, device=self.device)
@@ -137,17 +142,20 @@ class Tree:
 
     def _mask_mod(self, window: int | None) -> Callable[..., Tensor]:
         tout = torch.from_numpy(self.tout_T.copy()).to(self.device)
-        position = torch.from_numpy(self.positions_T.copy()).to(self.device)
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < tout[key])
 
-        def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            assert window is not None
-            near = position[query] - position[key] < window
-            return sees(batch, head, query, key) & near
+        if window is None:
+            return sees
+        position = torch.from_numpy(self.positions_T.copy()).to(self.device)
+        # a tensor: Dynamo would compile for each number
+        too_far = position - window
 
-        return sees if window is None else sees_near
+        def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return sees(batch, head, query, key) & (position[key] > too_far[query])
+
+        return sees_near
 
 
 def tree_attention(
@@ -181,7 +189,7 @@ def tree_attention(
     if dropout:
         raise ValueError(f"attention dropout must be 0, got {dropout}")
     if query.is_cuda:
-        return _on_cuda(module, query, key, value, scaling, sliding_window, softcap, tree), None
+        return _on_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
     key, value = _expanded(query, key, value)
     outputs = []
     # a run at a time: a T x T mask of a packed step would outgrow the activations
@@ -216,18 +224,13 @@ def _attend(
 
 
 def _on_cuda(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     window: int | None, softcap: float | None, tree: Tree,
 ) -> Tensor:  # fmt: skip
-    """NEVER RUN ON A GPU yet. transformers' wrapper compiles FlexAttention once for all layers."""
+    """NEVER RUN ON A GPU yet."""
     if tree.shared or softcap is not None or query.dtype not in FLASH:
-        from transformers.integrations.flex_attention import flex_attention_forward
-
-        out: Tensor
-        out, _ = flex_attention_forward(  # type: ignore[no-untyped-call, unused-ignore]
-            module, query, key, value, tree.block_mask(window), scaling=scaling, softcap=softcap
-        )
-        return out
+        mask = tree.block_mask(window)
+        return flex.attend(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous()
     from torch.nn.attention.varlen import varlen_attn
 
     ends = [0, *(run.end for run in tree.runs)]

@@ -96,8 +96,10 @@ class Learner:
         return self._publisher.publish()
 
     def rehearse(self, num_tokens: int) -> None:
-        """Forward and backward over one row of num_tokens tokens, all of them loss terms.
+        """Forward and backward over num_tokens tokens, all of them loss terms.
 
+        Over a forked tree where batches may be trees, over one row where they may not; on CUDA,
+        where another kernel computes unshared rows, over both.
         Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile, as
         is what earlier batches of an update would have left.
 
@@ -107,11 +109,17 @@ class Learner:
         # a run's first batch is not its worst: a later one finds moments and float32 sums there
         to_come = self._optimizer.bytes_to_come + self._optimizer.bytes_of_sums
         held: list[Tensor] = []
+        trees = self.shares_prefixes
+        batches = [_forked(num_tokens)] if trees else []
+        if self.device == "cuda" or not trees:
+            batches.append(_whole(np.zeros(num_tokens, np.int32)))
         try:
             self._optimizer.to(self.device)
             held.append(torch.empty(to_come, dtype=torch.uint8, device=self.device))
-            scored = self._scorer(_whole(np.zeros(num_tokens, np.int32)), self._temperature)
-            (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
+            for batch in batches:
+                scored = self._scorer(batch, self._temperature)
+                (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
+                self._optimizer.zero_grad()  # no batch of a step finds another's
         finally:
             held.clear()
             self._optimizer.zero_grad()
@@ -311,3 +319,13 @@ def _whole(token_ids: Int32) -> PackedBatch:
         advantage_N=zeros,
         weight_N=zeros,
     )
+
+
+def _forked(num_tokens: int) -> PackedBatch:
+    """A prompt of half the tokens and two rollouts behind it; every token but the first a term."""
+    row = _whole(np.zeros(num_tokens, np.int32))
+    fork, second = num_tokens // 2, num_tokens * 3 // 4
+    row.tout_T[fork:second] = second
+    row.positions_T[second:] -= second - fork
+    row.row_N[second - 1] = fork - 1
+    return row

@@ -18,6 +18,7 @@ from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import parameters_on_meta
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.learn.attention import TREE, Tree, why_rows
+from agentgrpo.learn.flex import whole_blocks
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.types import Int32, PackedBatch
 
@@ -73,7 +74,9 @@ class Scorer(nn.Module):
         return device
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
-        """[T, H] after the final norm."""
+        """[T, H] after the final norm; on CUDA a tree has rows of padding behind."""
+        if self.rows is None and self.device.type == "cuda":
+            batch = whole_blocks(batch)
         ids = torch.from_numpy(batch.input_ids_T).to(self.device, torch.int64)
         if self.rows is not None:
             return self._hidden_by_row(ids, batch.tout_T)

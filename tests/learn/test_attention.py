@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
 
+from agentgrpo.learn import flex
 from agentgrpo.learn.attention import Tree, _on_cuda, runs_of, tree_attention, why_rows
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers
@@ -361,11 +362,11 @@ def test_grouped_queries_with_either_torchs_variable_length_kernel(
     batch = large_batch(share=False)
     tree = Tree(batch.tout_T, batch.positions_T, "cpu")
     torch.manual_seed(0)
-    total, module = len(batch.tout_T), torch.nn.Module().eval()
+    total = len(batch.tout_T)
     query = torch.randn(1, 6, total, 16).bfloat16()
     key, value = torch.randn(2, 1, 2, total, 16).bfloat16()
-    cuda = _on_cuda(module, query, key, value, None, None, None, tree)
-    cpu, _ = tree_attention(module, query, key, value, None, tree=tree)
+    cuda = _on_cuda(query, key, value, None, None, None, tree)
+    cpu, _ = tree_attention(torch.nn.Module(), query, key, value, None, tree=tree)
     torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)
     assert heads == [2 if kernel is varlen_by_definition else 6], "copied only where they must be"
 
@@ -373,42 +374,46 @@ def test_grouped_queries_with_either_torchs_variable_length_kernel(
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("window", "softcap", "scaling"), [(None, None, None), (50, None, 0.3), (None, 2.0, None)]
+    ("window", "softcap", "scaling", "heads"),
+    [(None, None, None, 4), (50, None, 0.3, 6), (None, 2.0, None, 4)],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_cuda_runs_is_what_the_cpu_runs(
     monkeypatch: pytest.MonkeyPatch, share: bool, dtype: torch.dtype, window: int | None,
-    softcap: float | None, scaling: float | None,
+    softcap: float | None, scaling: float | None, heads: int,
 ) -> None:  # fmt: skip
-    from transformers.integrations.flex_attention import WrappedFlexAttention
-
     calls: list[str] = []
 
-    def noted_flex(self: Any) -> Any:
+    def noted_flex() -> Any:
         calls.append("flex")
-        return flex_attention
+        return flex._attend
 
     @functools.wraps(varlen_by_definition)
     def noted_varlen(*args: Any, **kwargs: Any) -> Tensor:
         calls.append("varlen")
         return varlen_by_definition(*args, **kwargs)
 
-    monkeypatch.setattr(WrappedFlexAttention, "__init__", lambda self, training: None)
-    monkeypatch.setattr(WrappedFlexAttention, "__call__", noted_flex)
+    monkeypatch.setattr(flex, "compiled", noted_flex)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted_varlen)
     batch = large_batch(share=share)
     tree = Tree(batch.tout_T, batch.positions_T, "cpu")
     assert tree.shared == share
     torch.manual_seed(0)
-    total, module = len(batch.tout_T), torch.nn.Module().eval()
-    query = torch.randn(1, 4, total, 16).to(dtype)
+    total = len(batch.tout_T)
+    query = torch.randn(1, heads, total, 16).to(dtype)
     key, value = torch.randn(2, 1, 2, total, 16).to(dtype)
-    args = (module, query, key, value)
+    args = (query, key, value)
     cuda = _on_cuda(*args, scaling, window, softcap, tree)
     cpu, _ = tree_attention(
-        *args, None, scaling=scaling, sliding_window=window, softcap=softcap, tree=tree
+        torch.nn.Module(),
+        *args,
+        None,
+        scaling=scaling,
+        sliding_window=window,
+        softcap=softcap,
+        tree=tree,
     )
-    assert cuda.shape == cpu.shape == (1, total, 4, 16)
+    assert cuda.shape == cpu.shape == (1, total, heads, 16)
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(cuda, cpu, rtol=tolerance, atol=tolerance)
     wants_flash = not share and softcap is None and dtype is torch.bfloat16

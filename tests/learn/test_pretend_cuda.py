@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from agentgrpo.config import LearnerConfig, LoraConfig, LossConfig
+from agentgrpo.learn import flex
+from agentgrpo.learn.attention import Run, runs_of
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.types import Group
+from agentgrpo.types import Group, PackedBatch
 from tests.learn import conftest as learning
 from tests.learn.given import TEMPERATURE, Holder, learner_on, run_config
 from tests.learn.pretend_cuda import CARD, pretend_cuda
@@ -31,19 +32,18 @@ groups = learning.groups
 
 @pytest.fixture
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from transformers.integrations.flex_attention import WrappedFlexAttention
-
-    monkeypatch.setattr(WrappedFlexAttention, "__init__", lambda self, training: None)
-    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_by_definition)
+    monkeypatch.setattr(flex, "compiled", lambda: flex_by_definition)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_definition)
     with pretend_cuda(monkeypatch):
         yield
 
 
 def flex_by_definition(
-    query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_mask: BlockMask,
-    enable_gqa: bool, scale: float | None, **more: Any,
-) -> tuple[Tensor, Any]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: float | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    assert softcap is None
+    assert query.shape[2] % flex.BLOCK == 0
     for name, x in vars(block_mask).items():
         assert not isinstance(x, Tensor) or x.device == CARD, name
     at = torch.arange(query.shape[2], device=query.device)
@@ -53,7 +53,7 @@ def flex_by_definition(
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return weights @ value, SimpleNamespace(lse=scores[..., 0].float())
+    return weights @ value
 
 
 def varlen_by_definition(
@@ -147,6 +147,31 @@ def test_bfloat16_stays_on_the_card(
     masters = [master for _, master in learner._optimizer._lower()]
     assert masters
     assert {master.device.type for master in masters} == {moved}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rehearsal_forks_and_on_a_card_tries_both_kernels(
+    tiny_model: Path, device: str, request: pytest.FixtureRequest
+) -> None:
+    if device == "cuda":
+        request.getfixturevalue("_cuda")
+    engine = CardHolder()
+    engine.device = device
+    learner = learner_on(
+        engine, tiny_model, LearnerConfig(), LossConfig(), temperature=TEMPERATURE, weights="copy",
+        dlogp_limit=9.0,
+    )  # fmt: skip
+    seen: list[PackedBatch] = []
+    learner._scorer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    learner.rehearse(40)
+    assert [(len(b.input_ids_T), len(b.row_N)) for b in seen] == [(40, 39)] * len(seen)
+    runs = [runs_of(batch.tout_T) for batch in seen]
+    assert runs[0] == [Run(0, 20, ()), Run(20, 30, ((0, 20),)), Run(30, 40, ((0, 20),))]
+    assert runs[1:] == [[Run(0, 40, ())]] * (device == "cuda")
+    forked = seen[0]
+    depth, place = forked.positions_T, np.arange(39)
+    assert (depth[1:] == depth[forked.row_N] + 1).all(), "each token follows the one it is told by"
+    assert (place + 1 < forked.tout_T[forked.row_N]).all(), "and sees it"
 
 
 @pytest.mark.usefixtures("_cuda")

@@ -1,0 +1,105 @@
+"""FlexAttention as we compile it: few kernels for all lengths, and never silently uncompiled.
+
+NEVER RUN ON A GPU. A CPU can show how often Dynamo compiles: tests/learn/test_flex_compiles.py.
+
+transformers' own torch.compile makes a kernel for the first length, then one for any length, then
+one for any number of blocks, and all of them again for layers with and without a gradient and for
+windows. Past 8 Dynamo gives up: FlexAttention then runs eagerly and writes the scores
+[heads, T, T] to memory, 17 GB at 16k tokens, which looks like a batch that is too large. So here
+lengths are unknown from the first, whole_blocks() leaves no odd ones, and passing the limit is an
+error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from agentgrpo.types import PackedBatch
+
+BLOCK = 128
+"""Tokens a side of a block of the mask."""
+
+COMPILES = 64
+"""Before it is an error. Kinds of layers times two (with and without a gradient) are needed."""
+
+
+def whole_blocks(batch: PackedBatch) -> PackedBatch:
+    """The batch with a run of padding behind it, to a multiple of BLOCK tokens, at least two.
+
+    No term reads the padding and no token sees it. At least two, because Dynamo compiles
+    whatever has length one for that alone.
+    """
+    count = len(batch.input_ids_T)
+    missing = max(2, -(-count // BLOCK)) * BLOCK - count
+    if not missing:
+        return batch
+    return replace(
+        batch,
+        input_ids_T=np.pad(batch.input_ids_T, (0, missing)),
+        positions_T=np.append(batch.positions_T, np.arange(missing, dtype=np.int32)),
+        tout_T=np.pad(batch.tout_T, (0, missing), constant_values=count + missing),
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """[1, Hq, T, D] from query [1, Hq, T, D] and key and value [1, Hkv, T, D].
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: COMPILES did not do.
+    """
+    # Dynamo has one symbol for all lengths that are equal at first. Were a head's 128 columns, or
+    # those of what it is a view of, and 128 blocks one, the kernel would be for 128 blocks alone.
+    whole = torch.contiguous_format
+    query, key, value = (
+        x.clone(memory_format=whole) if x._is_view() else x for x in (query, key, value)
+    )
+    for x in (query, key, value):
+        torch._dynamo.mark_static(x, [1, 3])
+    # scoring and frozen layers are one kind
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    with torch.set_grad_enabled(wanted), torch._dynamo.config.patch(
+        recompile_limit=COMPILES,
+        fail_on_recompile_limit_hit=True,
+        specialize_float=True,  # scale and soft cap belong to the model
+    ):  # fmt: skip
+        return compiled()(query, key, value, mask, scaling, softcap)
+
+
+@functools.cache
+def compiled() -> Callable[..., Tensor]:
+    """_attend(), compiled at its first call; all layers share it."""
+    return torch.compile(_attend, dynamic=True, fullgraph=True)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    heads = query.shape[1]
+    grouped = heads & (heads - 1) == 0  # as transformers does: others get a head of keys each
+    if not grouped:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    out = flex_attention(
+        query, key, value, score_mod=None if softcap is None else _capped(softcap), block_mask=mask,
+        scale=scaling, enable_gqa=grouped,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, *_: Any) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
