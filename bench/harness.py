@@ -2,11 +2,17 @@
 
 Rows are only ever appended. A row can be traced: it has the machine, the versions and the commit,
 and nothing is written from a tree that differs from its commit, or with an older extension.
+
+    BENCH_COMMIT=$(python -m bench.harness)     asks that of this tree, and prints its commit
+
+for a copy of the tree on a machine without its .git, where file times say nothing: rows are of
+$BENCH_COMMIT there. BENCH_OUT=FOLDER writes them to a folder that is brought back.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -46,13 +52,12 @@ def append_row(
     shape: Mapping[str, int],
     note: str = "",
 ) -> float:
-    """Append one row to bench/results/NAME.jsonl, print it, and return the median.
+    """Append one row to NAME.jsonl in bench/results or $BENCH_OUT, print it, return the median.
 
     Raises:
-        RuntimeError: the tree has uncommitted changes outside of bench/results, or the C extension
-            is older than its sources.
+        RuntimeError: as measured_commit().
     """
-    require_built()
+    commit = measured_commit()
     p20, p50, p80 = (float(f"{x:.4g}") for x in np.percentile(values, [20, 50, 80]))
     row = {
         "name": name,
@@ -66,14 +71,33 @@ def append_row(
         "note": note,
         "device": _device(),
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": commit,
         "date": datetime.now(UTC).date().isoformat(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / f"{name}.jsonl").open("a") as file:
+    folder = Path(os.environ.get("BENCH_OUT") or RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(f"{name} {variant:32s} {p50:10.4g} {unit}  [{p20:.4g}, {p80:.4g}]  {dict(shape)}")
     return p50
+
+
+def measured_commit() -> str:
+    """The commit of the code that runs; $BENCH_COMMIT in a copy without .git.
+
+    Raises:
+        RuntimeError: the tree has uncommitted changes outside of bench/results, the C extension
+            is older than its sources, or a copy is not told its commit.
+    """
+    if (RESULTS.parent.parent / ".git").exists():
+        require_built()
+        return _commit()
+    if not (told := os.environ.get("BENCH_COMMIT")):
+        raise RuntimeError(
+            "no .git here: set BENCH_COMMIT to what `python -m bench.harness` prints where the "
+            "tree comes from, or give --no-rows"
+        )
+    return told
 
 
 def require_built() -> None:
@@ -120,3 +144,7 @@ def _commit() -> str:
     if changed:
         raise RuntimeError(f"commit first: a row must name the code it measured\n{changed}")
     return git("rev-parse", "--short", "HEAD")
+
+
+if __name__ == "__main__":
+    print(measured_commit())
