@@ -1,8 +1,11 @@
 #!/bin/sh
 # What this project claims about GPUs, measured. One command, any CUDA machine:
 #   sh bench/gpu/run.sh [PART ...]             parts: tests kernels step colocated learn trl; default: all
+#                                              or one case of step: step/0.6B/full/tools (bench.gpu.step --list)
 #   sh bench/gpu/run.sh --dry-run [PART ...]   the same on a CPU, tiny, no rows: does it work?
-# Each part stands alone, and a part that fails does not keep the next from running.
+# Each part stands alone, and a part that fails does not keep the next from running. BENCH_LIMIT=SECONDS ends a
+# part, or a case of step, that takes longer. Rows go to BENCH_OUT=FOLDER, else to bench/results. In a copy without
+# .git set BENCH_COMMIT (bench/harness.py). NEVER RUN ON A GPU yet.
 #   tests      the kernels against their references, on the GPU
 #   kernels    real shapes: checked first, then timed beside peers and the roof
 #              (peers are used if they can be imported: pip install liger-kernel trl verl)
@@ -25,7 +28,7 @@ fi
 
 part() {
     echo "== $*"
-    "$python" -m "$@" || failed="$failed $2"
+    ${BENCH_LIMIT:+timeout "$BENCH_LIMIT"} "$python" -m "$@" || failed="$failed $name"
 }
 
 has_vllm() {
@@ -36,7 +39,16 @@ for name in ${*:-tests kernels step colocated learn trl}; do
     case $name in
     tests) [ -n "$dry" ] || part pytest -q tests/kernels ;;
     kernels) part bench.gpu.kernels $dry ;;
-    step) part bench.gpu.step $dry ;;
+    step)
+        if [ -n "$dry" ]; then
+            part bench.gpu.step $dry
+        else
+            for name in $("$python" -m bench.gpu.step --list); do
+                part bench.gpu.step --cases "$name"
+            done
+        fi
+        ;;
+    step/*) part bench.gpu.step $dry --cases "${name#step/}" ;;
     colocated)
         has_vllm colocated || continue
         part bench.gpu.colocated $dry --weights shared

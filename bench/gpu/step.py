@@ -1,11 +1,15 @@
 """Time the learner's forward and backward pass on a GPU by layout, at real shapes of models.
 
-python -m bench.gpu.step [--models 0.6B ...] [--no-rows] [--repeats N] [--dry-run]     (see run.sh)
+python -m bench.gpu.step [--cases 4B/full/coder ...] [--no-rows] [--repeats N] [--dry-run]
+python -m bench.gpu.step --list          the cases; run.sh gives each a process of its own
+
+NEVER RUN ON A GPU yet. On paper, at 300 TFLOP/s, the longest takes 6 minutes and all take 40.
 
 Weights are random, of Qwen3's shapes, in bfloat16. One step is `GROUPS` groups of `GROUP` rollouts
 of agentic shape (bench.step.make_groups), in passes of at most `max_tokens` packed tokens. Tokens
 per second count the rollouts' tokens as the sampler made them, whatever a layout computes. Before
-anything is timed, loss and gradient of every layout are held to those of the padded one.
+anything is timed, loss and gradient of every layout are held to those of the padded one; a case
+that fails, or does not fit, ends alone.
 
 padded       transformers as it is: right padding, its own sdpa
 rows varlen  unshared, padding-free, FlashAttention's variable-length kernel
@@ -43,6 +47,8 @@ from bench.harness import append_row
 from bench.step import make_groups
 
 GROUP, GROUPS = 16, 2
+ENOUGH = 45.0
+"""Seconds of repeats of one layout, after which two do."""
 LAYOUTS = ("padded", "rows varlen", "rows flex", "tree")
 
 SHAPES = {
@@ -70,15 +76,41 @@ class Mix(NamedTuple):
     """Rollouts of `length` tokens, of which `share` is the group's prompt."""
 
     name: str
+    what: str
     length: int
     share: float
 
 
 MIXES = (
-    Mix("tool user: long prompt", 3072, 2 / 3),
-    Mix("coder: short prompt, long turns", 4096, 1 / 8),
-    Mix("long documents in the prompt", 8192, 7 / 8),
+    Mix("tools", "tool user: long prompt", 3072, 2 / 3),
+    Mix("coder", "coder: short prompt, long turns", 4096, 1 / 8),
+    Mix("documents", "long documents in the prompt", 8192, 7 / 8),
 )
+
+
+class Case(NamedTuple):
+    """One model, one way to train it, one mix of lengths."""
+
+    model: str
+    option: str
+    mix: Mix
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.option}/{self.mix.name}"
+
+
+class Wrong(Exception):
+    """A layout computes something else; it is not timed."""
+
+
+def cases_of(models: Sequence[str], mixes: Sequence[Mix]) -> list[Case]:
+    """Every model trained in full on every mix, in the other ways on the first."""
+    return [
+        Case(model, option, mix)
+        for model in models
+        for option in ("full", "checkpointing", "lora")
+        for mix in (mixes if option == "full" else mixes[:1])
+    ]
 
 
 @dataclass
@@ -88,7 +120,6 @@ class Setting:
     device: str
     dtype: torch.dtype
     models: dict[str, dict[str, Any]]
-    mixes: Sequence[Mix]
     max_tokens: int
     tolerance: float
     repeats: int
@@ -192,7 +223,7 @@ def check(setting: Setting, model: Any, groups: list[Group]) -> None:
         error = ((got - want).norm() / want.norm()).item()
         print(f"  check {layout}: loss {loss:.5f} ({want_loss:.5f}), gradient off by {error:.1e}")
         if abs(loss - want_loss) > setting.tolerance * abs(want_loss) or error > setting.tolerance:
-            raise SystemExit(f"{layout} computes something else: nothing is timed")
+            raise Wrong(f"{layout} computes something else: nothing is timed")
 
 
 def time_layout(
@@ -207,8 +238,8 @@ def time_layout(
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(setting.repeats):
+    seconds: list[float] = []
+    while len(seconds) < setting.repeats and (len(seconds) < 2 or sum(seconds) < ENOUGH):
         model.zero_grad()
         if on_gpu:
             torch.cuda.synchronize()
@@ -221,10 +252,15 @@ def time_layout(
     return seconds, peak
 
 
-def compare(setting: Setting, name: str, shape: dict[str, Any], option: str, mix: Mix) -> None:
-    """Check, then time, one model, one way to train it and one mix of lengths."""
-    print(f"== {name} {option}, {mix.name}: {GROUPS} x {GROUP} rollouts of {mix.length} tokens")
-    model = make_model(setting, shape, option)
+def compare(setting: Setting, case: Case) -> None:
+    """Check, then time.
+
+    Raises:
+        Wrong: the check failed.
+    """
+    name, option, mix = case
+    print(f"== {name} {option}, {mix.what}: {GROUPS} x {GROUP} rollouts of {mix.length} tokens")
+    model = make_model(setting, setting.models[name], option)
     wanted = argparse.Namespace(groups=GROUPS, group=GROUP, length=mix.length, share=mix.share)
     groups = make_groups(wanted, model.config.vocab_size)
     tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
@@ -243,33 +279,45 @@ def compare(setting: Setting, name: str, shape: dict[str, Any], option: str, mix
     print(f"  -> tree is {rates['tree'] / rates['rows varlen']:.2f} x rows; target >= 2.5")
 
 
+def every(setting: Setting, cases: Sequence[Case]) -> list[str]:
+    """Each alone, whatever becomes of the others; returns those that failed, with the reason."""
+    failed = []
+    for case in cases:
+        try:
+            compare(setting, case)
+        except Exception as error:
+            failed.append(f"{case}: {type(error).__name__}: {error}"[:300])
+            print(f"  failed, nothing more of this case: {failed[-1]}")
+        if setting.device == "cuda":  # here and not above: the error's frames hold tensors
+            torch.cuda.empty_cache()
+    return failed
+
+
 def main() -> None:
+    known = {str(case): case for case in cases_of(list(SHAPES), MIXES)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--cases", nargs="+", choices=known, default=list(known), metavar="CASE")
+    parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, no rows")
     parser.add_argument("--no-rows", action="store_true", help="print only")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    if arguments.list:
+        print(*known, sep="\n")
+        return
     if arguments.dry_run:
-        mixes = [Mix("tiny", 48, 2 / 3)]
-        setting = Setting("cpu", torch.float32, {"tiny": TINY}, mixes, 512, 1e-4, 1, write=False)
+        cases = cases_of(["tiny"], [Mix("tiny", "tiny", 48, 2 / 3)])
+        setting = Setting("cpu", torch.float32, {"tiny": TINY}, 512, 1e-4, 1, write=False)
         print("a dry run, attention by sdpa: that it ends and agrees is all that it says")
     elif torch.cuda.is_available():
-        models = {name: SHAPES[name] for name in arguments.models}
+        cases = [known[name] for name in arguments.cases]
         setting = Setting(
-            "cuda", torch.bfloat16, models, MIXES, 16_384, 5e-2, arguments.repeats,
-            not arguments.no_rows,
-        )  # fmt: skip
+            "cuda", torch.bfloat16, SHAPES, 16_384, 5e-2, arguments.repeats, not arguments.no_rows
+        )
     else:
         raise SystemExit("no CUDA device: --dry-run shows on a CPU that the script works")
-    for name, shape in setting.models.items():
-        for option in ("full", "checkpointing", "lora"):
-            for mix in setting.mixes if option == "full" else setting.mixes[:1]:
-                try:
-                    compare(setting, name, shape, option, mix)
-                except torch.OutOfMemoryError as error:
-                    print(f"  out of memory, nothing more of this case: {error}"[:300])
-                    torch.cuda.empty_cache()
+    if failed := every(setting, cases):
+        raise SystemExit("failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":
