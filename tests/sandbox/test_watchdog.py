@@ -61,7 +61,7 @@ def spread(children: int, mib: int) -> str:
 
 
 SHARED = (
-    "import os, time\nx = bytearray(60 << 20); x[::4096] = b'1' * len(x[::4096])\n"
+    "import os, time\nx = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096])\n"
     "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)"
 )
 UNIX_SOCKETS = (
@@ -171,7 +171,7 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
         assert session.step("1").status is StepStatus.OOM
 
 
-@pytest.mark.parametrize("code", [spread(3, 20), SHARED], ids=["little", "pages that forks share"])
+@pytest.mark.parametrize("code", [spread(3, 12), SHARED], ids=["little", "pages that forks share"])
 def test_memory_below_the_limit_is_left_alone(
     code: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def test_memory_below_the_limit_is_left_alone(
         monkeypatch.setattr(watchdog, "used_kib", counting)
         assert within(lambda: looks >= 5)
         assert session.step("6 * 7").value == "42"
-        assert 60 << 10 < (used_kib(session.init_pid, 0) or 0) < 100 << 10, "pages count once"
+        assert 36 << 10 < (used_kib(session.init_pid, 0) or 0) < 100 << 10, "pages count once"
 
 
 @pytest.mark.usefixtures("slow_look")
