@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -96,7 +97,7 @@ class FormAgent(TextAgent):
 
 
 @dataclass(kw_only=True, eq=False)
-class PairAgent(FormAgent):
+class PairAgent(FormAgent, ABC):
     """An agent whose turn is an action between two tags, or else the answer after a prefix.
 
     Args:
@@ -119,13 +120,13 @@ class PairAgent(FormAgent):
         """The tag that ends an action."""
         return (self.close_tag,)
 
+    @abstractmethod
     def act(self, body: str) -> Action:
         """The action of what stands between the tags.
 
         Raises:
             ValueError: it is none; the message is for the policy.
         """
-        raise NotImplementedError
 
     def parse(self, text: str) -> Action:
         """What is between the first open tag and the next close tag; else the answer, if any."""
