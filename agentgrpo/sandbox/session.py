@@ -192,6 +192,7 @@ class Session(Held):
             fields += [tool.name.encode(), f"{tool.line}\n{tool.doc}".rstrip("\n:").encode()]
         told = self._run(fields, self.limits.timeout_s, None)
         del self.history[-1:]  # a fork is offered its own
+        self._steps -= 1
         return told
 
     @property
@@ -511,7 +512,7 @@ class Session(Held):
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
         self._started = time.monotonic()
-        self._steps = self._exchanged = 0
+        self._steps = self._exchanged = self._sent = 0
         self.history.clear()
         self._remembered = 0
         release = self._on_close

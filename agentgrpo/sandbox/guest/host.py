@@ -6,8 +6,8 @@ does the answer that ends the step. The host believes nothing of this; it checks
 (host_tools.py).
 """
 
+import builtins
 from _thread import allocate_lock, get_ident
-from builtins import __dict__ as _builtins
 from collections.abc import Callable
 from os import getpid
 from typing import Any
@@ -99,7 +99,7 @@ class Calls:
 
 def raised(name: str, text: str) -> Exception:
     """An exception of Python's own by its name, or RuntimeError."""
-    kind = _builtins.get(name)
+    kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NEVER):
         try:
             error: Exception = kind(text)
