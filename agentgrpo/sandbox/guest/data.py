@@ -23,10 +23,10 @@ def spell(value: Any, most: int) -> bytes:
     Raises:
         NotData: it is none, or its text is longer than most bytes.
     """
-    _require(value, DEEPEST, [most])
+    _require(value, DEEPEST, [most], most)
     text = _encode(value).encode()
     if len(text) > most:
-        raise NotData(f"it is {len(text)} bytes long, at most {most} can be passed")
+        raise NotData(f"it has more than {most} bytes")
     return text
 
 
@@ -37,7 +37,7 @@ def read(text: bytes, most: int) -> Any:
         NotData: spell() has not written it.
     """
     if len(text) > most:
-        raise NotData(f"it is {len(text)} bytes long, at most {most} can be passed")
+        raise NotData(f"it has more than {most} bytes")
     try:
         value = loads(text)
     except Exception as error:  # whatever a text that is none makes of its parts
@@ -47,12 +47,12 @@ def read(text: bytes, most: int) -> Any:
     return value
 
 
-def _require(value: Any, room: int, left: list[int]) -> None:
+def _require(value: Any, room: int, left: list[int], most: int) -> None:
     """That it is data. left: the parts that there may be, of which each takes a byte."""
     kind = type(value)
     left[0] -= 1
     if left[0] < 0:
-        raise NotData("it is too large")
+        raise NotData(f"it has more than {most} bytes")
     if value is None or kind is bool:
         return
     if kind is int:
@@ -63,7 +63,7 @@ def _require(value: Any, room: int, left: list[int]) -> None:
             raise NotData("a float that is not finite")
     elif kind is str:
         if len(value) > left[0]:
-            raise NotData("it is too large")
+            raise NotData(f"it has more than {most} bytes")
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -74,7 +74,7 @@ def _require(value: Any, room: int, left: list[int]) -> None:
         if kind is dict and not all(type(key) is str for key in value):
             raise NotData("a dict with a key that is no str")
         for part in value if kind is list else [*value, *value.values()]:
-            _require(part, room - 1, left)
+            _require(part, room - 1, left, most)
     else:
         can = "None, bool, int, float, str, list and dict"
         raise NotData(f"a value of the type {kind.__name__}; what can be is {can}")
