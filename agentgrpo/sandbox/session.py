@@ -183,7 +183,12 @@ class Session(Held):
 
         Args:
             host: of the rollout that the session is for.
+
+        Raises:
+            TypeError: it is none.
         """
+        if not isinstance(host, HostCalls):
+            raise TypeError(f"host must be HostCalls, as HostTools.begin() gives, got {host!r:.80}")
         self.host = host
         most_asked, most_told = host.tools.sizes
         self._answer_max = max(self._answer_max, most_asked + FRAME_OVERHEAD)

@@ -152,7 +152,11 @@ def answer(code: str) -> Any:
     if "broken machine" in code:
         return InfrastructureError("no session")
     failed = "fail" in code
-    return Observation(f"out of {code}", failed, rewards={} if failed else {"ran": 0.25})
+    used = {"sandbox_wall_s": 0.5, "sandbox_cpu_s": 0.25, "sandbox_bytes": float(len(code))}
+    called = {"host_calls": 2.0, "host_errors": 1.0, "host_s": 0.125}
+    return Observation(
+        f"out of {code}", failed, rewards={} if failed else {"ran": 0.25}, counts=used | called
+    )
 
 
 def record(
