@@ -26,6 +26,7 @@ from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotFoundException,
     NotSupportedException,
+    SandboxInfraError,
     SandboxNotFoundException,
     TemplateUnavailable,
     TimeoutException,
@@ -197,8 +198,10 @@ class Sandbox(Held):
         if host_tools and not isinstance(host_tools, HostTools):
             host_tools = HostTools(host_tools)
         host = host_tools.begin() if isinstance(host_tools, HostTools) else None
-        self._session = session or pool.acquire(env=envs, host=host)
+        self._session = session or pool.acquire(env=envs)
         try:
+            if host is not None and self._session.offer(host).status is not StepStatus.OK:
+                raise SandboxInfraError("a fresh session did not take the functions of the host")
             self._begin(pool, timeout, envs or {}, metadata or {})
         except BaseException:
             self._session.close()

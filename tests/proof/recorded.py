@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     "steps": 2, "eval_every": 1, "learner.decay": "constant", "engine.max_model_len": 400,
     "rollout.tasks_per_step": 2, "rollout.group_size": 4, "rollout.refill_below": 0,
     "rollout.max_refills": 0, "rollout.max_turn_tokens": 48, "rollout.max_turns": 3,
-    "rollout.max_retries": 0, "data.num_heldout": 3,
+    "rollout.max_retries": 0, "data.num_heldout": 3, "sandbox.host_tools": ["world:called"],
 }  # fmt: skip
 
 

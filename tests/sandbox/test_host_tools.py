@@ -148,6 +148,14 @@ def test_data_is_limited_in_size_on_both_sides() -> None:
         read(b'"' + b"x" * 99 + b'"', 100)
 
 
+def test_data_that_holds_itself_many_times_is_refused_before_it_is_written() -> None:
+    wide: Any = []
+    for _ in range(32):  # four billion parts
+        wide = [wide, wide]
+    with pytest.raises(NotData, match="more than 100 bytes"):
+        spell(wide, 100)
+
+
 def deep(levels: int) -> Any:
     made: Any = 1
     for _ in range(levels):
