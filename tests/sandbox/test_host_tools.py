@@ -139,6 +139,32 @@ def test_data_crosses_as_it_is(value: Any) -> None:
     assert type(again) is type(value)
 
 
+class Text(str):
+    """No str, exactly."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**63, -(2**63) - 1, 10**4000, float("nan"), float("inf"), "\ud800", (1,), {1}, b"x", 1j,
+     object(), Text("a"), {1: 2}, {Text("a"): 1}],
+)  # fmt: skip
+def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
+    for held in (value, [value], {"a": [value]}):
+        with pytest.raises(NotData):
+            spell(held, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " 1", "1 ", "01", "-0", "1E1", "1.00", "NaN", "Infinity", "1e999", "[1, 2]",
+     '{"a":1,"a":1}', "9" * 5000, str(2**63), '"\\u0061"', '"\\ud800"', '"\N{SNOWMAN}"', "[" * 5000, "nul", "(1,)"],
+)  # fmt: skip
+def test_a_value_has_one_text(text: str) -> None:
+    for data in (text.encode(), text.encode("utf-16"), b"\xff"):
+        with pytest.raises(NotData):
+            read(data, 1 << 20)
+
+
 def test_data_is_limited_in_size_on_both_sides() -> None:
     assert len(spell("x" * 98, 100)) == 100
     for big in ("x" * 99, [0] * 51):
@@ -149,7 +175,7 @@ def test_data_is_limited_in_size_on_both_sides() -> None:
 
 
 def test_data_that_holds_itself_many_times_is_refused_before_it_is_written() -> None:
-    wide: Any = []
+    wide: Any = 0
     for _ in range(32):  # four billion parts
         wide = [wide, wide]
     with pytest.raises(NotData, match="more than 100 bytes"):
