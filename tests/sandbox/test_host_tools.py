@@ -157,7 +157,8 @@ def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", " 1", "1 ", "01", "-0", "1E1", "1.00", "NaN", "Infinity", "1e999", "[1, 2]",
-     '{"a":1,"a":1}', "9" * 5000, str(2**63), '"\\u0061"', '"\\ud800"', '"\N{SNOWMAN}"', "[" * 5000, "nul", "(1,)"],
+     '{"a":1,"a":1}', "9" * 5000, str(2**63), '"\\u0061"', '"\\ud800"', '"\N{SNOWMAN}"',
+     "[" * 5000, "nul", "(1,)"],
 )  # fmt: skip
 def test_a_value_has_one_text(text: str) -> None:
     for data in (text.encode(), text.encode("utf-16"), b"\xff"):
