@@ -67,9 +67,8 @@ class HostBudget:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kinds = getattr(self, field.name), (int, float)
-            if field.type is int:
-                kinds = (int,)
+            value = getattr(self, field.name)
+            kinds: Any = (int,) if field.type is int else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9:
                 raise ValueError(
                     f"host_budget.{field.name}: expected a positive {kinds[-1].__name__}, "

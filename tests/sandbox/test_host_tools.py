@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import urlopen
@@ -205,7 +206,7 @@ def test_data_is_limited_in_depth_on_both_sides() -> None:
         ([add, add], "expected different names"),
         ([lambda: 1], "no name to call it by"),
         (["add"], "expected functions"),
-        ([type("C", (), {"__call__": lambda self: 1})()], "expected functions"),
+        ([partial(add, 1)], "expected functions"),
     ],
 )
 def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
