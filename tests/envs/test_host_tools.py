@@ -92,12 +92,12 @@ def test_the_machines_fault_breaks_the_rollout(pool: SandboxPool) -> None:
 @pytest.mark.nsjail
 @pytest.mark.parametrize("kind", ["python", "console", "tagged"])
 def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> None:
-    made = {
+    made: dict[str, Any] = {
         "python": lambda: PythonEnv(pool, 5.0, host_tools=tools(calls=3)),
         "console": lambda: ConsoleEnv(pool, 5.0, host_tools=tools(calls=3)),
         "tagged": lambda: TaggedEnv(pool, 5.0, host_tools=tools(calls=3)),
     }
-    env: Any = made[kind]()
+    env = made[kind]()
     actions: list[Action] = [RunCode("a = ticket()"), RunCode("b = ticket(2)"), RunCode("a, b")]
     parent = env.reset(TASK)
     history = [Step.of(action, parent.step(action)) for action in actions]
