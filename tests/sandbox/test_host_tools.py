@@ -558,6 +558,10 @@ def test_in_a_loop_that_steps_many_sessions(pool: SandboxPool) -> None:
         assert told(results[tags[3]])[0] == "TimeoutError"
         assert loop.submit(sessions[0], "add(1)") > 0
         assert loop.wait()[0][1].value == "2"
+        slow = loop.submit(plain, "import time; time.sleep(4)")
+        quick = loop.submit(sessions[0], "later(0.01)")
+        assert [tag for tag, _ in loop.wait()] == [quick], "it waits for no other's step"
+        assert [tag for tag, _ in loop.wait()] == [slow]
     finally:
         loop.close()
         for session in (*sessions, plain):
