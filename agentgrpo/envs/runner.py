@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, Self
@@ -32,8 +32,15 @@ class EpisodeRunner:
         """Begin a step."""
         return self._start(episode.step, action)
 
-    def replay(self, episode: AnyEpisode, actions: Sequence[Action]) -> Future[list[Observation]]:
-        """Begin to carry out actions one after another, as they were in another episode."""
+    def replay(
+        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]]
+    ) -> Future[list[Observation]]:
+        """Begin to carry out actions one after another, as they were in another episode.
+
+        Args:
+            episode: a fresh one. With a method recall() it is first told what comes with an action.
+            actions: each with the memory of its observation.
+        """
         run = _replay_async if _is_async(episode.step) else _replay
         return self._start(run, episode, actions)
 
@@ -75,12 +82,20 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function)
 
 
-def _replay(episode: Any, actions: Sequence[Action]) -> list[Observation]:
-    return [episode.step(action) for action in actions]
+def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[Action]:
+    recall = getattr(episode, "recall", None)
+    for action, memory in actions:
+        if recall is not None:
+            recall(memory)
+        yield action
 
 
-async def _replay_async(episode: Any, actions: Sequence[Action]) -> list[Observation]:
-    return [await episode.step(action) for action in actions]
+def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+    return [episode.step(action) for action in _recalled(episode, actions)]
+
+
+async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+    return [await episode.step(action) for action in _recalled(episode, actions)]
 
 
 def _finish(episode: Any, answer: str | None) -> Any:

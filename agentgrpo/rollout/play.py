@@ -230,7 +230,9 @@ class Play:
         live.episode = self._env.reset(live.rollout.task)
         live.spent.started = time.monotonic()
         live.took("queue_s")
-        future = self._worlds.replay(live.episode, [step.action for step in live.history])
+        future = self._worlds.replay(
+            live.episode, [(step.action, step.memory) for step in live.history]
+        )
         self._waiting.add(pending.index, future, self._replayed)
 
     def _task_of(self, pending: Pending) -> Task:
