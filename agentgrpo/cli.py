@@ -18,7 +18,7 @@ COMMANDS = {
     ),
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "examples": ("agentgrpo.examples.__main__", "write files to try the configs with"),
-    "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
+    "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
     "gguf": ("agentgrpo.models.gguf", "write a GGUF file of a Llama model as a model directory"),

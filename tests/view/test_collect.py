@@ -130,11 +130,6 @@ def test_nan_reaches_the_page_as_null(tmp_path: Path) -> None:
     ]
 
 
-def test_three_runs_are_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match="one run, or two to compare, got 3"):
-        make_page([read_run(run)] * 3)
-
-
 def view(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "agentgrpo.view", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
