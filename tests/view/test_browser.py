@@ -374,7 +374,7 @@ def test_numbers_and_pictures_leave_the_page(browser: Browser, six: Path, tmp_pa
         )
         .decode()
         .splitlines()
-    )  # noqa: E501
+    )
     assert any(row.startswith("temperature 0.5,0.5_2,2,rollout/reward,2,1.3") for row in rows)
     picture = exported(browser, tmp_path, "reward.png", png)
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"

@@ -13,7 +13,7 @@ import pytest
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Segment, SpanReward, Status
 from agentgrpo.view.collect import STREAMS, RunData, read_run
-from agentgrpo.view.page import finite, make_page
+from agentgrpo.view.page import finite
 from tests.given import TASK
 from tests.view.runs import write_run
 
