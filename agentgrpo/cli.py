@@ -21,6 +21,7 @@ COMMANDS = {
     "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
+    "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
     "gguf": ("agentgrpo.models.gguf", "write a GGUF file of a Llama model as a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",

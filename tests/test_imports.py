@@ -83,10 +83,12 @@ WINGS = {
 TOP = [
     *(
         "settings",
+        "card",
         "stage",
         "build",
         "plan",
         "command",
+        "push",
         "evaluate",
         "collect",
         "verify",
