@@ -27,6 +27,7 @@ COMMANDS = {
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
+    "completion": ("agentgrpo.completion.__main__", "print what completes these words in a shell"),
     "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
 }
 """Word: module with main(arguments) -> exit status, and what it does."""

@@ -95,7 +95,7 @@ TOP = [
         "init",
         "train",
     ),
-    *("recipe", "examples", "cli", "__main__"),
+    *("recipe", "examples", "cli", "completion", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, *may.split()} for wing, may in WINGS.items()}
