@@ -35,7 +35,7 @@ setup(
     package_data={
         "agentgrpo": [
             *("py.typed", "*.pyi", "*/*.toml"),
-            *("view/assets/*", "sandbox/guest/*.js", "completion/agentgrpo.*"),
+            *("view/assets/*", "sandbox/guest/*.js", "completion/complete.*"),
         ]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},

@@ -94,7 +94,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("my.toml", "data.jsonl"):
         (folder / name).touch()
     for shell in completion.SHELLS:
-        (folder / f"agentgrpo.{shell}").write_text(completion.script(shell))
+        (folder / f"complete.{shell}").write_text(completion.script(shell))
     return folder
 
 
@@ -106,7 +106,7 @@ def found(shell: str) -> str:
 
 
 BASH = r"""
-source agentgrpo.bash
+source complete.bash
 compopt() { :; }
 while read -r COMP_LINE; do
   COMP_LINE=${COMP_LINE%|} COMP_POINT=${#COMP_LINE}
@@ -210,7 +210,7 @@ def test_the_tab_key_completes(shell: str, options: list[str], ready: str, place
         return seen
 
     try:
-        types(f"{ready}source agentgrpo.{shell}; echo rea''dy\n", "ready\r")
+        types(f"{ready}source complete.{shell}; echo rea''dy\n", "ready\r")
         stands = {
             line: re.findall(r"Got, (.*?) +End", types(f"{line}\t{ECHO}", "End\r"))
             for line in TYPED
@@ -226,7 +226,7 @@ def test_the_tab_key_completes(shell: str, options: list[str], ready: str, place
 def test_fish_completes(place: Path) -> None:
     asked = "; ".join(f"complete -C '{line}'; echo" for line in TYPED)
     ran = subprocess.run(
-        [found("fish"), "--no-config", "-c", f"source agentgrpo.fish; {asked}"],
+        [found("fish"), "--no-config", "-c", f"source complete.fish; {asked}"],
         cwd=place, capture_output=True, text=True, check=True,
         env={"PATH": os.environ["PATH"], "HOME": str(place)},
     )  # fmt: skip

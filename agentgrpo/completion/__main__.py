@@ -30,9 +30,9 @@ def script(shell: str) -> str:
         lines.append(_assigned(shell, f"words_{name}", of.words))
         lines.append(_assigned(shell, f"place_{name}", [of.place]))
         lines.append(_assigned(shell, f"value_{name}", of.takes_value))
-    text = (resources.files("agentgrpo.completion") / f"agentgrpo.{shell}").read_text()
+    text = (resources.files("agentgrpo.completion") / f"complete.{shell}").read_text()
     before, mark, after = text.partition("# <words>\n")
-    assert mark, f"agentgrpo.{shell} has no place for the words"
+    assert mark, f"complete.{shell} has no place for the words"
     return "\n".join([before.rstrip("\n"), *lines, after])
 
 
