@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.card import make_card, model_name, require_private, without_place
+from agentgrpo.card import make_card, require_private, without_place
 from agentgrpo.command import told
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.models.models import ADAPTER_CONFIG
@@ -137,10 +137,9 @@ def _without_places(path: Path, model: str) -> str:
         table = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
-    shown, of_hub = model_name(model)
     for key in NAMES:
         if isinstance(table.get(key), str) and without_place(table[key]) != table[key]:
-            table[key] = of_hub or shown
+            table[key] = without_place(model)
     return json.dumps(table, indent=2, ensure_ascii=False) + "\n"
 
 
