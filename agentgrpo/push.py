@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _push(args: argparse.Namespace) -> None:
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     validate_repo_id(args.repo)
     if not args.run.is_dir():

@@ -27,6 +27,7 @@ from agentgrpo import push
 from agentgrpo.config.read import load_config
 from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS
 from agentgrpo.run import checkpoint
+from agentgrpo.run.folder import locked
 from agentgrpo.run.metrics import RunLog
 from tests.given import a_config, a_group
 
@@ -417,6 +418,6 @@ def test_no_token_and_no_network_are_one_line(
 def test_a_run_that_is_under_way_is_not_published(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with push.locked(run):
+    with locked(run):
         assert push.main([str(run), "me/model", "--dry-run"]) == 2
     assert said(capsys).endswith("is in use by another run")

@@ -52,7 +52,7 @@ def _asking() -> Iterator[None]:
         raise _Asked(parser)
 
     parse = argparse.ArgumentParser.parse_known_args
-    argparse.ArgumentParser.parse_known_args = ask  # type: ignore[method-assign]
+    argparse.ArgumentParser.parse_known_args = ask  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
