@@ -83,17 +83,19 @@ WINGS = {
 TOP = [
     *(
         "settings",
+        "card",
         "stage",
         "build",
         "plan",
         "command",
+        "push",
         "evaluate",
         "collect",
         "verify",
         "init",
         "train",
     ),
-    *("recipe", "examples", "cli", "__main__"),
+    *("recipe", "examples", "cli", "completion", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, *may.split()} for wing, may in WINGS.items()}
