@@ -146,10 +146,15 @@ class Tree:
             self._masks[key] = seen if window is None else seen & (query - at < window)
         return self._masks[key]
 
+    def cutting(self, window: int | None) -> int | None:
+        """A layer's window; None where it leaves nothing out."""
+        if window is not None and window > int(self.positions_T.max()):
+            return None
+        return window
+
     def block_mask(self, window: int | None) -> BlockMask:
         """The mask for FlexAttention."""
-        if window is not None and window > int(self.positions_T.max()):
-            window = None
+        window = self.cutting(window)
         if window not in self._block_masks:
             blocks = flex_blocks(
                 self.tout_T, flex.BLOCK, positions_T=self.positions_T, window=window
@@ -224,10 +229,8 @@ def tree_attention(
         raise ValueError(f"attention dropout must be 0, got {dropout}")
     if query.is_cuda:
         return _on_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
-    window = sliding_window
-    if window is not None and window > int(tree.positions_T.max()):
-        window = None
-    if window is None and softcap is None and key.shape[-1] == value.shape[-1]:
+    whole = tree.cutting(sliding_window) is None and softcap is None
+    if whole and key.shape[-1] == value.shape[-1]:
         attended = _TreeAttention.apply(query, key, value, tree.blocks, scaling)  # type: ignore[no-untyped-call]
         return attended, None
     key, value = _expanded(query, key, value)
