@@ -43,6 +43,7 @@ def _better(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == b.dtype == torch.float32
         and a.device.type == "cpu"
+        and a.ndim > 1
         and b.ndim == 2
         and type(a) in _PLAIN
         and type(b) in _PLAIN
@@ -112,9 +113,12 @@ def multiply_by_onednn(model: nn.Module) -> str:
     Returns:
         Whose products they are, for the record.
     """
-    if not by_onednn():
+    linear_ones = (
+        m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.float32
+    )
+    layers = list(linear_ones) if by_onednn() else []
+    if not layers:
         return "PyTorch's"
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
         layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
     return f"oneDNN's, of {len(layers)} layers in float32"
