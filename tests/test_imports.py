@@ -70,7 +70,7 @@ WINGS = {
     "agents": "types config actions",
     "envs": "types config actions run sandbox",
     "models": "types config",
-    "engine": "types config actions parallel machine models",
+    "engine": "types config actions parallel machine models kernels",
     "rollout": "types config actions parallel agents envs models engine",
     "learn": "types config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
