@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +201,10 @@ class Judge:
             last_id = self.tokenizer.convert_tokens_to_ids(closing)
             assert said[0]["role"] == "system" or last_id in self.chat.stop_token_ids, closing
             roles = [message["role"] for message in messages[: -len(said) - 1]]
-            told = {"tools": bool(tools), "roles": roles}
-            ids = self.chat.observation_ids(said, last_id=last_id, **told)
-            self._compare(seen, ids, closed, shown)
+            append = partial(self.chat.observation_ids, said, tools=bool(tools), roles=roles)
+            self._compare(seen, append(last_id=last_id), closed, shown)
             if "tool_calls" not in spoken:
-                ids = self.chat.observation_ids(said, last_id=None, **told)
+                ids = append(last_id=None)
                 self._compare(seen, ids, unclosed, shown)
 
     def _compare(self, seen: Seen, ids: Int32, expected: Int32, messages: Any) -> None:

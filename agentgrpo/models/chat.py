@@ -452,8 +452,8 @@ def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
             results = list(takewhile(lambda role: role == "tool", roles[index + 1 :]))
             ids = [f"past{index + 1 + call:05d}" for call in range(len(results))]
             called = [{"role": "tool", "name": word, "tool_call_id": i} for i in ids]
-            forms = dict(_turns_before(called, word))
-            said = forms.get(form, forms["text"])
+            forms: dict[Form, dict[str, Any]] = dict(_turns_before(called, word))
+            said = forms[form] if form in forms else forms["text"]
         messages.append(said)
     return messages
 

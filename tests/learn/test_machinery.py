@@ -234,8 +234,13 @@ def test_every_layer_of_both_sides_multiplies_by_the_same_products(
     learner = make_learner()
     layers = [m for m in learner.model.get_decoder().modules() if isinstance(m, torch.nn.Linear)]
     assert learner.describe()["products"] == f"oneDNN's, of {len(layers) + 1} layers in float32"
-    seen = []
-    monkeypatch.setattr(products, "matmul", lambda a, b: seen.append(1) or a @ b)
+    seen: list[int] = []
+
+    def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return a @ b
+
+    monkeypatch.setattr(products, "matmul", matmul)
     learner.score(np.arange(3, 9, dtype=np.int32))
     assert len(seen) == len(layers)
     monkeypatch.setattr(products, "by_onednn", lambda: False)

@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant("models/chat.py", "roles if self._looks_back else ()", "()"),
     Mutant("models/chat.py", "if word not in text.partition(mark)[2]", "if True"),
     Mutant("models/chat.py", "[_past(roles, form, word)] if roles", "[_past(roles, 'text', word)] if roles"),
-    Mutant("models/chat.py", "forms.get(form, forms[\"text\"])", "forms[\"text\"]"),
+    Mutant("models/chat.py", "forms[form] if form in forms else forms[\"text\"]", "forms[\"text\"]"),
     Mutant("models/chat.py", '_PASTS = (["system", "user"], ', "_PASTS = ("),
     Mutant("rollout/live.py", "roles=list(self.roles)", "roles=self.roles"),
     Mutant("rollout/live.py", "roles=list(self.roles)", "roles=[]"),
