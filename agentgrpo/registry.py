@@ -26,6 +26,7 @@ from agentgrpo.config.read import did_you_mean, found, load_callable
 from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
+from agentgrpo.files import read_text
 from agentgrpo.machine.packages import require_library
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rewards.rewards import (
@@ -314,7 +315,7 @@ def make_agent(
     script = config.sandbox.tools
     given = {
         "env": env,
-        "tools_script": None if script is None else script.read_text(),
+        "tools_script": None if script is None else script_of(script),
         "call_reader": call_reader,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
@@ -410,10 +411,10 @@ def script_of(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        source = path.read_text()
+        source = read_text(path)
         compile(source, str(path), "exec")
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"sandbox.tools: {path} cannot be used: {error}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"sandbox.tools: {error}") from None
     return source
 
 

@@ -58,6 +58,7 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
             progress.say(f"stopped. {next_time(config.out_dir, SAVED)}")
             return
         evaluate_if_due(config, parts, learner.step_count)
+    log.require_there()
     progress.finished(config.out_dir)
 
 

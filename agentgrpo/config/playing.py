@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from agentgrpo.config.section import NotNegative, Positive, Section, is_set, refuse_unread
+from agentgrpo.config.section import NotNegative, Place, Positive, Section, is_set, refuse_unread
 from agentgrpo.types import Status, Treatment
 
 
@@ -265,11 +265,11 @@ class SandboxConfig(Section):
     template: str | None = None
     """A template built by `agentgrpo sandbox template build`; None: plain Python. Of its
     limits, timeout_s and memory_mib are replaced by those above."""
-    site_dirs: tuple[str, ...] = ()
+    site_dirs: tuple[Place, ...] = ()
     """Directories of packages that sessions may import from, besides the template's."""
     env: dict[str, str] = {}
     """Environment variables of all code."""
-    tools: Path | None = None
+    tools: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.options.show_tools)."""
     stateless: bool = False
@@ -281,10 +281,10 @@ class SandboxConfig(Section):
 class DataConfig(Section):
     """What is trained and evaluated on (data/tasks.py)."""
 
-    train: str = "word_problems"
+    train: Place = "word_problems"
     """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
     directory that Hugging Face's `save_to_disk` wrote."""
-    heldout: str = "auto"
+    heldout: Place = "auto"
     """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed; no row
     that asks what one of them does is trained on. auto: a `split` of a training file, else the same
     source as `train`."""

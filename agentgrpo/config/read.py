@@ -20,6 +20,7 @@ import pydantic
 
 from agentgrpo.config import Section, TrainConfig
 from agentgrpo.config.elsewhere import said_elsewhere
+from agentgrpo.files import expanded, looks_like_path, missing, read_toml
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
@@ -73,10 +74,7 @@ def shipped_configs() -> dict[str, Path]:
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's table, merged into that of the file that it `extends`."""
-    try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    table = read_toml(path)
     base = table.pop("extends", None)
     if base is None:
         return table
@@ -112,10 +110,12 @@ def _is_another(section: str, table: Mapping[str, Any], kind: Any) -> bool:
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:
     """The file of that path, from the folder, or the shipped config of that name."""
-    path = folder / name_or_path
+    path = folder / expanded(str(name_or_path))
     shipped = shipped_configs()
-    if path.is_file():
+    if path.exists():
         return path
+    if looks_like_path(str(name_or_path)):
+        raise FileNotFoundError(f"config {missing(path)}")
     if str(name_or_path) not in shipped:
         near = difflib.get_close_matches(path.stem, shipped, n=1)
         hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"

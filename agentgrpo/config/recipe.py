@@ -12,6 +12,7 @@ import pydantic
 from pydantic import Field
 
 from agentgrpo.config import NotNegative, Positive, Section, TrainConfig
+from agentgrpo.config.section import Place
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -88,7 +89,7 @@ class FlywheelConfig(Section):
 class SftConfig(Section):
     """Fine-tuning (recipe/sft.py)."""
 
-    data: str = ""
+    data: Place = ""
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
     conversations: {"messages": [...]}. Empty: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"

@@ -10,6 +10,10 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field
 
+from agentgrpo.files import expanded
+
+Place = Annotated[str, pydantic.AfterValidator(expanded)]
+"""A path, or a name of something else."""
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -33,6 +33,7 @@ from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
+from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import quality_by
 from agentgrpo.recipe.difficulty import DifficultyTasks
@@ -117,7 +118,7 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
     c, folder = recipe.curriculum, folder_of(recipe, stage)
     folder.mkdir(parents=True, exist_ok=True)
     if stage > 0:
-        done = json.loads((folder_of(recipe, stage - 1) / "select.json").read_text())
+        done = read_table(folder_of(recipe, stage - 1) / "select.json")
         stream.load_state_dict(done["stream"])
     groups: list[Group] = []
     for group_chunk in _chunks(recipe, stage, player, stream):
@@ -217,7 +218,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
     def trained(stage: int) -> bool:
         path = folder_of(recipe, stage) / "stage.json"
-        steps = json.loads(path.read_text())["steps"] if path.exists() else 0
+        steps = read_table(path)["steps"] if path.exists() else 0
         return bool(steps >= recipe.curriculum.steps_of(stage))
 
     return [
@@ -239,7 +240,7 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
         ValueError: the stage's last checkpoint is not there.
     """
     folder = folder_of(recipe, stage)
-    selected = json.loads((folder / "select.json").read_text())
+    selected = read_table(folder / "select.json")
     trained = Path(start_model(recipe, stage + 1))
     write_json(
         folder / "stage.json",

@@ -27,6 +27,7 @@ from agentgrpo.command import Work
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import Endpoint, make_endpoint
 from agentgrpo.evaluate import evaluate
+from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
 from agentgrpo.measures.quality import conciseness, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
@@ -93,8 +94,8 @@ def read_report(path: Path) -> dict[str, Any]:
         ValueError: it is none.
         OSError: it cannot be read.
     """
+    written = read_table(path)
     try:
-        written: dict[str, Any] = json.loads(path.read_text())
         markdown(written)
         rows_of(written)
         written["model"]

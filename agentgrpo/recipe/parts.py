@@ -7,7 +7,6 @@ themselves. out_dir/recipe.json has the parts that ended well, with their second
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from agentgrpo.command import command as run_command
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import make_endpoint
+from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import flat, require_same_settings
 
@@ -77,7 +77,7 @@ def run_parts(
         Stopped: a part did not end well.
     """
     path = recipe.out_dir / "recipe.json"
-    seconds: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    seconds: dict[str, float] = read_table(path) if path.exists() else {}
     for part in parts:
         if not part.left(seconds):
             continue

@@ -16,7 +16,6 @@ who played which role, and where the time went.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,11 +23,12 @@ from typing import Any
 
 from agentgrpo.command import Work
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
 from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
-from agentgrpo.run.atomic import write_json, write_text
+from agentgrpo.run.atomic import numbered_rows, write_json, write_text
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""
@@ -87,9 +87,7 @@ def _measures(recipe: RecipeConfig, part: str) -> Path:
 
 def report(recipe: RecipeConfig, seconds: dict[str, float]) -> dict[str, Any]:
     """All that report.md says, as JSON values."""
-    reports = {
-        part: json.loads((_measures(recipe, part) / "report.json").read_text()) for part in MEASURED
-    }
+    reports = {part: read_table(_measures(recipe, part) / "report.json") for part in MEASURED}
     return {
         "model": recipe.model,
         "seed": recipe.seed,
@@ -100,7 +98,7 @@ def report(recipe: RecipeConfig, seconds: dict[str, float]) -> dict[str, Any]:
             "reflector": _role(recipe, recipe.flywheel.reflector),
         },
         "reports": reports,
-        "flywheel": json.loads((recipe.out_dir / "flywheel" / "summary.json").read_text()),
+        "flywheel": read_table(recipe.out_dir / "flywheel" / "summary.json"),
         "stages": [_stage(folder_of(recipe, k)) for k in range(recipe.curriculum.stages)],
         "seconds": seconds,
     }
@@ -117,10 +115,10 @@ def _role(recipe: RecipeConfig, name: str) -> str:
 
 def _stage(folder: Path) -> dict[str, Any]:
     """stage.json, with how many of its training rollouts branched off another."""
-    with (folder / "rl" / "rollouts.jsonl").open() as lines:
-        played = [r for r in map(json.loads, lines) if r["split"] == "train"]
+    rows = numbered_rows(folder / "rl" / "rollouts.jsonl")
+    played = [row for _, row in rows if row["split"] == "train"]
     branched = sum(rollout["parent"] is not None for rollout in played)
-    stage: dict[str, Any] = json.loads((folder / "stage.json").read_text())
+    stage: dict[str, Any] = read_table(folder / "stage.json")
     return {**stage, "rollouts": len(played), "branched": branched}
 
 

@@ -35,7 +35,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.parts import command
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
-from agentgrpo.run.folder import locked, require_same_run
+from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import Head, RunLog
 from agentgrpo.run.records import read_rollout
 from agentgrpo.stage import set_stage
@@ -271,7 +271,7 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
     data = Path(sft.data) if sft.data else recipe.out_dir / "flywheel" / "sft.jsonl"
     with locked(config.out_dir):
         require_same_run(config)
-        resumed = checkpoint.newest(config.out_dir)
+        resumed = whole_checkpoint(config)
         parts = set_stage(config, model=str(resumed) if resumed else None)
         parts.close()
         limit = config.engine.max_model_len

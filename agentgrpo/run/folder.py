@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import IO, Any
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
+from agentgrpo.files import read_table
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
@@ -53,7 +53,10 @@ def require_same_run(config: TrainConfig) -> None:
         raise ValueError(
             f"{records} was not written by agentgrpo (no run.json): choose another out_dir"
         )
-    then = flat(json.loads(described.read_text())["config"])
+    about = read_table(described)
+    if not isinstance(about.get("config"), dict):
+        raise ValueError(f"{described}: not that of a training run: no config")
+    then = flat(about["config"])
     now = flat(config.model_dump(mode="json"))
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
@@ -67,7 +70,7 @@ def require_same_settings(
         ValueError: a key that may not change has changed; names it.
     """
     if path.exists():
-        _require_same(f"{path} was written with", json.loads(path.read_text()), now, may_change)
+        _require_same(f"{path} was written with", read_table(path), now, may_change)
     write_json(path, dict(now))
 
 
