@@ -46,9 +46,13 @@ SUFFIXES = {
 
 def missing(path: Path) -> str:
     """That there is no such file or directory, and how far the path goes."""
+    return f"{path}: no such file or directory{how_far(path)}"
+
+
+def how_far(path: Path) -> str:
+    """What of a path is there, where that is worth saying; else nothing."""
     above = next((folder for folder in path.parents if folder.exists()), Path())
-    there = f"; {above} is there" if path.is_absolute() and len(above.parts) > 1 else ""
-    return f"{path}: no such file or directory{there}"
+    return f"; {above} is there" if len(above.parts) > 1 else ""
 
 
 @contextlib.contextmanager
@@ -136,9 +140,10 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file; errors as of opened()."""
+    text = read_text(path)
     try:
-        return tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text)
+    except ValueError as error:  # a number of thousands of digits is no TOMLDecodeError
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
 

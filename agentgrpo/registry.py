@@ -22,7 +22,7 @@ import pydantic
 from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
-from agentgrpo.config.read import did_you_mean, found, load_callable
+from agentgrpo.config.read import did_you_mean, found, load_callable, told
 from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
@@ -206,11 +206,7 @@ def _checked(prefix: str, option: Option, value: Any) -> Any:
     try:
         return reader.validate_python({option.name: value})[option.name]
     except pydantic.ValidationError as error:
-        wrong = (
-            f"{prefix}{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        )
-        raise ValueError("\n".join(wrong)) from None
+        raise ValueError("\n".join(told(e, prefix) for e in error.errors())) from None
 
 
 def require_names(config: TrainConfig) -> None:

@@ -18,7 +18,7 @@ from agentgrpo.config.playing import (
     RolloutConfig,
     SandboxConfig,
 )
-from agentgrpo.config.section import NotNegative, Place, Positive, Section
+from agentgrpo.config.section import NotNegative, Place, Positive, Section, Seed
 
 
 class TrainConfig(Section):
@@ -30,7 +30,7 @@ class TrainConfig(Section):
     """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
     steps: Positive = 200
     """Optimizer steps."""
-    seed: NotNegative = 0
+    seed: Seed = 0
     """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.files import expanded, looks_like_path, missing, read_table, require_as_sealed
+from agentgrpo.files import expanded, how_far, looks_like_path, read_table, require_as_sealed
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.kinds import kinds_of, router_coef, unsupported
 from agentgrpo.models.liger import why_plain
@@ -47,6 +47,11 @@ def check_model(
     layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
     if wanted is not None and wanted > layers:
         raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
+    rank, width = config.learner.lora.rank, shape.hidden_size
+    if trained and rank > width:
+        raise ValueError(
+            f"learner.lora.rank must be at most {width}, the width of the layers, got {rank}"
+        )
     if trained:
         router_coef(shape, config.loss.router_aux_loss_coef)
     positions = getattr(shape, "max_position_embeddings", None)
@@ -91,7 +96,9 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
             )
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
-        read_table(folder / "config.json")
+        for path in folder.glob("*.json"):
+            if path.name.endswith(("config.json", ".index.json")):
+                read_table(path)
         if not any(path.suffix in WEIGHTS for path in folder.iterdir()):
             raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
         require_as_sealed(folder, whole=False)
@@ -100,7 +107,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         how = "; `agentgrpo gguf` makes a directory of it" if folder.suffix == ".gguf" else ""
         raise ValueError(f"model {model!r}: a file, expected a directory{how}")
     if "/" not in model or looks_like_path(model):
-        raise ValueError(f"model {model!r}: no such directory: {missing(folder)}")
+        raise ValueError(f"model {model!r}: no such directory{how_far(folder)}")
     _require_hub_name(model)
     return model
 

@@ -16,7 +16,6 @@ from functools import partial
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
-from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.files import read_table
@@ -48,6 +47,7 @@ def require_same_recipe(
     *,
     include: set[str] | None = None,
     may_change: set[str] | frozenset[str] = frozenset(),
+    write: bool = True,
 ) -> None:
     """Make the folder this recipe's.
 
@@ -56,13 +56,13 @@ def require_same_recipe(
         settings: the file in out_dir that holds the settings with which its work was begun.
         include: the sections that must stay as they were begun; None: all but out_dir.
         may_change: settings within these that may be otherwise now.
+        write: else they are only compared.
 
     Raises:
         ValueError: the folder holds work of other settings.
     """
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
     table = recipe.model_dump(mode="json", include=include, exclude={"out_dir"})
-    require_same_settings(recipe.out_dir / settings, flat(table), may_change)
+    require_same_settings(recipe.out_dir / settings, flat(table), may_change, write=write)
 
 
 def run_parts(
@@ -104,10 +104,5 @@ def require_endpoints(recipe: RecipeConfig) -> None:
             make_endpoint(endpoint, name)
 
 
-def _as_run(recipe: RecipeConfig) -> TrainConfig:
-    require_endpoints(recipe)
-    return recipe.of_run()
-
-
-command = partial(run_command, kind=RecipeConfig, as_run=_as_run)
+command = partial(run_command, kind=RecipeConfig)
 """One command of a recipe, as agentgrpo.command has it."""

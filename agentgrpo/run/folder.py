@@ -44,8 +44,22 @@ MAY_CHANGE = {
 """Settings that a resumed run may have otherwise than it was started with."""
 
 
+def require_folder(out_dir: Path, key: str = "out_dir") -> None:
+    """That out_dir, or what `key` names, can be written to, or made.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"{key} {str(out_dir)!r}: {there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} {str(out_dir)!r}: {there} cannot be written to")
+
+
 def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
+    require_folder(config.out_dir)
     records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
         return
@@ -62,16 +76,24 @@ def require_same_run(config: TrainConfig) -> None:
 
 
 def require_same_settings(
-    path: Path, now: Mapping[str, Any], may_change: Collection[str] = ()
+    path: Path, now: Mapping[str, Any], may_change: Collection[str] = (), *, write: bool = True
 ) -> None:
     """Write the settings that a folder's work is done with; later, refuse others.
+
+    Args:
+        path: of the file that holds them.
+        now: the settings.
+        may_change: keys that may be otherwise now.
+        write: else they are only compared.
 
     Raises:
         ValueError: a key that may not change has changed; names it.
     """
     if path.exists():
         _require_same(f"{path} was written with", read_table(path), now, may_change)
-    write_json(path, dict(now))
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dict(now))
 
 
 def _require_same(
