@@ -146,13 +146,16 @@ def command(
         action="store_true",
         help="check config, data, template, sandbox, device and memory; print the plan; stop",
     )
+    # a part of a recipe is given all of the recipe's settings
+    parser.add_argument("--of-recipe", action="store_true", help=argparse.SUPPRESS)
     options(parser)
     args, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
     prepare_environment()
     with told() as outcome:
-        config = load_config_of(kind, args.config, args.overrides)
+        reader = "" if args.of_recipe else name
+        config = load_config_of(kind, args.config, args.overrides, reader)
         if args.dry_run:
             print(plan(config, args))  # noqa: T201
             return 0

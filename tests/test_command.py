@@ -159,6 +159,7 @@ def test_every_command_knows_whether_its_work_has_begun_and_from_what_it_continu
     put(works, fails(OutOfMemory("out of memory while working")))
     if name == "recipe.sft":
         module.make_learner.return_value.step_count = 0
+        module.whole_checkpoint.return_value = None
         module.read_examples.return_value = [MagicMock()]
     assert run() == (1, f"error: out of memory while working. {ANEW}")
     for path in saved:

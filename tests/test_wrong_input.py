@@ -90,7 +90,7 @@ def said(place: Path, capsys: pytest.CaptureFixture[str]) -> Said:
 
     def run(line: str) -> tuple[int, str]:
         before = sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts)
-        status = cli.main(line.format(here=place).split())
+        status = cli.main(line.format(here=place).split(" "))
         assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
         return status, capsys.readouterr().err
 
@@ -298,3 +298,56 @@ def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(
             assert f"{CHECKED[line]}{path.name}" in told, (path.name, told)
         finally:
             path.write_bytes(whole)
+
+
+UNREAD = {
+    "sft recipe.toml steps=3": "steps: `agentgrpo sft` does not read it: sft.epochs says how long it "
+    "is; `train` does",
+    "sft recipe.toml rollout.group_size=4": "does not read it: nothing is sampled; `train`, `eval",
+    "sft recipe.toml loss.beta=0.1": "loss.beta: `agentgrpo sft` does not read it: its loss is the",
+    "sft recipe.toml curriculum.stages=1": "does not read it; `curriculum` does",
+    "evaluate recipe.toml learner.learning_rate=1e-3": "does not read it; `train`, `sft` and `curr",
+    "evaluate recipe.toml evaluation.temperature=0.5": "measures.temperature is what it plays with",
+    "evaluate recipe.toml save_every=3": "save_every: `agentgrpo evaluate` does not read it",
+    "flywheel recipe.toml sft.epochs=1": "sft.epochs: `agentgrpo flywheel` does not read it; `sft`",
+    "flywheel recipe.toml loss={{beta=0.1}}": "loss: `agentgrpo flywheel` does not read it",
+    "curriculum recipe.toml steps=3": "steps: `agentgrpo curriculum` does not read it: curriculum.st",
+    "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not read it: sft.epochs and",
+    "recipe stepped.toml": "steps: stepped.toml has sections of a recipe, and none of its commands",
+    "train c.toml sft.epochs=1": "[sft] is a section of a recipe",
+    "sft recipe.toml stps=3": "unknown config key stps; did you mean steps?",
+}
+
+
+@pytest.mark.parametrize("line", UNREAD)
+def test_a_setting_that_the_command_does_not_read_is_refused(
+    place: Path, said: Said, line: str
+) -> None:
+    (place / "stepped.toml").write_text(f"steps = 3\n{(place / 'recipe.toml').read_text()}")
+    status, told = said(f"{line} --dry-run")
+    assert status == 2
+    assert UNREAD[line] in told
+
+
+def test_what_is_set_for_a_whole_recipe_is_given_to_all_of_its_parts(place: Path) -> None:
+    parts = ["sft", "recipe.toml", "measures.quality=exact", "--of-recipe", "--dry-run"]
+    assert cli.main(parts) == 0
+
+
+ABSURD = {
+    "train c.toml engine.kv_cache_gib=900000": "are needed to start it",
+    "train c.toml engine.max_model_len=100000 learner.max_tokens=100000": "must be at most 1024",
+    "train c.toml engine.tensor_parallel_size=64": "start it with torchrun",
+    "train c.toml learner.lora.rank=256": "learner.lora.rank must be at most 64",
+    "train c.toml learner.trained_layers=99": "learner.trained_layers must be at most 2, got 99",
+    "train c.toml steps=1000000000000": "config key steps: Input should be less than or equal to",
+    "train c.toml data.num_heldout=5000000": "cannot be held out; lower data.num_heldout",
+    "flywheel recipe.toml flywheel.tasks=500": "500 are asked for, and the data has 16",
+}
+
+
+@pytest.mark.parametrize("line", ABSURD)
+def test_sizes_that_cannot_be_are_refused(said: Said, line: str) -> None:
+    status, told = said(f"{line} --dry-run")
+    assert status == 2
+    assert ABSURD[line] in told

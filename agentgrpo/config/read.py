@@ -22,12 +22,11 @@ import pydantic
 
 from agentgrpo.config import Section, TrainConfig
 from agentgrpo.config.elsewhere import said_elsewhere
+from agentgrpo.config.readers import RECIPE_SECTIONS, require_read, require_read_somewhere
 from agentgrpo.files import expanded, how_far, read_toml
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
-RECIPE_SECTIONS = ("endpoints", "flywheel", "sft", "curriculum", "measures")
-"""What config/recipe.py has besides the sections of a run."""
 
 
 def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -36,15 +35,20 @@ def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Trai
 
 
 def load_config_of(
-    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = ()
+    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = (), command: str = ""
 ) -> Config:
     """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
 
-    `kind` says which sections there may be: those of a run (TrainConfig), or more.
+    Args:
+        kind: which sections there may be: those of a run (TrainConfig), or more.
+        name_or_path: of the file.
+        overrides: `section.key=value`.
+        command: that must read what is set; "": anything may.
 
     Raises:
         ValueError: no such file, not TOML, a circle of files, a key that does not exist (the
-            nearest is named), a value of the wrong type or out of range.
+            nearest is named) or that the command does not read, a value of the wrong type or out
+            of range.
     """
     path = _find(name_or_path, Path())
     table = _read(path)
@@ -64,9 +68,13 @@ def load_config_of(
             section.pop("options", None)
         section[leaf] = value
     try:
-        return kind.model_validate(table)
+        config = kind.model_validate(table)
     except pydantic.ValidationError as error:
         raise ValueError("\n".join(_explained(error, kind, path))) from None
+    if command:
+        require_read(command, (override.partition("=")[0].strip() for override in overrides))
+        require_read_somewhere(read_toml(path), str(path))
+    return config
 
 
 def shipped_configs() -> dict[str, Path]:

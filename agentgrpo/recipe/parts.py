@@ -82,7 +82,7 @@ def run_parts(
         if not part.left(seconds):
             continue
         print(f"== {part.name}", flush=True)  # noqa: T201
-        command = [sys.executable, "-m", part.module, *arguments, *part.more()]
+        command = [sys.executable, "-m", part.module, *arguments, "--of-recipe", *part.more()]
         started = time.perf_counter()
         output = subprocess.DEVNULL if part.quiet else None
         status = subprocess.run(command, stdout=output, check=False).returncode
