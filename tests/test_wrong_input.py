@@ -301,17 +301,17 @@ def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(
 
 
 UNREAD = {
-    "sft recipe.toml steps=3": "steps: `agentgrpo sft` does not read it: sft.epochs says how long it "
-    "is; `train` does",
-    "sft recipe.toml rollout.group_size=4": "does not read it: nothing is sampled; `train`, `eval",
+    "sft recipe.toml steps=3": "`agentgrpo sft` does not read it: sft.epochs says how long it "
+    "is; read by `train`",
+    "sft recipe.toml rollout.group_size=4": "does not read it: nothing is sampled; read",
     "sft recipe.toml loss.beta=0.1": "loss.beta: `agentgrpo sft` does not read it: its loss is the",
-    "sft recipe.toml curriculum.stages=1": "does not read it; `curriculum` does",
-    "evaluate recipe.toml learner.learning_rate=1e-3": "does not read it; `train`, `sft` and `curr",
+    "sft recipe.toml curriculum.stages=1": "does not read it; read by `curriculum`",
+    "evaluate recipe.toml learner.learning_rate=1e-3": "does not read it; read by `train`, `sft`, ",
     "evaluate recipe.toml evaluation.temperature=0.5": "measures.temperature is what it plays with",
     "evaluate recipe.toml save_every=3": "save_every: `agentgrpo evaluate` does not read it",
-    "flywheel recipe.toml sft.epochs=1": "sft.epochs: `agentgrpo flywheel` does not read it; `sft`",
+    "flywheel recipe.toml sft.epochs=1": "sft.epochs: `agentgrpo flywheel` does not read it; read",
     "flywheel recipe.toml loss={{beta=0.1}}": "loss: `agentgrpo flywheel` does not read it",
-    "curriculum recipe.toml steps=3": "steps: `agentgrpo curriculum` does not read it: curriculum.st",
+    "curriculum recipe.toml steps=3": "`agentgrpo curriculum` does not read it: curriculum.st",
     "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not read it: sft.epochs and",
     "recipe stepped.toml": "steps: stepped.toml has sections of a recipe, and none of its commands",
     "train c.toml sft.epochs=1": "[sft] is a section of a recipe",

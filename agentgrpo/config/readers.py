@@ -15,17 +15,18 @@ RECIPE_SECTIONS = ("endpoints", "flywheel", "sft", "curriculum", "measures")
 """What config/recipe.py has besides the sections of a run."""
 PLAYS = (
     "model seed engine.* agent.* env.* sandbox.* data.* rollout.* reward.* "
-    "learner.lora.serve learner.max_tokens out_dir endpoints*"
+    "learner.lora.serve learner.max_tokens out_dir endpoints* !rollout.tasks_per_step "
+    "!rollout.group_size !rollout.refill_below !rollout.max_refills"
 )
 """Of what plays tasks without training on them. learner.max_tokens is held against
-engine.max_model_len; out_dir has no default."""
+engine.max_model_len; out_dir has no default. "!" takes out of a section."""
 TRAINS = (
     "model seed out_dir save_every eval_every keep_checkpoints trackers preflight engine.* agent.* "
     "env.* rollout.* evaluation.* sandbox.* data.* reward.* learner.* loss.*"
 )
 _READS: Mapping[str, str] = {
     "train": f"{TRAINS} steps",
-    "evaluate": f"{PLAYS} evaluation.* measures.*",
+    "evaluate": f"{PLAYS} evaluation.* measures.* !evaluation.temperature !data.promote_at",
     "flywheel": f"{PLAYS} flywheel.* measures.quality measures.judge",
     "sft": (
         "model seed out_dir save_every keep_checkpoints engine.dtype engine.max_model_len agent.* "
@@ -52,6 +53,8 @@ INSTEAD = {
 def reads(command: str, key: str) -> bool:
     """Whether a command reads a setting, `section.key`; a whole section, any of it."""
     patterns = READS[command]
+    if f"!{key}" in patterns:
+        return command == "recipe"  # another of its parts does
     return any(
         fnmatchcase(key, pattern) or pattern.startswith(f"{key}.") for pattern in patterns
     ) or any(key.startswith(f"{pattern}.") for pattern in patterns)
@@ -93,5 +96,5 @@ def require_read_somewhere(table: Mapping[str, Any], name: str) -> None:
 def _instead(command: str, key: str) -> str:
     said = next((s for (c, k), s in INSTEAD.items() if c == command and fnmatchcase(key, k)), "")
     those = [f"`{other}`" for other in READS if other != "recipe" and reads(other, key)]
-    by = f"; {' and '.join(those)} {'do' if len(those) > 1 else 'does'}" if those else ""
+    by = f"; read by {', '.join(those)}" if those else ""
     return f": {said}{by}" if said else by
