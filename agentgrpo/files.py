@@ -16,8 +16,9 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 CHECKSUMS = "SHA256SUMS"
 """A line for each file of a folder, as `sha256sum -c` reads them, and one for these lines."""
@@ -56,7 +57,7 @@ def how_far(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """A regular file, to be read; what goes wrong inside names it.
 
     Raises:
