@@ -2,7 +2,7 @@
 
 A table: the case, the command, what it says. Each is refused in one line that names the file or the
 key, with status 2, before a model is loaded; nothing is written and no hub is asked. What user code
-does wrong while a run is on is in test_user_faults.py.
+does wrong while a run is on is in test_faults.py.
 """
 
 from __future__ import annotations

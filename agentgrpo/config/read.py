@@ -158,8 +158,8 @@ def _explained(error: pydantic.ValidationError, kind: type[Section], path: Path)
     for where, several in found.items():
         first, *more = (str(one["msg"]) for one in reversed(several))
         said = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
-        one = next((error for error in several if error["type"] in CHOICE), several[0])
-        lines.append(_explain(one | {"loc": where, "msg": said}, kind, path))
+        shown = next((error for error in several if error["type"] in CHOICE), several[0])
+        lines.append(_explain(shown | {"loc": where, "msg": said}, kind, path))
     return lines
 
 

@@ -177,7 +177,7 @@ def test_options_that_are_choices_get_the_nearest(section: str) -> None:
             "agent.kind=agentgrpo.agents.code:CodeAgnet",
             "'CodeAgnet'; did you mean CodeAgent?",
         ),
-        ("agent.kind=agentgrpo.agents.cod:CodeAgent", "did you mean agentgrpo.agents.code?"),
+        ("agent.kind=email.messag:Message", "did you mean email.message?"),
         ("reward.kind=json:laods", "did you mean loads?"),
         ("reward.kind=jsn:loads", "did you mean json?"),
         ("reward.kind=numerik", "did you mean numeric?"),
