@@ -114,7 +114,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
 
 def _require_hub_name(model: str) -> None:
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(model)

@@ -244,7 +244,7 @@ MUTANTS = [
         "run/checkpoint.py", "        require_as_sealed(checkpoint, whole=True)", "        pass"
     ),
     Mutant("files.py", "if hashed != wanted[file]:", "if not hashed:"),
-    Mutant("files.py", 'if last != f"# {_of_lines(lines)}\n":', "if not last:"),
+    Mutant("files.py", 'if last != f"# {_of_lines(lines)}', 'if False and f"'),
     Mutant("run/checkpoint.py", "if key not in held", "if False"),
     Mutant("run/checkpoint.py", "partial.rename(final)\n", "partial.rename(final); (final / 'config.json').touch()\n"),
     Mutant("run/checkpoint.py", "    _remove(final)\n    partial", "    shutil.rmtree(final, ignore_errors=True)\n    partial"),

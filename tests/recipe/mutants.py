@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant("recipe/difficulty.py", '{len(self.rows)} tasks of', ""),
     Mutant("recipe/difficulty.py", 'tasks of {self.source}', "tasks"),
     # curriculum
-    Mutant("recipe/curriculum.py", 'if heldout == "split":', "if False:"),
+    Mutant("recipe/curriculum.py", 'if recipe.data.heldout_source == "split":', "if False:"),
     Mutant("recipe/curriculum.py", "if len(recorded) >= size:", "if len(recorded) >= size - 1:"),
     Mutant("recipe/curriculum.py", "os.truncate(path, path.stat().st_size", "abs(path.stat().st_size"),
     Mutant("recipe/curriculum.py", "recorded = recorded[size:]", "pass"),
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant("recipe/curriculum.py", '(folder_of(recipe, stage) / "select.json").exists()', "False"),
     Mutant("recipe/curriculum.py", "steps >= recipe.curriculum.steps_of(stage)", "steps >= 1"),
     Mutant("recipe/curriculum.py", ", may_change=MAY_CHANGE", ""),
-    Mutant("recipe/curriculum.py", 'include = {"curriculum"}', "include = set()"),
+    Mutant("recipe/curriculum.py", 'include={"curriculum"}', "include=set()"),
     Mutant("recipe/curriculum.py", "start_model(recipe, stage + 1)", "start_model(recipe, 1)"),
     # the runner of parts
     Mutant("recipe/parts.py", "        if status:\n", "        if False:\n"),
@@ -238,9 +238,9 @@ MUTANTS = [
     Mutant("recipe/flywheel.py", 'return (record["stats"]["tool_calls"], sum(', 'return (0, sum('),
     Mutant("recipe/flywheel.py", "sum(map(len, _learned(record))))", "0)"),
     Mutant("recipe/flywheel.py", "if author is not None]", "]"),
-    Mutant("recipe/flywheel.py", "if len({task.id for task in tasks}) != len(tasks):", "if False:"),
+    Mutant("recipe/flywheel.py", "if (differ := len({task.id for task in tasks})) != len(tasks):", "if False:"),
     Mutant("recipe/flywheel.py", "    require_same_settings(", "    str("),
-    Mutant("recipe/flywheel.py", "**table}, MAY_CHANGE)", "**table})"),
+    Mutant("recipe/flywheel.py", "require_same_settings(path, settings, MAY_CHANGE,", "require_same_settings(path, settings,"),
     Mutant("recipe/flywheel.py", '"failed_by_the_machine": failed', '"failed_by_the_machine": 0'),
     Mutant("recipe/flywheel.py", '"right": sum(one["operator"] == name and one["right"] for one in made)', '"right": sum(one["operator"] == name for one in made)'),
     Mutant("recipe/flywheel.py", 'if "why" in entry', "if True"),
@@ -316,5 +316,5 @@ MUTANTS = [
     Mutant("recipe/errands.py", r'rf"(?<!\w){re.escape(answer)}(?!\w)"', "answer"),
     Mutant("recipe/recipe.py", "start_model(recipe, 0))", "start_model(recipe, 1))"),
     Mutant("recipe/recipe.py", "start_model(recipe, recipe.curriculum.stages))", "start_model(recipe, 0))"),
-    Mutant("recipe/recipe.py", 'r["split"] == "train"', "True"),
+    Mutant("recipe/recipe.py", 'row["split"] == "train"', "True"),
 ]  # fmt: skip
