@@ -9,7 +9,8 @@ import pydantic
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
-from agentgrpo.config.read import RECIPE_SECTIONS, load_config, load_config_of, shipped_configs
+from agentgrpo.config.read import load_config, load_config_of, shipped_configs
+from agentgrpo.config.readers import RECIPE_SECTIONS
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.settings import settings
 from tests import given
