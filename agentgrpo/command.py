@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import config_parser
 from agentgrpo.config.elsewhere import said_elsewhere
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
+from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.plan import planned
 from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.sandbox import SandboxUnavailable
 
@@ -67,7 +66,8 @@ def told() -> Iterator[Outcome]:
     except (FloatingPointError, MemoryError) as error:
         outcome.status, said = 1, f"error: {str(error) or 'out of memory'}"
     except (ValueError, OSError, SandboxUnavailable) as error:
-        outcome.status, said = 1, f"error: {error}"
+        outcome.status = 1
+        said = f"error: {in_words(error) if isinstance(error, OSError) else error}"
         if not outcome.begun:
             outcome.status, outcome.then = 2, lambda: ""
     except KeyboardInterrupt:
@@ -120,7 +120,7 @@ def command(
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     kind: type[Config],
-    as_run: Callable[[Config], TrainConfig],
+    plan: Callable[[Config, argparse.Namespace], str],
     saved: Sequence[str] = (),
 ) -> int:
     """Parse the command line, read the config, do the work or (--dry-run) say what it would be.
@@ -133,7 +133,8 @@ def command(
             needs, and yields the work: whatever stops the command before that has begun nothing.
         options: adds options of its own to the parser.
         kind: which sections the config may have.
-        as_run: the training run in it, of which a dry run says the plan.
+        plan: what the command would do, after all checks that it makes before a model is loaded;
+            for a dry run.
         saved: patterns, below out_dir, of what the same command continues from.
 
     Returns:
@@ -145,15 +146,18 @@ def command(
         action="store_true",
         help="check config, data, template, sandbox, device and memory; print the plan; stop",
     )
+    # a part of a recipe is given all of the recipe's settings
+    parser.add_argument("--of-recipe", action="store_true", help=argparse.SUPPRESS)
     options(parser)
     args, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
     prepare_environment()
     with told() as outcome:
-        config = load_config_of(kind, args.config, args.overrides)
+        reader = "" if args.of_recipe else name
+        config = load_config_of(kind, args.config, args.overrides, reader)
         if args.dry_run:
-            print(planned(as_run(config)))  # noqa: T201
+            print(plan(config, args))  # noqa: T201
             return 0
         outcome.then = lambda: next_time(config.out_dir, saved)
         with prepared(config, args) as work:

@@ -29,10 +29,11 @@ from agentgrpo.config import (
     SandboxConfig,
     TrainConfig,
 )
-from agentgrpo.config.read import did_you_mean, found, load_callable
+from agentgrpo.config.read import did_you_mean, found, load_callable, told
 from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
+from agentgrpo.files import read_text
 from agentgrpo.machine.packages import require_library
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rewards.rewards import (
@@ -215,11 +216,7 @@ def _checked(prefix: str, option: Option, value: Any) -> Any:
     try:
         return reader.validate_python({option.name: value})[option.name]
     except pydantic.ValidationError as error:
-        wrong = (
-            f"{prefix}{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        )
-        raise ValueError("\n".join(wrong)) from None
+        raise ValueError("\n".join(told(e, prefix) for e in error.errors())) from None
 
 
 def require_names(config: TrainConfig) -> None:
@@ -331,7 +328,7 @@ def make_agent(
     script = config.sandbox.tools
     given = {
         "env": env,
-        "tools_script": None if script is None else script.read_text(),
+        "tools_script": None if script is None else script_of(script),
         "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
         "call_reader": call_reader,
     }
@@ -449,10 +446,10 @@ def script_of(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        source = path.read_text()
+        source = read_text(path)
         compile(source, str(path), "exec")
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"sandbox.tools: {path} cannot be used: {error}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"sandbox.tools: {error}") from None
     return source
 
 

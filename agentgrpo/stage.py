@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentgrpo import parallel
 from agentgrpo.actions import CallTools, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
@@ -158,6 +159,7 @@ def set_stage(
     """
     progress = progress or Progress(config.steps)
     require_names(config)
+    parallel.require_teams_of(config.engine.tensor_parallel_size)
     require_packages()
     require_trackers(config.trackers)
     if trained:

@@ -17,6 +17,7 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import check_agreement
 from agentgrpo.evaluate import evaluate
 from agentgrpo.learn.updates import plan_updates
+from agentgrpo.plan import planned
 from agentgrpo.run import checkpoint
 from agentgrpo.run.interrupt import stop_after_step
 from agentgrpo.types import Metrics
@@ -58,6 +59,7 @@ def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lamb
             progress.say(f"stopped. {next_time(config.out_dir, SAVED)}")
             return
         evaluate_if_due(config, parts, learner.step_count)
+    log.require_there()
     progress.finished(config.out_dir)
 
 
@@ -118,7 +120,7 @@ def main(arguments: list[str]) -> int:
     about = "Train a policy. The same command continues what was stopped."
     return command(
         "train", about, arguments, lambda config, _: prepared(config, build),
-        kind=TrainConfig, as_run=lambda config: config, saved=SAVED,
+        kind=TrainConfig, plan=lambda config, _: planned(config), saved=SAVED,
     )  # fmt: skip
 
 

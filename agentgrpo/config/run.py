@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
@@ -18,19 +18,19 @@ from agentgrpo.config.playing import (
     RolloutConfig,
     SandboxConfig,
 )
-from agentgrpo.config.section import NotNegative, Positive, Section
+from agentgrpo.config.section import NotNegative, Place, Positive, Section, Seed
 
 
 class TrainConfig(Section):
     """A whole run."""
 
-    model: str
+    model: Place
     """Model directory, hub name, or package:NAME for a model inside an installed package."""
-    out_dir: Path
+    out_dir: Annotated[Path, AfterValidator(Path.expanduser)]
     """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
     steps: Positive = 200
     """Optimizer steps."""
-    seed: NotNegative = 0
+    seed: Seed = 0
     """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.files import read_table
 from agentgrpo.foreign.read import read
 from agentgrpo.foreign.trajectory import Words
 from agentgrpo.run.atomic import numbered_rows
@@ -256,10 +257,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _described(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    return read_table(path)
 
 
 def _tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:

@@ -236,6 +236,6 @@ MUTANTS = [
     Mutant("liger.py", "old - is_ratio.clamp(min=1e-8).log()", "old + is_ratio.clamp(min=1e-8).log()"),
     Mutant("objective.py", "not 0 <= smallest <= highest", "not smallest <= highest"),
     Mutant("objective.py", '_above("vllm_importance_sampling_clip_max", largest, 0.0)', "pass"),
-    Mutant("objective.py", '"entropy_coef", "off_policy_mask_threshold"', '"entropy_coef"'),
+    Mutant("objective.py", "for name, value in vars(self).items():", "for name, value in ():"),
     Mutant("objective.py", "epsilon=0.4, ", ""),
 ]  # fmt: skip

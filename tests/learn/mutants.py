@@ -38,6 +38,7 @@ TESTS = {
     "types.py": ["learn/test_advantages.py"],
     "engine/agreement.py": ["engine/test_agreement.py", "learn/test_mismatch.py"],
     "run/checkpoint.py": ["run/test_checkpoint.py"],
+    "files.py": ["run/test_checkpoint.py"],
     "machine/footprint.py": ["machine/test_footprint.py"],
     "learn/lora.py": ["learn/test_adapters.py"],
     "learn/preflight.py": ["learn/test_preflight.py"],
@@ -240,7 +241,11 @@ MUTANTS = [
     Mutant("engine/agreement.py", "parallel.largest(metrics[\"max_dlogp\"])", "metrics[\"max_dlogp\"]"),
     Mutant("engine/agreement.py", "for rank in ranks if not rank[0] <= threshold", "for rank in ranks[::-1]"),
     Mutant("config/learning.py", "unless=key in self.row.reads", "unless=True"),
-    Mutant("run/checkpoint.py", "            shapes_in(path)\n", "            pass\n"),
+    Mutant(
+        "run/checkpoint.py", "        require_as_sealed(checkpoint, whole=True)", "        pass"
+    ),
+    Mutant("files.py", "if hashed != wanted[file]:", "if not hashed:"),
+    Mutant("files.py", 'if last != f"# {_of_lines(lines)}', 'if False and f"'),
     Mutant("run/checkpoint.py", "if key not in held", "if False"),
     Mutant("run/checkpoint.py", "partial.rename(final)\n", "partial.rename(final); (final / 'config.json').touch()\n"),
     Mutant("run/checkpoint.py", "    _remove(final)\n    partial", "    shutil.rmtree(final, ignore_errors=True)\n    partial"),

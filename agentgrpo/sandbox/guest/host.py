@@ -3,7 +3,7 @@
 A call is an answer of the kind ``call`` to the step that makes it, and the step goes on with the
 next request, ``returned`` or ``raised``. One call is under way at a time: others wait for it, as
 does the answer that ends the step. The host believes nothing of this; it checks what comes
-(host_tools.py).
+(sandbox/host_tools.py).
 """
 
 import builtins
