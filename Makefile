@@ -22,11 +22,11 @@ OTHER_gpu := cpu
 
 quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
-	@$(PY) -m agentgrpo.train quickstart $(ARGS)
+	@$(PY) -m agentgrpo train quickstart $(ARGS)
 
 recipe-demo: $(BASE) $(EXT)
 	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
-	@$(PY) -m agentgrpo.recipe.recipe recipe $(ARGS)
+	@$(PY) -m agentgrpo recipe recipe $(ARGS)
 
 fast: $(DEV) $(EXT) lint types
 	@echo "== tests that start no engine and no whole run"

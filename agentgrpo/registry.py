@@ -19,6 +19,7 @@ from typing import Annotated, Any, cast
 
 import pydantic
 
+from agentgrpo import extras
 from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -26,7 +27,6 @@ from agentgrpo.config.read import did_you_mean, found, load_callable
 from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
-from agentgrpo.machine.packages import require_library
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rewards.rewards import (
     EnvironmentReward,
@@ -383,7 +383,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     found(kind, REWARDS, key="reward.kind", also=("auto",))
     if kind == "math":
-        require_library("math_verify", "reward.kind = 'math'")
+        extras.require("math_verify", "reward.kind = 'math'")
     return REWARDS.get(kind)
 
 

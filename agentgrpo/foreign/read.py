@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.extras import needed
 from agentgrpo.foreign.trajectory import (
     Call,
     Origin,
@@ -120,9 +121,7 @@ def _conversation(prompt: Any, completion: Any) -> list[Piece]:
 
 
 def _parquet_rows(path: Path) -> list[tuple[int, Row]]:
-    from pyarrow import parquet  # type: ignore[import-untyped,unused-ignore]
-
-    table = parquet.read_table(path)
+    table = needed("pyarrow.parquet", str(path)).read_table(path)
     if lacks := TRL_COLUMNS - set(table.column_names):
         raise ValueError(f"{path}: not TRL's completions: no column {', '.join(sorted(lacks))}")
     return list(enumerate(table.to_pylist(), start=1))

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         ]
         page = make_page(runs)
         output.write_text(page, encoding="utf-8")
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     played = " and ".join(f"{len(run.index['rollouts']):,}" for run in runs)
