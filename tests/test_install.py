@@ -41,6 +41,7 @@ class Venv:
         (folder / "bin").mkdir(parents=True)
         (folder / "bin" / "python").write_text(STAND_IN.format(python=sys.executable))
         (folder / "bin" / "python").chmod(0o755)
+        (folder / "fails").write_text("[]")
 
     def install(self, what: str = "cpu", **fails: str) -> tuple[int, list[list[str]]]:
         """The exit status and pip's arguments; `fails`: what a call of these words writes."""
@@ -177,7 +178,6 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path, monkeypatch: A
 
 
 def test_ctrl_c_is_one_line(venv: Venv) -> None:
-    (venv.folder / "fails").write_text("[]")
     slow = venv.folder / "bin" / "python"
     slow.write_text("#!/bin/sh\ncase $* in *-V) ;; *) exec sleep 60 ;; esac\n")
     with subprocess.Popen(
