@@ -104,7 +104,7 @@ class Installer:
             assert process.stdout is not None
             for line in process.stdout:
                 written.append(line)
-                if heard:
+                if heard and "Retrying (" not in line:
                     say(line.rstrip())
         return process.returncode, "".join(written)
 
@@ -169,7 +169,7 @@ class Installer:
             f"model): {self.size} GB, minutes"
         )
         self.room()
-        self.need("renewing pip", *self.pip("--upgrade", "pip", "setuptools", "wheel"))
+        self.need("renewing pip", *self.pip("--upgrade", "pip", "setuptools"))
         pins = f"requirements-{chosen}.txt"
         if chosen == "cpu":
             self.torch(re.findall(r"^torch==(.+)$", (ROOT / pins).read_text(), re.M)[0])
