@@ -2,12 +2,13 @@
 
     python install.py VENV cpu|gpu|dev|extension
 
-A step that fails says in one line what to do. The same command then goes on from there: what is
-installed stays, and pip keeps finished downloads in its cache. Needs the standard library alone.
+A step that fails says in one line what to do. The same command then goes on from there: packages
+are installed some at a time, so that little is downloaded twice. Needs the standard library alone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -69,6 +70,11 @@ REMEDIES = {
 """What a failed command has written: what to do. The first that fits counts."""
 
 
+AT_A_TIME = 25
+"""Packages that one call of pip brings: it downloads all of a call before it installs the first."""
+REQUIRES = "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')"
+
+
 class Failed(Exception):
     """A step failed; says what to do."""
 
@@ -86,6 +92,22 @@ class Installer:
         self.size = SIZES["cpu"]
         self._scratch = venv / ".unpacking"
 
+    def __enter__(self) -> Installer:
+        """Keep others out, also those of a pip that outlived its killed parent."""
+        self.venv.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.venv / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise Failed(f"another make is at work in {self.venv}: wait for it") from None
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._lock.close()
+
     def run(self, *command: object, heard: bool = True) -> tuple[int, str]:
         """The exit status of a command and all it wrote, which is shown as it comes if `heard`."""
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -100,12 +122,17 @@ class Installer:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            pass_fds=[self._lock.fileno()],
         ) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                written.append(line)
-                if heard and "Retrying (" not in line:
-                    say(line.rstrip())
+            try:
+                for line in process.stdout:
+                    written.append(line)
+                    if heard and "Retrying (" not in line:
+                        say(line.rstrip())
+            except KeyboardInterrupt:
+                process.terminate()
+                raise
         return process.returncode, "".join(written)
 
     def need(self, what: str, *command: object) -> None:
@@ -139,7 +166,6 @@ class Installer:
 
     def make(self) -> None:
         """The environment itself, with a pip that works."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
         if not self.python.exists() or self.run(self.python, "-m", "pip", "-V", heard=False)[0]:
             say(f"== making {self.venv}")
             self.need(f"making {self.venv}", sys.executable, "-m", "venv", self.venv)
@@ -175,7 +201,7 @@ class Installer:
             self.torch(re.findall(r"^torch==(.+)$", (ROOT / pins).read_text(), re.M)[0])
         # vLLM asks for torchvision, torchaudio and torchcodec too, which are not needed and break
         # transformers beside another torch
-        self.need("installing the packages", *self.pip("--no-deps", "--requirement", pins))
+        self.pinned(pins)
         program, otherwise = WORKS[chosen]
         if self.run(self.python, "-c", program)[0]:
             raise Failed(otherwise.format(venv=self.venv))
@@ -200,19 +226,24 @@ class Installer:
             f"   PIP_EXTRA_INDEX_URL={CPU_INDEX}"
         )
         self.room()
-        self.need(
-            "installing torch",
-            *self.pip("--constraint", "requirements-gpu.txt", f"torch==={version}"),
-        )
+        self.need("installing torch", *self.pip("--no-deps", f"torch==={version}"))
+        asks = self.run(self.python, "-c", REQUIRES, heard=False)[1].splitlines()
+        for ask in (*(ask for ask in asks if "extra ==" not in ask), f"torch==={version}"):
+            what = f"installing {re.split(r'[^a-z0-9-]', ask, maxsplit=1)[0]}"
+            self.need(what, *self.pip("--constraint", "requirements-gpu.txt", ask))
+
+    def pinned(self, file: str) -> None:
+        """The packages of a requirements file, without what they ask for."""
+        pins = re.findall(r"^\w.*$", (ROOT / file).read_text(), re.M)
+        for start in range(0, len(pins), AT_A_TIME):
+            some = pins[start : start + AT_A_TIME]
+            self.need("installing the packages", *self.pip("--no-deps", *some))
 
     def dev(self) -> None:
         """What the tests need."""
         self.size = SIZES["dev"]
         say("== installing what the tests need")
-        self.need(
-            "installing the tests' packages",
-            *self.pip("--no-deps", "--requirement", "requirements-dev.txt"),
-        )
+        self.pinned("requirements-dev.txt")
 
     def extension(self) -> None:
         """The C extension, beside its sources."""
@@ -252,17 +283,16 @@ def main(venv: str, what: str) -> int:
     installer = Installer(Path(venv).absolute())
     steps = {"dev": installer.dev, "extension": installer.extension}
     try:
-        installer.make()
-        steps.get(what, lambda: installer.packages(what))()
+        with installer:
+            installer.make()
+            steps.get(what, lambda: installer.packages(what))()
     except (Failed, OSError) as error:
-        said = installer.remedy(str(error)) if isinstance(error, OSError) else error
+        said = f"{error}: {installer.remedy(str(error))}" if isinstance(error, OSError) else error
         print(f"error: {said}. The same command then goes on from here.", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)  # noqa: T201
         return 130
-    finally:
-        shutil.rmtree(installer._scratch, ignore_errors=True)
     return 0
 
 
