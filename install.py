@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -108,12 +109,11 @@ class Installer:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._lock.close()
 
-    def run(self, *command: object, heard: bool = True) -> tuple[int, str]:
-        """The exit status of a command and all it wrote, which is shown as it comes if `heard`."""
+    def run(self, *command: object) -> tuple[int, str]:
+        """The exit status of a command, and all it wrote."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         # one disk to think of, and nothing stays in /tmp when this is killed
         settings = {"TMPDIR": str(self._scratch), "PIP_USER": "0", "PYTHONWARNINGS": "ignore"}
-        written = []
         with subprocess.Popen(
             [str(part) for part in command],
             cwd=ROOT,
@@ -124,26 +124,27 @@ class Installer:
             errors="replace",
             pass_fds=[self._lock.fileno()],
         ) as process:
-            assert process.stdout is not None
             try:
-                for line in process.stdout:
-                    written.append(line)
-                    if heard and "Retrying (" not in line:
-                        say(line.rstrip())
+                written, _ = process.communicate()
             except KeyboardInterrupt:
                 process.terminate()
                 raise
-        return process.returncode, "".join(written)
+        return process.returncode, written
 
     def need(self, what: str, *command: object) -> None:
         """Run a command that must succeed.
 
         Raises:
-            Failed: it did not.
+            Failed: it did not; what it wrote is shown.
         """
         status, written = self.run(*command)
         if status:
-            raise Failed(f"{what}: {self.remedy(written)}")
+            self.fail(what, written)
+
+    def fail(self, what: str, written: str) -> NoReturn:
+        """Show what a command wrote, and raise Failed."""
+        say("\n".join(line for line in written.splitlines() if "Retrying (" not in line))
+        raise Failed(f"{what}: {self.remedy(written)}")
 
     def pip(self, *arguments: object) -> tuple[object, ...]:
         """The command that installs into the environment."""
@@ -166,7 +167,7 @@ class Installer:
 
     def make(self) -> None:
         """The environment itself, with a pip that works."""
-        if not self.python.exists() or self.run(self.python, "-m", "pip", "-V", heard=False)[0]:
+        if not self.python.exists() or self.run(self.python, "-m", "pip", "-V")[0]:
             say(f"== making {self.venv}")
             self.need(f"making {self.venv}", sys.executable, "-m", "venv", self.venv)
         for metadata in self.venv.glob("lib/python*/site-packages/*.dist-info"):
@@ -203,7 +204,9 @@ class Installer:
         # transformers beside another torch
         self.pinned(pins)
         program, otherwise = WORKS[chosen]
-        if self.run(self.python, "-c", program)[0]:
+        status, written = self.run(self.python, "-c", program)
+        if status:
+            say(written.rstrip())
             raise Failed(otherwise.format(venv=self.venv))
         self.need(
             "installing agentgrpo itself",
@@ -212,12 +215,11 @@ class Installer:
 
     def torch(self, version: str) -> None:
         """The CPU build where pip finds it; else PyPI's CUDA build with its declared libraries."""
-        status, written = self.run(*self.pip("--no-deps", f"torch=={version}+cpu"), heard=False)
+        status, written = self.run(*self.pip("--no-deps", f"torch=={version}+cpu"))
         if not status:
             return
         if "No matching distribution" not in written or re.search(NETWORK, written):
-            say(written.rstrip())
-            raise Failed(f"installing torch: {self.remedy(written)}")
+            self.fail("installing torch", written)
         self.size = SIZES["cuda"]
         say(
             f"== pip finds no CPU wheel of torch {version}: taking PyPI's CUDA build and its "
@@ -226,17 +228,20 @@ class Installer:
             f"   PIP_EXTRA_INDEX_URL={CPU_INDEX}"
         )
         self.room()
+        say("   torch")
         self.need("installing torch", *self.pip("--no-deps", f"torch==={version}"))
-        asks = self.run(self.python, "-c", REQUIRES, heard=False)[1].splitlines()
+        asks = self.run(self.python, "-c", REQUIRES)[1].splitlines()
         for ask in (*(ask for ask in asks if "extra ==" not in ask), f"torch==={version}"):
-            what = f"installing {re.split(r'[^a-z0-9-]', ask, maxsplit=1)[0]}"
-            self.need(what, *self.pip("--constraint", "requirements-gpu.txt", ask))
+            name = re.split(r"[^a-z0-9-]", ask, maxsplit=1)[0]
+            say(f"   {name}")
+            self.need(f"installing {name}", *self.pip("--constraint", "requirements-gpu.txt", ask))
 
     def pinned(self, file: str) -> None:
         """The packages of a requirements file, without what they ask for."""
         pins = re.findall(r"^\w.*$", (ROOT / file).read_text(), re.M)
         for start in range(0, len(pins), AT_A_TIME):
             some = pins[start : start + AT_A_TIME]
+            say(f"   packages {start + 1} to {start + len(some)} of {len(pins)}")
             self.need("installing the packages", *self.pip("--no-deps", *some))
 
     def dev(self) -> None:
