@@ -293,7 +293,7 @@ def main(venv: str, what: str) -> int:
             steps.get(what, lambda: installer.packages(what))()
     except (Failed, OSError) as error:
         said = f"{error}: {installer.remedy(str(error))}" if isinstance(error, OSError) else error
-        print(f"error: {said}. The same command then goes on from here.", file=sys.stderr)  # noqa: T201
+        print(f"error: {said}; the same command then goes on from here", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)  # noqa: T201

@@ -136,7 +136,7 @@ def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) 
     assert "Retrying" not in out
     (line,) = err.splitlines()
     assert line.startswith("error: installing the packages: the package index was not reached")
-    assert line.endswith(". The same command then goes on from here.")
+    assert line.endswith("; the same command then goes on from here")
 
 
 def test_a_torch_that_does_not_import_is_told(venv: Venv, capsys: Any) -> None:
