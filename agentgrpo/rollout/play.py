@@ -219,6 +219,7 @@ class Play:
             attempt=pending.attempt,
             since=pending.since,
             messages=list(messages),
+            roles=[message["role"] for message in messages],
         )
         live.took("queue_s")
         self._ask(pending.index)
