@@ -82,5 +82,12 @@ def _main(arguments: list[str] | None) -> int:
         return 2
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
-    module = importlib.import_module(COMMANDS[word][0])
-    return int(module.main(rest))
+    try:
+        return int(importlib.import_module(COMMANDS[word][0]).main(rest))
+    except ImportError as error:
+        from agentgrpo.extras import said_of
+
+        if (said := said_of(error)) is None:
+            raise
+        print(f"error: agentgrpo {word}: {said}", file=sys.stderr)  # noqa: T201
+        return 2

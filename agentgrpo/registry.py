@@ -19,6 +19,7 @@ from typing import Annotated, Any, cast
 
 import pydantic
 
+from agentgrpo import extras
 from agentgrpo.actions import InfrastructureError, ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import (
@@ -34,7 +35,6 @@ from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
-from agentgrpo.machine.packages import require_library
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rewards.rewards import (
     EnvironmentReward,
@@ -398,7 +398,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     found(kind, REWARDS, key="reward.kind", also=("auto",))
     if kind == "math":
-        require_library("math_verify", "reward.kind = 'math'")
+        extras.require("math_verify", "reward.kind = 'math'")
     return REWARDS.get(kind)
 
 

@@ -623,7 +623,7 @@ def main(arguments: Sequence[str]) -> int:
         if (args.run / "run.json").is_file():
             return _print_report(verify_run(args.run))
         return _print_judgement(args.run, args.tokenizer)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.data.tasks import RowTasks
+from agentgrpo.extras import needed
 from agentgrpo.files import missing, opened, read_table
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Task
@@ -117,12 +118,7 @@ def _saved_dataset(path: Path) -> Rows:
 
 
 def _arrow(module: str, path: Path) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(f"pyarrow.{module}")
-    except ImportError:
-        raise ValueError(f"{path}: reading it needs the package pyarrow") from None
+    return needed(f"pyarrow.{module}", str(path))
 
 
 def _digest(path: Path) -> str:

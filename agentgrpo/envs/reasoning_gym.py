@@ -13,9 +13,9 @@ from typing import Any
 
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.base import needed
 from agentgrpo.envs.graded import Graders, worth
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.extras import needed
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
 from agentgrpo.types import Task
 
@@ -56,7 +56,7 @@ class ReasoningGymEnv(PythonEnv):
         host_tools: HostTools | None = None,
     ) -> None:
         super().__init__(pool, timeout_s, host_tools=host_tools)
-        reasoning_gym = needed("reasoning_gym")
+        reasoning_gym = needed("reasoning_gym", "env.kind = 'reasoning_gym'")
         if not verify_timeout_s > 0:
             raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
         self._name, self._timeout_s = dataset, verify_timeout_s

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
             runs.append(how(path, name=name, rollouts=not args.curves))
         page = make_page(runs)
         output.write_text(page, encoding="utf-8")
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     played = sum(len(run.index["rollouts"]) for run in runs)
