@@ -50,6 +50,7 @@ from agentgrpo.run.records import require_recordable
 from agentgrpo.run.trackers import require as require_trackers
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.types import Task
+from agentgrpo.usercode import calling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,8 +135,10 @@ class Stage:
 
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     """Tokens of a task before the policy's first."""
-    prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
-    return len(prompt) + len(chat.text_ids(agent.prefill(task), own=True))
+    with calling(agent.messages, task=task.id):
+        prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
+    with calling(agent.prefill, task=task.id):
+        return len(prompt) + len(chat.text_ids(agent.prefill(task), own=True))
 
 
 def set_stage(
@@ -218,7 +221,8 @@ def close_env(env: Environment) -> None:
     """Let an environment that holds anything give it back."""
     close = getattr(env, "close", None)
     if close is not None:
-        close()
+        with calling(close):
+            close()
 
 
 def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
@@ -226,10 +230,11 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
     mark = "observation-7f3a"
     calls = "tools" in getattr(agent, "acts", ())
     action = CallTools((ToolCall("x", {}),)) if calls else RunCode("")
-    told = agent.observe(action, Observation(mark))
-    if isinstance(told, str):
-        return
-    shown = chat.observation_ids(told, last_id=None)
+    with calling(agent.observe):
+        told = agent.observe(action, Observation(mark))
+        if isinstance(told, str):
+            return
+        shown = chat.observation_ids(told, last_id=None)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             "agent.options.observation_role: the model's chat template does not show messages of "
@@ -239,10 +244,11 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
 
 def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
     """The policy is told of its tools."""
-    schemas = agent.tools(task)
-    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
-    for schema in schemas:
-        name = str(schema["function"]["name"])
+    with calling(agent.tools, task=task.id):
+        schemas = agent.tools(task)
+        names = [str(schema["function"]["name"]) for schema in schemas]
+        shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
+    for name in names:
         if name not in shown:
             raise ValueError(
                 f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
@@ -257,7 +263,10 @@ def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scori
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     base = make_reward(config.reward, env)
-    return Scoring(base, config.reward, decode, total_steps=config.steps)
+    return Scoring(
+        base, config.reward, decode, total_steps=config.steps,
+        limit_s=config.rollout.call_timeout_s,
+    )  # fmt: skip
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:

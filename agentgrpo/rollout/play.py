@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,13 +27,11 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     Observation,
-    checked_observation,
-    checked_rewards,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Environment
-from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.envs.base import AnyEpisode, Environment
+from agentgrpo.envs.runner import Abandoned, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.limits import Spent, called, treatment_of
@@ -42,6 +41,7 @@ from agentgrpo.rollout.telling import count, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
+from agentgrpo.usercode import WrongResult, calling
 
 
 class Decoder(Protocol):
@@ -114,10 +114,7 @@ class Play:
         self._queue: deque[Pending] = deque()
         self._live: dict[int, Live] = {}
         self._decoding: dict[str, int] = {}
-        self._waiting = Waiting(
-            together=bool(config.deterministic),
-            task_of=lambda index: self._tasks[index // group_size],
-        )
+        self._waiting = Waiting(together=bool(config.deterministic))
         self._played: dict[int, Rollout] = {}
         self._groups: dict[int, Group] = {}
         self.stats = SamplerStats()
@@ -166,8 +163,10 @@ class Play:
         """Wait for the worlds that work, close those that are open."""
         self._waiting.wait()
         ending = {i for i, then in begun.items() if then == self._finished}
+        left = self._waiting.abandoned
         closing = [  # those that end close themselves
-            self._worlds.close(self._live[index].episode) for index in self._live.keys() - ending
+            self._worlds.close(self._live[index].episode, self._of(index))
+            for index in self._live.keys() - ending - left
         ]
         wait(closing)
         for closed in closing:
@@ -192,11 +191,15 @@ class Play:
 
     def _start_alone(self, pending: Pending) -> None:
         task = self._task_of(pending)
-        messages = self._agent.messages(task)
-        prompt = self._chat.prompt_ids(messages, self._agent.tools(task))
-        prefill = self._agent.prefill(task)
-        if prefill:
-            prompt = np.concatenate([prompt, self._chat.text_ids(prefill, own=True)])
+        with self._users(pending.index, self._agent.tools):
+            tools = self._agent.tools(task)
+        with self._users(pending.index, self._agent.messages):
+            messages = self._agent.messages(task)
+            prompt = self._chat.prompt_ids(messages, tools)
+        with self._users(pending.index, self._agent.prefill):
+            prefill = self._agent.prefill(task)
+            if prefill:
+                prompt = np.concatenate([prompt, self._chat.text_ids(prefill, own=True)])
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
             raise ValueError(
@@ -213,7 +216,7 @@ class Play:
         )
         live = self._live[pending.index] = Live(
             rollout=rollout,
-            episode=self._env.reset(task),
+            episode=self._reset(pending.index, task),
             transcript=transcript,
             spent=Spent(self._config, len(prompt), limit),
             attempt=pending.attempt,
@@ -226,14 +229,35 @@ class Play:
     def _start_fork(self, pending: Pending, live: Live) -> None:
         """Bring a fresh episode to where the parent's was, then go on from there."""
         self._live[pending.index] = live
-        live.episode = self._env.reset(live.rollout.task)
+        live.episode = self._reset(pending.index, live.rollout.task)
         live.spent.started = time.monotonic()
         live.took("queue_s")
-        future = self._worlds.replay(live.episode, [step.action for step in live.history])
+        actions = [step.action for step in live.history]
+        future = self._worlds.replay(live.episode, actions, self._of(pending.index))
         self._waiting.add(pending.index, future, self._replayed)
 
     def _task_of(self, pending: Pending) -> Task:
         return self._tasks[pending.index // self._group_size]
+
+    def _of(self, index: int) -> tuple[str, int]:
+        """Task and place in its group of a rollout."""
+        task, member = divmod(index, self._group_size)
+        return self._tasks[task].id, member
+
+    def _users(self, index: int, function: Any) -> AbstractContextManager[Any]:
+        """Within this a function of the agent's or the environment's is called."""
+        task, rollout = self._of(index)
+        limit_s = self._config.call_timeout_s
+        return calling(function, task=task, rollout=rollout, limit_s=limit_s)
+
+    def _reset(self, index: int, task: Task) -> AnyEpisode:
+        with self._users(index, self._env.reset):
+            episode: AnyEpisode = self._env.reset(task)
+            if not all(hasattr(episode, name) for name in ("step", "finish", "close")):
+                raise WrongResult(
+                    f"expected an episode, with step(), finish() and close(), got {episode!r:.80}"
+                )
+        return episode
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
@@ -255,6 +279,8 @@ class Play:
             self._end(index, end)
             return
         request_id = f"{index}.{live.attempt}.{live.spent.turns}"
+        with self._users(index, type(self._agent)):
+            stop = self._agent.stop
         live.took("own_s")
         self._engine.add_request(
             request_id,
@@ -262,7 +288,7 @@ class Play:
             max_tokens=live.spent.turn_tokens(len(live.transcript)),
             temperature=self._config.temperature,
             seed=self._draw(index, "turn") if self._config.temperature else None,
-            stop=self._agent.stop,
+            stop=stop,
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=self._config.branching.top_logprobs if self._branches else 0,
             filters=self._filters,
@@ -314,14 +340,15 @@ class Play:
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
-            self._act(index, self._parsed(turn))
+            self._act(index, self._parsed(index, turn))
 
-    def _parsed(self, turn: Completion) -> Action:
-        action: Any = self._agent.parse(self._chat.decode(turn.token_ids))
-        if isinstance(action, Action):
-            return action
-        name = type(self._agent).__name__
-        raise TypeError(f"{name}.parse: expected an action of agents/base.py, got {action!r:.80}")
+    def _parsed(self, index: int, turn: Completion) -> Action:
+        text = self._chat.decode(turn.token_ids)
+        with self._users(index, self._agent.parse):
+            action: Any = self._agent.parse(text)
+            if not isinstance(action, Action):
+                raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
+        return action
 
     def _act(self, index: int, action: Action) -> None:
         live = self._live[index]
@@ -349,7 +376,7 @@ class Play:
         live.took("own_s")
         self._waiting.add(
             index,
-            self._worlds.step(live.episode, does),
+            self._worlds.step(live.episode, does, self._of(index)),
             lambda index, observation: self._answered_to(index, does, action, observation),
         )
 
@@ -423,7 +450,8 @@ class Play:
             try:
                 answer = future.result()
             except InfrastructureError as error:
-                self._broken(index, error, closed=then == self._finished)
+                closed = then == self._finished or isinstance(error, Abandoned)
+                self._broken(index, error, closed=closed)
             else:
                 then(index, answer)
 
@@ -431,7 +459,6 @@ class Play:
         self, index: int, done: Action, action: Action, observation: Observation
     ) -> None:
         live = self._live[index]
-        observation = checked_observation(observation, live.episode)
         live.took("tools_s")
         if self._branches:
             live.history.append(Step.of(done, observation))
@@ -448,10 +475,11 @@ class Play:
 
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
         """Tell the policy, and ask for its next turn."""
-        end = tell(
-            self._live[index], action, observation,
-            agent=self._agent, chat=self._chat, config=self._config,
-        )  # fmt: skip
+        with self._users(index, self._agent.observe):
+            end = tell(
+                self._live[index], action, observation,
+                agent=self._agent, chat=self._chat, config=self._config,
+            )  # fmt: skip
         if end is None:
             self._ask(index)
         else:
@@ -467,12 +495,11 @@ class Play:
             self._drop(index, Pending(index=index, attempt=live.attempt + 1))
             return
         live.took("own_s")
-        future = self._worlds.finish(live.episode, live.rollout.answer)
+        future = self._worlds.finish(live.episode, live.rollout.answer, self._of(index))
         self._waiting.add(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
         live = self._live.pop(index)
-        rewards = checked_rewards(rewards, f"{type(live.episode).__name__}.finish")
         live.took("finish_s")
         rollout = live.rollout
         for name, value in rewards.items():
@@ -500,7 +527,7 @@ class Play:
         """Forget a rollout that is under way and its episode; perhaps play another instead."""
         live = self._live.pop(index)
         if not closed:
-            self._worlds.close(live.episode).result()
+            self._worlds.close(live.episode, self._of(index)).result()
         if again is not None:
             self.stats.retries += 1
             self._queue.append(again)

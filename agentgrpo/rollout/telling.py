@@ -12,6 +12,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.live import Live
 from agentgrpo.types import Rollout, SpanReward, Status
+from agentgrpo.usercode import WrongResult
 
 
 def count(live: Live, observation: Observation) -> None:
@@ -45,8 +46,7 @@ def tell(
             return Status.COMPLETED
         ids = chat.text_ids(said)
     elif not isinstance(said, Sequence):
-        name = type(agent).__name__
-        raise TypeError(f"{name}.observe: expected a text or messages, got {said!r:.80}")
+        raise WrongResult(f"expected a text or messages, got {said!r:.80}")
     elif config.history == "render":
         return _render(live, said, agent, chat)
     else:
