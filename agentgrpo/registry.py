@@ -369,7 +369,8 @@ def _made(
 
 
 def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
-    missing = [attribute for attribute in names if not hasattr(made, attribute)]
+    with calling(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
+        missing = [attribute for attribute in names if not hasattr(made, attribute)]
     if missing:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
 

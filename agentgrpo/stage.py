@@ -45,6 +45,7 @@ from agentgrpo.rewards.answers import expected_number
 from agentgrpo.rewards.rewards import NumericReward, try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
+from agentgrpo.rollout.telling import prompt_of, said_by
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import require_recordable
 from agentgrpo.run.trackers import require as require_trackers
@@ -135,10 +136,7 @@ class Stage:
 
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     """Tokens of a task before the policy's first."""
-    with calling(agent.messages, task=task.id):
-        prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
-    with calling(agent.prefill, task=task.id):
-        return len(prompt) + len(chat.text_ids(agent.prefill(task), own=True))
+    return len(prompt_of(agent, chat, task, functools.partial(calling, task=task.id))[0])
 
 
 def set_stage(
@@ -231,7 +229,7 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
     calls = "tools" in getattr(agent, "acts", ())
     action = CallTools((ToolCall("x", {}),)) if calls else RunCode("")
     with calling(agent.observe):
-        told = agent.observe(action, Observation(mark))
+        told = said_by(agent, action, Observation(mark))
         if isinstance(told, str):
             return
         shown = chat.observation_ids(told, last_id=None)
@@ -244,10 +242,11 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
 
 def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
     """The policy is told of its tools."""
-    with calling(agent.tools, task=task.id):
-        schemas = agent.tools(task)
+    users = functools.partial(calling, task=task.id)
+    prompt, _, schemas = prompt_of(agent, chat, task, users)
+    shown = chat.tokenizer.decode(prompt)
+    with users(agent.tools):
         names = [str(schema["function"]["name"]) for schema in schemas]
-        shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
     for name in names:
         if name not in shown:
             raise ValueError(

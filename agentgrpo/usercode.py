@@ -207,7 +207,7 @@ def said_of(error: BaseException) -> str:
     except Exception as failed:  # of the user's own class
         text = f"<its text cannot be had: {type(failed).__name__}>"
     if len(text) > LONGEST_SAID:
-        text = f"{text[:LONGEST_SAID]} ..."
+        text = f"{text[:LONGEST_SAID].rstrip()} ..."
     if isinstance(error, WrongResult):
         return f"gave a wrong result: {text}"
     return f"raised {type(error).__name__}{text and ': '}{text}"

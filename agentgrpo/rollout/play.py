@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from agentgrpo.actions import (
     Action,
@@ -37,7 +36,7 @@ from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_e
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
-from agentgrpo.rollout.telling import count, tell
+from agentgrpo.rollout.telling import count, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
@@ -191,15 +190,8 @@ class Play:
 
     def _start_alone(self, pending: Pending) -> None:
         task = self._task_of(pending)
-        with self._users(pending.index, self._agent.tools):
-            tools = self._agent.tools(task)
-        with self._users(pending.index, self._agent.messages):
-            messages = self._agent.messages(task)
-            prompt = self._chat.prompt_ids(messages, tools)
-        with self._users(pending.index, self._agent.prefill):
-            prefill = self._agent.prefill(task)
-            if prefill:
-                prompt = np.concatenate([prompt, self._chat.text_ids(prefill, own=True)])
+        users = partial(self._users, pending.index)
+        prompt, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
             raise ValueError(
@@ -221,7 +213,7 @@ class Play:
             spent=Spent(self._config, len(prompt), limit),
             attempt=pending.attempt,
             since=pending.since,
-            messages=list(messages),
+            messages=messages,
         )
         live.took("queue_s")
         self._ask(pending.index)
@@ -280,7 +272,7 @@ class Play:
             return
         request_id = f"{index}.{live.attempt}.{live.spent.turns}"
         with self._users(index, type(self._agent)):
-            stop = self._agent.stop
+            stop = self._agent.stop  # may be a property
         live.took("own_s")
         self._engine.add_request(
             request_id,
@@ -315,8 +307,9 @@ class Play:
         done = self._engine.step()
         self.stats.decode_s += time.perf_counter() - started
         self.stats.engine_steps += 1
-        for completion in sorted(done, key=lambda c: self._decoding[c.request_id]):
-            self._turn_ended(self._decoding.pop(completion.request_id), completion)
+        turns = {self._decoding.pop(completion.request_id): completion for completion in done}
+        for index in sorted(turns):  # none of them is the engine's any more, whatever one does
+            self._turn_ended(index, turns[index])
 
     def _turn_ended(self, index: int, turn: Completion) -> None:
         live = self._live[index]
