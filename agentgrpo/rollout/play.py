@@ -377,7 +377,10 @@ class Play:
 
     def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
         """Have the engine say what an episode asks for before it answers the policy's action."""
-        live = self._live[index]
+        live, limit = self._live[index], self._engine.max_model_len
+        if any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages):
+            self._end(index, Status.TRUNCATED_LENGTH)
+            return
         prompt = self._chat.prompt_ids(ask.messages)
         room = self._engine.max_model_len - len(prompt)
         if room < 1:
@@ -468,11 +471,13 @@ class Play:
 
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
         """Tell the policy, and ask for its next turn."""
+        started = time.perf_counter()
         with self._users(index, self._agent.observe):
             end = tell(
                 self._live[index], action, observation,
                 agent=self._agent, chat=self._chat, config=self._config,
             )  # fmt: skip
+        self.stats.observe_s += time.perf_counter() - started
         if end is None:
             self._ask(index)
         else:

@@ -76,6 +76,9 @@ def tell(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
     said = said_by(agent, action, shown)
+    texts = [said] if isinstance(said, str) else [m.get("content") for m in said]
+    if any(isinstance(t, str) and chat.exceeds(t, live.spent.max_length) for t in texts):
+        return Status.TRUNCATED_LENGTH  # whatever the agent made of what was cut
     last_id = int(live.transcript.ids[-1])
     if isinstance(said, str):
         if last_id in chat.stop_token_ids:  # that closed what the text would have gone into
