@@ -44,7 +44,7 @@ INSTALLED = tuple(
 """Where packages and Python's own modules lie."""
 LONGEST_SAID = 500
 FIRST_LINE_S = 30.0
-"""When it is first said what is being waited for; then at twice that, and so on."""
+"""When it is first said what is being waited for, or at half the limit; then at twice that."""
 LOOK_S = 0.5
 
 
@@ -102,6 +102,10 @@ class Call:
     told_at: float = FIRST_LINE_S
     over: bool = False
     """Its limit has passed."""
+
+    def __post_init__(self) -> None:
+        if self.limit_s is not None:
+            self.told_at = min(self.told_at, self.limit_s / 2)
 
     @property
     def seconds(self) -> float:

@@ -137,7 +137,7 @@ class _Work:
         if self._end(result, error):
             places.release()
         elif function not in (_finish, self._episode.close):
-            self._episode.close()  # type: ignore[unused-coroutine]
+            self._episode.close()
 
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Await a coroutine of this function."""
