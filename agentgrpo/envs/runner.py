@@ -95,6 +95,19 @@ class EpisodeRunner:
         """Nothing: who has begun something waits for it."""
 
 
+@contextlib.contextmanager
+def networks_fault(called: Any) -> Iterator[None]:
+    """A TimeoutError or ConnectionError that an environment raises is an InfrastructureError."""
+    try:
+        yield
+    except UserCodeError as error:
+        if isinstance(error.__cause__, TimeoutError | ConnectionError):
+            raise InfrastructureError(str(error)) from error
+        raise
+    except (TimeoutError, ConnectionError) as error:  # of a shipped one
+        raise InfrastructureError(f"{name_of(called)} {said_of(error)}") from error
+
+
 class Abandoned(InfrastructureError):
     """A call has not come back. Who has it closes the episode, should it ever come back."""
 
@@ -156,18 +169,14 @@ class _Work:
     @contextlib.contextmanager
     def _named(self, coroutine: Any = None) -> Iterator[None]:
         task, rollout = self._of
-        try:
-            with calling(
+        with (
+            networks_fault(self._called),
+            calling(
                 self._called, task=task, rollout=rollout, limit_s=self._limit_s, late=self._late,
                 coroutine=coroutine,
-            ):  # fmt: skip
-                yield
-        except UserCodeError as error:
-            if isinstance(error.__cause__, TimeoutError | ConnectionError):
-                raise InfrastructureError(str(error)) from error
-            raise
-        except (TimeoutError, ConnectionError) as error:  # of a shipped episode's own
-            raise InfrastructureError(f"{name_of(self._called)} {said_of(error)}") from error
+            ),
+        ):  # fmt: skip
+            yield
 
     def _late(self, said: str) -> None:
         if self._end(None, Abandoned(said)):

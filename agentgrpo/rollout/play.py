@@ -29,8 +29,8 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import AnyEpisode, Environment
-from agentgrpo.envs.runner import Abandoned, EpisodeRunner
+from agentgrpo.envs.base import AnyEpisode, Environment, Episode
+from agentgrpo.envs.runner import Abandoned, EpisodeRunner, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.limits import Spent, called, treatment_of
@@ -55,6 +55,16 @@ class Decoder(Protocol):
     ) -> None: ...  # fmt: skip
     def step(self) -> list[Completion]: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
+
+
+class _Nothing(Episode):
+    """In place of an episode that is not made yet."""
+
+    def step(self, action: Action) -> Observation:
+        raise TypeError("there is no episode")
+
+
+NOTHING = _Nothing()
 
 
 class Watch:
@@ -183,10 +193,13 @@ class Play:
     # --- beginnings
 
     def _start(self, pending: Pending) -> None:
-        if pending.fork is None:
-            self._start_alone(pending)
-        else:
-            self._start_fork(pending, pending.fork)
+        try:
+            if pending.fork is None:
+                self._start_alone(pending)
+            else:
+                self._start_fork(pending, pending.fork)
+        except InfrastructureError as error:  # of reset()
+            self._broken(pending.index, error, closed=True)
 
     def _start_alone(self, pending: Pending) -> None:
         task = self._task_of(pending)
@@ -208,18 +221,20 @@ class Play:
         )
         live = self._live[pending.index] = Live(
             rollout=rollout,
-            episode=self._reset(pending.index, task),
+            episode=NOTHING,
             transcript=transcript,
             spent=Spent(self._config, len(prompt), limit),
             attempt=pending.attempt,
             since=pending.since,
             messages=messages,
         )
+        live.episode = self._reset(pending.index, task)
         live.took("queue_s")
         self._ask(pending.index)
 
     def _start_fork(self, pending: Pending, live: Live) -> None:
         """Bring a fresh episode to where the parent's was, then go on from there."""
+        live.episode = NOTHING  # and not its parent's
         self._live[pending.index] = live
         live.episode = self._reset(pending.index, live.rollout.task)
         live.spent.started = time.monotonic()
@@ -243,7 +258,7 @@ class Play:
         return calling(function, task=task, rollout=rollout, limit_s=limit_s)
 
     def _reset(self, index: int, task: Task) -> AnyEpisode:
-        with self._users(index, self._env.reset):
+        with networks_fault(self._env.reset), self._users(index, self._env.reset):
             episode: AnyEpisode = self._env.reset(task)
             if not all(hasattr(episode, name) for name in ("step", "finish", "close")):
                 raise WrongResult(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -324,3 +325,78 @@ def test_what_an_environment_raises_says_in_which_task() -> None:
     )
     with pytest.raises(UserCodeError, match=said):
         play(World([ZeroDivisionError()]), "x\n")
+
+
+class Async:
+    """A World whose methods are coroutines."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def step(self, action: Action) -> Observation:
+        return self.world.step(action)
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        return self.world.finish(answer)
+
+    async def close(self) -> None:
+        self.world.close()
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
+@pytest.mark.parametrize("where", ["reset", "step", "finish"])
+@pytest.mark.parametrize("error", [ConnectionRefusedError("by peer"), TimeoutError("over 5 s")])
+def test_a_network_that_fails_is_the_machines_fault_however_the_environment_is_made(
+    error: OSError, where: str, kind: str
+) -> None:
+    """Played again once, then left out, and said with its name and line."""
+    world = World([error, error] if where == "step" else [SAID] * 4)
+    world.worth = error if where == "finish" else {}
+
+    class Env:
+        def reset(self, task: Task) -> Any:
+            return raised(error) if where == "reset" else Async(world) if kind[0] == "a" else world
+
+    turns = ["x\n", "!done"] if where == "finish" else ["x\n"]
+    groups, stats = sampled(says(*turns * 2), EchoAgent(), Env(), [TASK], max_retries=1)
+    (rollout,) = groups[0].rollouts
+    assert (rollout.status, stats.retries, stats.infra_failures) == (Status.INFRA_ERROR, 1, 2)
+    said = rf"\w+\.{where} raised {type(error).__name__}: {error} \(task 't', rollout 0, at .*py:\d"
+    assert re.match(said, rollout.error or ""), rollout.error
+    assert world.closed == (0 if where == "reset" else 2)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
+def test_a_step_that_never_returns_is_left_to_itself(kind: str) -> None:
+    """Its rollout is played again, on the one thread too; who has its episode closes it."""
+    back, closed = threading.Event(), threading.Event()
+    began: list[float] = []
+
+    class Hangs(World):
+        def step(self, action: Action) -> Observation:
+            began.append(0.0)
+            if len(began) == 1:
+                assert back.wait(60)
+            return SAID
+
+        def close(self) -> None:
+            World.close(self)
+            if self.closed == 2:
+                closed.set()
+
+    class HangsAsync(Async):
+        async def step(self, action: Action) -> Observation:
+            began.append(0.0)
+            if len(began) == 1:
+                await asyncio.Event().wait()
+            return SAID
+
+    world = Hangs()
+    world.reset = lambda task: HangsAsync(world) if kind[0] == "a" else world  # type: ignore
+    engine = says("x\n", "x\n", "!done")
+    config = {"max_retries": 1, "call_timeout_s": 2.0}
+    groups, stats = sampled(engine, EchoAgent(), world, [TASK], threads=1, **config)
+    (rollout,) = groups[0].rollouts
+    assert (rollout.status, stats.retries) == (Status.COMPLETED, 1)
+    back.set()
+    assert closed.wait(60), "once by itself, once by who had it"
