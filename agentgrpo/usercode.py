@@ -337,7 +337,7 @@ def _look() -> None:
                 _end(late)
         if calls and calls[0].seconds >= calls[0].told_at:
             calls[0].told_at *= 2
-            more = f" and {len(calls) - 1} more calls" if len(calls) > 1 else ""
+            more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
             print(  # noqa: T201
                 f"waiting for {calls[0].described()}{more} for {calls[0].seconds:.0f} s",
                 file=sys.stderr,
