@@ -347,6 +347,10 @@ def _look() -> None:
 def _end(call: Call) -> None:
     said, where = f"has not come back after {call.limit_s:g} s", call.stands_at()
     error = UserCodeError(call.what, said, where, task=call.task, rollout=call.rollout)
-    end = call.late or (ends[-1] if ends else None)
-    if end is not None:
-        end(str(error))
+    (call.late or end)(str(error))
+
+
+def end(said: str) -> None:
+    """End the command with an error, if there is one."""
+    if ends:
+        ends[-1](said)

@@ -15,7 +15,8 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Self
 
 from agentgrpo.actions import (
@@ -25,9 +26,18 @@ from agentgrpo.actions import (
     checked_observation,
     checked_rewards,
 )
-from agentgrpo.envs.base import AnyEpisode
-from agentgrpo.usercode import UserCodeError, calling, event_loop, name_of, said_of
+from agentgrpo.envs.base import AnyEpisode, Episode
+from agentgrpo.usercode import (
+    UserCodeError,
+    WrongResult,
+    calling,
+    end,
+    event_loop,
+    name_of,
+    said_of,
+)
 
+HEARD_S = 5.0
 Of = tuple[str | None, int | None]
 """The id of a task, and the place of a rollout in its group."""
 
@@ -95,6 +105,27 @@ class EpisodeRunner:
         """Nothing: who has begun something waits for it."""
 
 
+class _Nothing(Episode):
+    """In place of an episode that is not made yet."""
+
+    def step(self, action: Action) -> Observation:
+        raise TypeError("there is no episode")
+
+
+NOTHING = _Nothing()
+
+
+def checked_episode(made: Any) -> AnyEpisode:
+    """What reset() returned.
+
+    Raises:
+        WrongResult: it is no episode.
+    """
+    if not all(callable(getattr(made, name, None)) for name in ("step", "finish", "close")):
+        raise WrongResult(f"expected an episode: step(), finish(), close(), got {made!r:.80}")
+    return made  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def networks_fault(called: Any) -> Iterator[None]:
     """A TimeoutError or ConnectionError that an environment raises is an InfrastructureError."""
@@ -132,12 +163,12 @@ class _Work:
         self._read = read
         self._of, self._limit_s = of, limit_s
         self._lock = threading.Lock()
-        self._leave: Callable[[], object] = lambda: None
+        self._leave: Callable[[], bool] = lambda: True
 
     def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
         """Call a function, on a thread of its own."""
         places.acquire()
-        self._leave = places.release
+        self._leave = lambda: places.release() is None
         if not self._future.set_running_or_notify_cancel():
             places.release()
             return
@@ -156,7 +187,7 @@ class _Work:
         """Await a coroutine of this function."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        self._leave = lambda: loop.call_soon_threadsafe(task.cancel)
+        self._leave = partial(_cancel, loop, task)
         error = result = None
         try:
             with self._named(task.get_coro()):
@@ -179,8 +210,8 @@ class _Work:
             yield
 
     def _late(self, said: str) -> None:
-        if self._end(None, Abandoned(said)):
-            self._leave()
+        if self._end(None, Abandoned(said)) and not self._leave():
+            end(f"{said}: it keeps the event loop from all others")
 
     def _end(self, result: Any, error: BaseException | None) -> bool:
         """Tell the future, if it has not been told."""
@@ -192,6 +223,14 @@ class _Work:
             else:
                 self._future.set_exception(error)
             return True
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> bool:
+    """Whether the loop has heard of it: a coroutine that does not await lets nothing else run."""
+    heard: Future[None] = Future()
+    loop.call_soon_threadsafe(task.cancel)
+    loop.call_soon_threadsafe(heard.set_result, None)
+    return bool(wait([heard], timeout=HEARD_S).done)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

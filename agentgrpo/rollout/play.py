@@ -29,18 +29,18 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import AnyEpisode, Environment, Episode
-from agentgrpo.envs.runner import Abandoned, EpisodeRunner, networks_fault
+from agentgrpo.envs.base import AnyEpisode, Environment
+from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner, checked_episode, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
-from agentgrpo.rollout.telling import count, prompt_of, tell
+from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
-from agentgrpo.usercode import WrongResult, calling
+from agentgrpo.usercode import calling
 
 
 class Decoder(Protocol):
@@ -55,16 +55,6 @@ class Decoder(Protocol):
     ) -> None: ...  # fmt: skip
     def step(self) -> list[Completion]: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
-
-
-class _Nothing(Episode):
-    """In place of an episode that is not made yet."""
-
-    def step(self, action: Action) -> Observation:
-        raise TypeError("there is no episode")
-
-
-NOTHING = _Nothing()
 
 
 class Watch:
@@ -202,7 +192,7 @@ class Play:
             self._broken(pending.index, error, closed=True)
 
     def _start_alone(self, pending: Pending) -> None:
-        task = self._task_of(pending)
+        task = self._tasks[pending.index // self._group_size]
         users = partial(self._users, pending.index)
         prompt, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
@@ -243,9 +233,6 @@ class Play:
         future = self._worlds.replay(live.episode, actions, self._of(pending.index))
         self._waiting.add(pending.index, future, self._replayed)
 
-    def _task_of(self, pending: Pending) -> Task:
-        return self._tasks[pending.index // self._group_size]
-
     def _of(self, index: int) -> tuple[str, int]:
         """Task and place in its group of a rollout."""
         task, member = divmod(index, self._group_size)
@@ -254,17 +241,12 @@ class Play:
     def _users(self, index: int, function: Any) -> AbstractContextManager[Any]:
         """Within this a function of the agent's or the environment's is called."""
         task, rollout = self._of(index)
-        limit_s = self._config.call_timeout_s
-        return calling(function, task=task, rollout=rollout, limit_s=limit_s)
+        limit = self._config.call_timeout_s
+        return calling(function, task=task, rollout=rollout, limit_s=limit)
 
     def _reset(self, index: int, task: Task) -> AnyEpisode:
         with networks_fault(self._env.reset), self._users(index, self._env.reset):
-            episode: AnyEpisode = self._env.reset(task)
-            if not all(hasattr(episode, name) for name in ("step", "finish", "close")):
-                raise WrongResult(
-                    f"expected an episode, with step(), finish() and close(), got {episode!r:.80}"
-                )
-        return episode
+            return checked_episode(self._env.reset(task))
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
@@ -348,15 +330,9 @@ class Play:
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
-            self._act(index, self._parsed(index, turn))
-
-    def _parsed(self, index: int, turn: Completion) -> Action:
-        text = self._chat.decode(turn.token_ids)
-        with self._users(index, self._agent.parse):
-            action: Any = self._agent.parse(text)
-            if not isinstance(action, Action):
-                raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
-        return action
+            with self._users(index, self._agent.parse):
+                action = parsed(self._agent, self._chat.decode(turn.token_ids))
+            self._act(index, action)
 
     def _act(self, index: int, action: Action) -> None:
         live = self._live[index]

@@ -39,6 +39,14 @@ def prompt_of(
     return prompt, messages, tools
 
 
+def parsed(agent: Agent, text: str) -> Action:
+    """What a turn means."""
+    action: Any = agent.parse(text)
+    if not isinstance(action, Action):
+        raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
+    return action
+
+
 def said_by(agent: Agent, action: Action, shown: Observation) -> str | list[Message]:
     """What an agent makes of an observation."""
     said: Any = agent.observe(action, shown)

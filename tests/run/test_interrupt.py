@@ -137,6 +137,7 @@ def line_of(how: str) -> int:
     [
         ("step", "sleeps", "World.step"),
         ("async.step", "waits", "Slow.step"),
+        ("async.step", "sleeps", "Slow.step"),  # and keeps the loop
         ("finish", "locks", "World.finish"),
         ("parse", "sleeps", "Agent.parse"),
         ("reset", "sleeps", "Env.reset"),
