@@ -335,6 +335,7 @@ def _look() -> None:
             if late.limit_s is not None and late.seconds >= late.limit_s:
                 late.over = True
                 _end(late)
+        calls = [c for c in calls if not c.over]
         if calls and calls[0].seconds >= calls[0].told_at:
             calls[0].told_at *= 2
             more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
