@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     """A command, in a process of its own."""
     agentgrpo.build.start_engine = start_engine
     agentgrpo.build._with_learner = with_learner
-    agentgrpo.train.check_agreement = STAND_INS["agentgrpo.train.check_agreement"]  # type: ignore[assignment]
+    agentgrpo.train.check_agreement = STAND_INS["agentgrpo.train.check_agreement"]  # type: ignore[assignment, attr-defined]
     return cli.main(arguments)
 
 

@@ -168,7 +168,7 @@ class _Work:
     def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
         """Call a function, on a thread of its own."""
         places.acquire()
-        self._leave = lambda: places.release() is None
+        self._leave = lambda: not places.release()  # type: ignore[func-returns-value]
         if not self._future.set_running_or_notify_cancel():
             places.release()
             return

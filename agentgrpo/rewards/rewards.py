@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,8 +28,8 @@ from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named
 from agentgrpo.usercode import UserCodeError, WrongResult, calling, defined_at, event_loop, name_of
 
 Made = TypeVar("Made")
-Reward = Callable[[Rollout], Mapping[str, float] | Awaitable[Mapping[str, float]]]
-"""See the module's docstring."""
+Reward = Callable[[Rollout], Any]
+"""See the module's docstring; of the user's own it may be a coroutine function."""
 
 
 def try_reward(reward: Reward, task: Task) -> None:
@@ -228,12 +228,16 @@ def with_tool_cost(reward: Reward, cost: float) -> Reward:
     if not cost:
         return reward
 
-    @functools.wraps(reward)
-    async def costed(rollout: Rollout) -> dict[str, float]:
-        parts = reward(rollout)
-        if inspect.isawaitable(parts):
-            parts = await parts
+    def with_cost(parts: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         return {**parts, "tool_cost": -cost * rollout.stats.get("tool_calls", 0.0)}
+
+    @functools.wraps(reward)
+    def costed(rollout: Rollout) -> Any:
+        parts = reward(rollout)
+        return later(parts, rollout) if inspect.isawaitable(parts) else with_cost(parts, rollout)
+
+    async def later(parts: Any, rollout: Rollout) -> dict[str, float]:
+        return with_cost(await parts, rollout)
 
     return costed
 
