@@ -33,7 +33,10 @@ setup(
         exclude=["agentgrpo.kernels.*"],  # what building kernels/ as a package leaves there
     ),
     package_data={
-        "agentgrpo": ["py.typed", "*.pyi", "*/*.toml", "view/assets/*", "sandbox/guest/*.js"]
+        "agentgrpo": [
+            *("py.typed", "*.pyi", "*/*.toml"),
+            *("view/assets/*", "sandbox/guest/*.js", "completion/complete.*"),
+        ]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
     install_requires=[

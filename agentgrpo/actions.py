@@ -146,6 +146,9 @@ class Observation:
     """What this step was worth, by name: credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Added to the counts of the rollout (Rollout.stats)."""
+    memory: Any = field(default=None, compare=False)
+    """What an episode that repeats this action is handed before it does, by recall(memory): answers
+    that came from elsewhere and are not to be asked for again."""
     ask: Ask | None = None
     """The answer waits for this: step() is called again, with what was said as Heard, and only then
     gives the observation of the policy's action. Nothing else of this one is read."""

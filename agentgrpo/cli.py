@@ -18,14 +18,16 @@ COMMANDS = {
     ),
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "examples": ("agentgrpo.examples.__main__", "write files to try the configs with"),
-    "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
+    "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
+    "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
     "gguf": ("agentgrpo.models.gguf", "write a GGUF file of a Llama model as a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
+    "completion": ("agentgrpo.completion.__main__", "print what completes these words in a shell"),
     "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
 }
 """Word: module with main(arguments) -> exit status, and what it does."""

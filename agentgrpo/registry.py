@@ -18,9 +18,16 @@ from typing import Annotated, Any, cast
 
 import pydantic
 
-from agentgrpo.actions import ReadCalls
+from agentgrpo.actions import InfrastructureError, ReadCalls
 from agentgrpo.agents.base import Agent
-from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
+from agentgrpo.config import (
+    AgentConfig,
+    EnvConfig,
+    RewardConfig,
+    RolloutConfig,
+    SandboxConfig,
+    TrainConfig,
+)
 from agentgrpo.config.read import did_you_mean, found, load_callable
 from agentgrpo.config.section import AsWritten
 from agentgrpo.envs.base import Environment
@@ -33,10 +40,11 @@ from agentgrpo.rewards.rewards import (
     NumericReward,
     Reward,
     TextReward,
-    with_tool_cost,
+    with_costs,
 )
 from agentgrpo.rewards.scoring import reward_function
 from agentgrpo.rollout.custom import RolloutSampler
+from agentgrpo.sandbox import HostBudget, HostTools, SandboxInfraError
 from agentgrpo.usercode import UserCodeError, calling
 
 AGENTS = {
@@ -64,13 +72,15 @@ ENVIRONMENTS = {
 KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
-    "agent": ("env", "tools_script", "call_reader"),
-    "env": ("pool", "timeout_s", "stateless", "seed"),
+    "agent": ("env", "tools_script", "host_tools", "call_reader"),
+    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed"),
 }
 """What a class is given that asks for it by name; no options.
 
-An agent: what it acts in; the source of sandbox.tools or None; the engine's readers of tool calls
-by the parser's name. An environment: the sandbox's pool, sandbox.timeout_s and stateless, seed.
+An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
+sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
+the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
+seed.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -222,6 +232,12 @@ def require_names(config: TrainConfig) -> None:
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)
+    if host_tools_of(config.sandbox) and "host_tools" not in parameters_of(
+        class_of("env", env_kind(config))
+    ):
+        raise ValueError(
+            f"sandbox.host_tools: env.kind {env_kind(config)!r} runs no code that could call them"
+        )
     if config.rollout.sampler:
         sampler_class(config.rollout.sampler)
 
@@ -276,6 +292,7 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
         "pool": pool,
         "timeout_s": config.sandbox.timeout_s,
         "stateless": config.sandbox.stateless,
+        "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
     }
     made = _made("env", env_kind(config), config.env, given)
@@ -313,6 +330,7 @@ def make_agent(
     given = {
         "env": env,
         "tools_script": None if script is None else script.read_text(),
+        "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
         "call_reader": call_reader,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
@@ -400,10 +418,31 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     """
     shipped = reward_kind(config, judged=judged(env))
     if shipped is None:
-        return with_tool_cost(load_reward(config.kind), config.tool_cost)
+        return with_costs(load_reward(config.kind), config)
     strict = {"strict": True} if config.strict else {}
     reward = shipped(answer=config.answer, format=config.format, **strict)
-    return with_tool_cost(reward, config.tool_cost)
+    return with_costs(reward, config)
+
+
+def host_tools_of(config: SandboxConfig) -> HostTools | None:
+    """What sandbox.host_tools names; None if there is nothing.
+
+    Raises:
+        ValueError: there is no such module or function, or it cannot be called from code; names the
+            key.
+    """
+    if not config.host_tools:
+        return None
+    functions = [load_callable(name, key="sandbox.host_tools") for name in config.host_tools]
+    try:
+        return HostTools(
+            functions,
+            budget=HostBudget(**dict(config.host_budget)),
+            cached=config.host_cache,
+            machine_errors=(InfrastructureError, SandboxInfraError),
+        )
+    except ValueError as error:
+        raise ValueError(f"sandbox.{error}") from None
 
 
 def script_of(path: Path | None) -> str:

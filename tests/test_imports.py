@@ -71,7 +71,7 @@ WINGS = {
     "agents": "types config actions",
     "envs": "types usercode config actions run sandbox",
     "models": "types config",
-    "engine": "types config actions parallel machine models",
+    "engine": "types config actions parallel machine models kernels",
     "rollout": "types usercode config actions parallel agents envs models engine",
     "learn": "types config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
@@ -84,17 +84,19 @@ WINGS = {
 TOP = [
     *(
         "settings",
+        "card",
         "stage",
         "build",
         "plan",
         "command",
+        "push",
         "evaluate",
         "collect",
         "verify",
         "init",
         "train",
     ),
-    *("recipe", "examples", "cli", "__main__"),
+    *("recipe", "examples", "cli", "completion", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, *may.split()} for wing, may in WINGS.items()}

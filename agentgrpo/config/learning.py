@@ -32,7 +32,14 @@ class RewardConfig(Section):
     is above 0. Where it has neither, as with a class's get_reward or a rubric of verifiers, no
     share of solved is shown."""
     tool_cost: Annotated[float, Field(ge=0)] = 0.0
-    """Taken off for every call of a tool and every run of code."""
+    """Taken off for every call of a tool, every run of code and every call of sandbox.host_tools by
+    that code."""
+    cost_per_wall_s: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off for every second that the rollout's code ran in the sandbox, by the clock."""
+    cost_per_cpu_s: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off for every second of CPU time of all processes of its code."""
+    cost_per_mib: Annotated[float, Field(ge=0)] = 0.0
+    """Taken off for every MiB that its code printed or exchanged with sandbox.host_tools."""
     sigma_tool: Annotated[float, Field(ge=0)] = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
     (rewards/efficiency.py). This one: how much a tool call above the group's mean costs."""

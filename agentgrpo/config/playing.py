@@ -258,6 +258,26 @@ class EvaluationConfig(Section):
         return {name: value for name, value in values.items() if value != FILTERS[name]}
 
 
+class HostBudgetConfig(Section):
+    """What calls of functions of the host may use (sandbox/host_tools.py)."""
+
+    calls: Positive = 100
+    """Of a rollout."""
+    calls_per_step: Positive = 20
+    """Of one code step."""
+    call_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Wall-clock seconds of one call. The step's own sandbox.timeout_s goes on meanwhile, and ends
+    it too."""
+    seconds: Annotated[float, Field(gt=0)] = 120.0
+    """Wall-clock seconds of all calls of a rollout."""
+    argument_kib: Annotated[int, Field(ge=1, le=16384)] = 64
+    """Size of the arguments of one call."""
+    answer_kib: Annotated[int, Field(ge=1, le=16384)] = 256
+    """Size of what one call returns."""
+    total_kib: Positive = 8192
+    """Size of arguments and answers of a rollout together."""
+
+
 class SandboxConfig(Section):
     """Where the policy's code runs (sandbox/)."""
 
@@ -277,10 +297,26 @@ class SandboxConfig(Section):
     tools: Path | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.options.show_tools)."""
+    host_tools: tuple[str, ...] = ()
+    """Functions of this process, as `module:function`, that the policy's Python calls by their
+    names: a search with a key, a database (docs/sandbox.md). Arguments and answers are JSON,
+    checked; agents show the def line and the docstring."""
+    host_cache: Literal["no", "rollout", "run"] = "rollout"
+    """Whether the same arguments have the same answer without another call: within a rollout, or
+    within the whole run. With rollout.deterministic, functions that ask the world need "run"."""
+    host_budget: HostBudgetConfig = HostBudgetConfig()
     stateless: bool = False
     """Every code step starts from the beginning: no variables and no files of the step before."""
     allow_degraded: bool = False
     """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> SandboxConfig:
+        for key in ("host_cache", "host_budget"):
+            refuse_unread(
+                self, "sandbox", key, unless=bool(self.host_tools), need="sandbox.host_tools"
+            )
+        return self
 
 
 class DataConfig(Section):

@@ -98,6 +98,13 @@ class TrainConfig(Section):
                 f"rollout.max_turn_tokens must be below engine.max_model_len "
                 f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
             )
+        for key in ("cost_per_wall_s", "cost_per_cpu_s"):
+            if getattr(self.reward, key) and self.rollout.deterministic is not False:
+                raise ValueError(
+                    f"reward.{key} {getattr(self.reward, key)} and rollout.deterministic "
+                    f"{self.rollout.deterministic!r} exclude each other: a reward of measured time "
+                    "does not repeat"
+                )
         if self.loss.num_mini_batches > self.rollout.tasks_per_step:
             raise ValueError(
                 f"loss.num_mini_batches must be at most rollout.tasks_per_step "

@@ -60,9 +60,15 @@ class EpisodeRunner:
         return self._start(episode, of, episode.step, action, read=checked_observation)
 
     def replay(
-        self, episode: AnyEpisode, actions: Sequence[Action], of: Of = (None, None)
+        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]], of: Of = (None, None)
     ) -> Future[list[Observation]]:
-        """Begin to carry out actions one after another, as they were in another episode."""
+        """Begin to carry out actions one after another, as they were in another episode.
+
+        Args:
+            episode: a fresh one. With a method recall() it is first told what comes with an action.
+            actions: each with the memory of its observation.
+            of: task and rollout.
+        """
         run = _replay_async if _is_async(episode.step) else _replay
         return self._start(
             episode, of, run, episode, actions, called=episode.step,
@@ -237,12 +243,20 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function)
 
 
-def _replay(episode: Any, actions: Sequence[Action]) -> list[Observation]:
-    return [episode.step(action) for action in actions]
+def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[Action]:
+    recall = getattr(episode, "recall", None)
+    for action, memory in actions:
+        if recall is not None:
+            recall(memory)
+        yield action
 
 
-async def _replay_async(episode: Any, actions: Sequence[Action]) -> list[Observation]:
-    return [await episode.step(action) for action in actions]
+def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+    return [episode.step(action) for action in _recalled(episode, actions)]
+
+
+async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+    return [await episode.step(action) for action in _recalled(episode, actions)]
 
 
 def _finish(episode: Any, answer: str | None) -> Any:

@@ -140,6 +140,7 @@ def conversation(
     prefill = agent.prefill(task) if agent_prompt else ""
     if prefill:
         segments.append(_segment(chat.text_ids(prefill, own=True), trained=False))
+    roles = [message["role"] for message in shown]
     for index, (text, told) in enumerate(turns):
         said = chat.text_ids(text.removeprefix(prefill) if index == 0 else text, own=True)
         acts = any(text.endswith(stop) for stop in agent.stop)
@@ -150,7 +151,8 @@ def conversation(
             segments.append(_segment(chat.text_ids(told), trained=False))
         elif told:
             last_id = int(said[-1]) if len(said) else None
-            ids = chat.observation_ids(list(told), last_id=last_id, tools=bool(tools))
+            ids = chat.observation_ids(list(told), last_id=last_id, tools=bool(tools), roles=roles)
+            roles += ["assistant", *(message["role"] for message in told)]
             segments.append(_segment(ids, trained=False))
     return segments
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from agentgrpo.config import RewardConfig
 from agentgrpo.rewards.answers import (
     accepted_answers,
     expected_number,
@@ -223,13 +224,24 @@ class TextReward:
         }
 
 
-def with_tool_cost(reward: Reward, cost: float) -> Reward:
-    """The reward, less `cost` for every call of a tool, as a part of its own."""
-    if not cost:
+def with_costs(reward: Reward, config: RewardConfig) -> Reward:
+    """The reward, less what the rollout's calls and its use of the sandbox cost, as parts."""
+    rates = {
+        "sandbox_wall_s": config.cost_per_wall_s,
+        "sandbox_cpu_s": config.cost_per_cpu_s,
+        "sandbox_bytes": config.cost_per_mib / (1 << 20),
+    }
+    if not config.tool_cost and not any(rates.values()):
         return reward
 
-    def with_cost(parts: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
-        return {**parts, "tool_cost": -cost * rollout.stats.get("tool_calls", 0.0)}
+    def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+        parts = dict(given)
+        if config.tool_cost:
+            parts["tool_cost"] = -config.tool_cost * rollout.num_calls
+        if any(rates.values()):
+            used = rollout.stats.get
+            parts["sandbox_cost"] = -sum(rate * used(name, 0.0) for name, rate in rates.items())
+        return parts
 
     @functools.wraps(reward)
     def costed(rollout: Rollout) -> Any:

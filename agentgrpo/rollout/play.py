@@ -217,6 +217,7 @@ class Play:
             attempt=pending.attempt,
             since=pending.since,
             messages=messages,
+            roles=[message["role"] for message in messages],
         )
         live.episode = self._reset(pending.index, task)
         live.took("queue_s")
@@ -229,7 +230,7 @@ class Play:
         live.episode = self._reset(pending.index, live.rollout.task)
         live.spent.started = time.monotonic()
         live.took("queue_s")
-        actions = [step.action for step in live.history]
+        actions = [(step.action, step.memory) for step in live.history]
         future = self._worlds.replay(live.episode, actions, self._of(pending.index))
         self._waiting.add(pending.index, future, self._replayed)
 

@@ -96,8 +96,9 @@ def tell(
         return _render(live, said, agent, chat)
     else:
         ids = chat.observation_ids(
-            said, last_id=last_id, tools=bool(agent.tools(live.rollout.task))
+            said, last_id=last_id, tools=bool(agent.tools(live.rollout.task)), roles=live.roles
         )
+        live.roles += ["assistant", *(message["role"] for message in said)]
     if not live.spent.fits(len(live.transcript) + len(ids)):
         return Status.TRUNCATED_LENGTH
     live.transcript.give(ids)

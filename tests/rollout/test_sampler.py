@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import RolloutConfig
+from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout.play import request_seed
@@ -33,7 +34,7 @@ from tests.rollout.stubs import (
     answer_to,
     code_in,
 )
-from tests.tiny import THINKING, make_tokenizer
+from tests.tiny import NUMBERED, THINKING, make_tokenizer
 
 AGENT = CodeAgent(system_prompt="S")
 PATIENCE_S = 60  # only ever waited for by a sampler that is wrong
@@ -581,6 +582,29 @@ def test_prompts_that_are_rendered_anew_are_followed_and_proven(
     assert len(sampled) + len(replaced) == len(encode("".join(turns)))
     assert len(rollout.rows) == 1 + drifts.get("prompts_fork", 0)
     assert bool(replaced) == ("prompts_realign" in drifts)
+
+
+def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
+    """In a rollout, and in one that branches off it."""
+    tokenizer = make_tokenizer(NUMBERED)
+    turns = [f"<code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]
+
+    def policy(number: int, prompt: str) -> Turn:
+        return Turn(turns[prompt.count("<code>")])
+
+    branching = BranchConfig(initial=1, probability=1.0, entropy_weight=0.0)
+    config = RolloutConfig(max_turns=4, max_turn_tokens=99, group_size=2, branching=branching)
+    engine = StubEngine(tokenizer, policy)
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), ChatTemplate(tokenizer), config)
+    groups, stats = sampler.play(tasks(1), 2, seed=5)
+    assert stats.branches == 1
+    roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
+    for rollout in groups[0].rollouts:
+        text = tokenizer.decode(np.concatenate([s.token_ids for s in rollout.segments]))
+        assert re.findall(r"<.im_start.>(\w+ ?\d*)", text) == [
+            f"{role} {index}" if role != "assistant" else role
+            for index, role in enumerate(roles, 1)
+        ]
 
 
 @pytest.mark.parametrize("threshold", [1024, 5], ids=["realign", "fork"])
