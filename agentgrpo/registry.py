@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,14 +40,13 @@ from agentgrpo.rewards.rewards import (
     MathReward,
     NumericReward,
     Reward,
-    RewardError,
     TextReward,
     with_costs,
 )
 from agentgrpo.rewards.scoring import reward_function
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.sandbox import HostBudget, HostTools, SandboxInfraError
-from agentgrpo.types import Rollout
+from agentgrpo.usercode import UserCodeError, calling
 
 AGENTS = {
     "code": "agentgrpo.agents.code:CodeAgent",
@@ -370,8 +368,14 @@ def _made(
     options = checked_options(section, kind, config.options)
     asked = parameters_of(factory)
     try:
-        return factory(**{name: given[name] for name in given if name in asked}, **options)
-    except (ValueError, TypeError) as error:
+        with calling(factory, f"{section}.kind: {factory.__name__}"):
+            return factory(**{name: given[name] for name in given if name in asked}, **options)
+    except UserCodeError as error:
+        name, colon, _ = str(error.__cause__).partition(":")
+        if isinstance(error.__cause__, ValueError) and colon and name.partition(".")[0] in asked:
+            raise ValueError(f"{key}.{error.__cause__} (at {error.where})") from error
+        raise
+    except (ValueError, TypeError) as error:  # of a shipped one
         name, colon, _ = str(error).partition(":")
         if name.startswith(f"{section}.") and colon:  # it names its key itself
             raise
@@ -380,7 +384,8 @@ def _made(
 
 
 def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
-    missing = [attribute for attribute in names if not hasattr(made, attribute)]
+    with calling(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
+        missing = [attribute for attribute in names if not hasattr(made, attribute)]
     if missing:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
 
@@ -458,22 +463,10 @@ def load_reward(name: str) -> Reward:
 
     Raises:
         ValueError: the name has another shape, there is no such module or function, or it is not
-            callable. An error inside the module while it is imported is left as it is. What the
-            function raises later is a RewardError.
+            callable.
+        UserCodeError: the module cannot be imported.
     """
-    function = load_callable(name, key="reward.kind")
-
-    def reward(rollout: Rollout) -> Mapping[str, float]:
-        try:
-            return cast(Mapping[str, float], function(rollout))
-        except Exception as error:
-            *_, last = traceback.extract_tb(error.__traceback__)
-            raise RewardError(
-                f"reward {name!r} failed on task {rollout.task.id!r}, answer {rollout.answer!r}: "
-                f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            ) from error
-
-    return reward
+    return cast(Reward, load_callable(name, key="reward.kind"))
 
 
 def sampler_class(name: str) -> Callable[[ChatTemplate, RolloutConfig], Any]:
@@ -496,7 +489,9 @@ def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
     Raises:
         ValueError: as of sampler_class(), or what the class makes has no rollout().
     """
-    user = sampler_class(config.sampler)(chat, config)
+    made = sampler_class(config.sampler)
+    with calling(made, "rollout.sampler"):
+        user = made(chat, config)
     if not callable(getattr(user, "rollout", None)):
         raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
     return cast(RolloutSampler, user)

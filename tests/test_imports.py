@@ -60,26 +60,30 @@ WINGS = {
     "files": "",
     "extras": "",
     "parallel": "",
+    "usercode": "",
     "sandbox": "",
     "kernels": "",
-    "config": "types files kernels",
-    "actions": "types",
-    "run": "types files extras config parallel",
+    "config": "types files usercode kernels",
+    "actions": "types usercode",
+    "run": "types files extras usercode config parallel",
     "foreign": "types files extras run",
     "proof": "types config",
     "machine": "types files extras config parallel run sandbox",
-    "rewards": "types files extras config",
+    "rewards": "types files extras usercode config",
     "agents": "types config actions",
-    "envs": "types files extras config actions run sandbox",
+    "envs": "types files extras usercode config actions run sandbox",
     "models": "types files extras config",
     "engine": "types files extras config actions parallel machine models kernels",
-    "rollout": "types config actions parallel agents envs models engine",
+    "rollout": "types usercode config actions parallel agents envs models engine",
     "learn": "types extras config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
     "audit": "types files engine proof foreign",
-    "data": "types files extras config run envs",
+    "data": "types files extras usercode config run envs",
     "view": "types files config run foreign",
-    "registry": "types files extras config actions machine rewards agents envs models rollout sandbox",
+    "registry": (
+        "types files extras usercode config actions machine rewards agents "
+        "envs models rollout sandbox"
+    ),
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [

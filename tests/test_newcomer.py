@@ -233,9 +233,10 @@ def test_a_reward_that_fails_is_known_before_the_run(
     (tmp_path / "newcomers_broken_reward.py").write_text(broken)
     status, _, err = dry_run("reward.kind=newcomers_broken_reward:f")
     assert status == 2
-    assert "reward 'newcomers_broken_reward:f' failed on task" in err
-    assert "answer None: AttributeError" in err
-    assert "`reward` ... `failed on task`" in PAGE
+    assert err.startswith("error: the reward f raised AttributeError: ")
+    assert "for the answer None (task '" in err
+    assert "newcomers_broken_reward.py:2)" in err
+    assert "`raised`, `called sys.exit`, `gave a wrong result`" in PAGE
 
 
 def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,11 @@ class RolloutConfig(Section):
     """Actions in a row whose form was wrong before the rollout ends. None: no limit."""
     max_seconds: PositiveNumber | None = None
     """Wall-clock seconds of a rollout. A tool that runs is not interrupted: it has its own."""
+    call_timeout_s: Annotated[float, Field(gt=0)] | None = 300.0
+    """Seconds that one call of an environment, an agent or a reward may take. An environment's
+    rollout is then one that the machine broke: played again, or left out. The others end the run.
+    After 30 s a line says what is waited for. Above sandbox.timeout_s. None: no limit, as for a
+    sampler of your own, which plays a whole step in one call."""
     max_retries: NotNegative = 1
     """Times that a rollout is played again whose treatment is "retry"."""
     treatment: dict[Status, Treatment] = {}

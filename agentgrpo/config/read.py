@@ -24,6 +24,7 @@ from agentgrpo.config import Section, TrainConfig
 from agentgrpo.config.elsewhere import said_elsewhere
 from agentgrpo.config.readers import RECIPE_SECTIONS, require_read, require_read_somewhere
 from agentgrpo.files import expanded, how_far, read_toml
+from agentgrpo.usercode import calling
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
@@ -274,21 +275,27 @@ def _modules_beside(name: str) -> Iterator[str]:
 
 
 def load_callable(name: str, *, key: str) -> Callable[..., Any]:
-    """What `module:attribute` names; `key` is the setting it came from, for the error message."""
+    """What `module:attribute` names; `key` is the setting it came from, for the error message.
+
+    Raises:
+        ValueError: there is no such module, or nothing in it that can be called; names the key.
+        UserCodeError: the module cannot be imported.
+    """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute.isidentifier()) or module_name.endswith(".py"):
         raise ValueError(
             f"{key}: expected 'module:function' (a module is its file's name without .py), "
             f"got {name!r}"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
-        said = did_you_mean(error.name, _modules_beside(error.name))
-        raise ValueError(f"{key}: no module {error.name!r} (from {name!r}){said}") from None
-    found = getattr(module, attribute, None)
+    with calling(None, f"{key}: the module {module_name!r}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, something that it imports is not
+            said = did_you_mean(error.name, _modules_beside(error.name))
+            raise ValueError(f"{key}: no module {error.name!r} (from {name!r}){said}") from None
+        found = getattr(module, attribute, None)
     if not callable(found):
         what = "no" if found is None else "no callable"
         there = (name for name, value in vars(module).items() if callable(value))

@@ -87,6 +87,12 @@ class TrainConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:
+        limit = self.rollout.call_timeout_s
+        if limit is not None and limit <= self.sandbox.timeout_s:
+            raise ValueError(
+                f"rollout.call_timeout_s must be above sandbox.timeout_s "
+                f"{self.sandbox.timeout_s:g}, got {limit:g}"
+            )
         if self.rollout.max_turn_tokens >= self.engine.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens must be below engine.max_model_len "

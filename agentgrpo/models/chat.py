@@ -35,6 +35,8 @@ from agentgrpo.types import Int32
 Message = Mapping[str, Any]
 _MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
 _USER = {"role": "user", "content": "x"}
+CHARACTERS = 8
+"""Of an end that is encoded, for each token that may be kept; more, where tokens are longer."""
 _LATER = (["user"], ["tool"], ["tool", "tool"])
 _PASTS = (["system", "user"], ["user", "assistant", "tool", "tool"], ["user", "assistant", "user"])
 
@@ -205,25 +207,49 @@ class ChatTemplate:
         """Text of at most max_tokens: its head and tail, or the one of them; the cut is marked.
 
         Where the mark would take more than half of it, there is none, and of both ends the head.
+        Of a text that is longer than so many tokens can be, no more is encoded than its ends, and
+        the mark counts what is cut in characters.
         """
-        total = len(self.text_ids(text))
-        if total <= max_tokens:
+        near = self._near(text, max_tokens)
+        whole = near is None
+        total = len(self.text_ids(text)) if whole else len(text)
+        if whole and total <= max_tokens:
             return text
-        starts, ends = zip(*self._encoder.offsets(text), strict=True)
-        note = f" ... [{total - max_tokens} tokens cut] ... "
-        room = max_tokens - len(self.text_ids(note))
+        ends = [end for _, end in self._encoder.offsets(text[:near])]
+        tail_text = text if near is None else text[-near:]
+        starts = [start - len(tail_text) for start, _ in self._encoder.offsets(tail_text)]
+
+        def joined(room: int, tail: int, *, marked: bool) -> str:
+            head = text[: ends[room - tail - 1]] if room > tail else ""
+            last = text[starts[-tail] :] if tail else ""
+            left, unit = (room, "tokens") if whole else (len(head) + len(last), "characters")
+            note = f" ... [{total - left} {unit} cut] ... " if marked else ""
+            return head + note + last
+
+        room = max_tokens - len(self.text_ids(joined(0, 0, marked=True)))
         marked = 2 * room >= max_tokens
-        room = min(room if marked else max_tokens, len(ends))
+        room = min(room if marked else max_tokens, len(ends), len(starts))
         while room > 0:
             tail = room if keep == "tail" else room // 2 if keep == "ends" and marked else 0
-            note = f" ... [{total - room} tokens cut] ... " if marked else ""
-            head = text[: ends[room - tail - 1]] if room > tail else ""
-            clipped = head + note + (text[starts[-tail] :] if tail else "")
+            clipped = joined(room, tail, marked=marked)
             excess = len(self.text_ids(clipped)) - max_tokens
             if excess <= 0:
                 return clipped
             room -= excess
         return ""
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text is surely longer than so many tokens: no more than its head is encoded."""
+        return self._near(text, max_tokens) is not None
+
+    def _near(self, text: str, max_tokens: int) -> int | None:
+        """How many characters of either end have more than max_tokens; None: both ends meet."""
+        near = CHARACTERS * max_tokens + 256
+        while 2 * near < len(text):
+            if all(len(self.text_ids(t)) > max_tokens + 8 for t in (text[:near], text[-near:])):
+                return near
+            near *= 4
+        return None
 
     def decode(self, token_ids: Int32) -> str:
         """The text of a sampled turn, without the tokens that end it."""

@@ -291,7 +291,8 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
-    with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
+    runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
+    with runner as worlds, ThreadPoolExecutor(1, "flywheel") as side:
         shop = Workshop(
             player=TrajectoryPlayer(
                 loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits

@@ -26,20 +26,19 @@ run's own thread, after all have ended: for functions that only work there, as t
 from __future__ import annotations
 
 import asyncio
-import inspect
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import found
 from agentgrpo.rewards.efficiency import add_efficiency, decay
-from agentgrpo.rewards.rewards import Reward, RewardError, score
+from agentgrpo.rewards.rewards import Reward, ask, score, score_async
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
+from agentgrpo.usercode import UserCodeError, WrongResult, event_loop, said_of
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -180,15 +179,18 @@ class Scoring:
         config: `functions` and `on_error`.
         decode: for RolloutView.
         total_steps: of the run, over which the efficiency sigmas fall.
+        limit_s: seconds that a reward may take for one rollout; None: any.
 
     Raises:
         ValueError: a function that is not there, or two of one name.
     """
 
     def __init__(
-        self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1
-    ) -> None:
+        self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1,
+        limit_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._base, self._decode, self._raise = base, decode, config.on_error == "raise"
+        self._limit_s = limit_s
         self._config, self._total_steps = config, total_steps
         self._functions = [_load(name, weight) for name, weight in config.functions.items()]
         names = [function.name for function in self._functions]
@@ -203,7 +205,7 @@ class Scoring:
         """Set the rewards of every rollout that the machine did not break.
 
         Raises:
-            RewardError: a function failed and reward.on_error says so.
+            UserCodeError: a function failed and reward.on_error says so, or it left by sys.exit().
             ValueError: the built-in reward cannot score a task; names it.
         """
         work = self._score(groups, step)
@@ -224,7 +226,7 @@ class Scoring:
             if rollout.status is not Status.INFRA_ERROR
         ]
         for group in groups:
-            score(group, self._base)
+            await score_async(group, self._base, limit_s=self._limit_s)
         if self._functions:
             await self._apply_all(rollouts)
         if self._config.solved_at is not None:
@@ -248,28 +250,27 @@ class Scoring:
     async def _apply(self, index: int, rollout: Rollout) -> None:
         view = RolloutView(rollout, self._decode)
         for function in self._functions:
+            what, task = f"the reward function {function.name}", rollout.task.id
+            read = partial(_parts, rollout, function)
             try:
-                value = function.call(view)
-                if inspect.isawaitable(value):
-                    value = await value
-                if value is not None:
-                    _add(rollout, function, value)
-                    continue
-                said = "it returned None: the rollout cannot be scored"
+                parts = await ask(
+                    function.call, view, index, read, what=what, limit_s=self._limit_s
+                )
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                if self._raise:
-                    raise RewardError(_message(rollout, index, function, said)) from error
-            except (SystemExit, KeyboardInterrupt) as error:
-                if threading.current_thread() is threading.main_thread() and not isinstance(
-                    error, SystemExit
-                ):
-                    raise  # Ctrl-C; on another thread it can only be the function's own
-                # either would end the event loop, and with it the wait for all others
-                said = f"it raised {type(error).__name__}: {error}"
-                raise RewardError(_message(rollout, index, function, said)) from error
-            rollout.status = Status.INFRA_ERROR
-            rollout.error = _message(rollout, index, function, said)
+                failed = error
+                if not isinstance(error, UserCodeError):  # a shipped one
+                    failed = UserCodeError(what, said_of(error), task=task, rollout=index)
+                # sys.exit() and its like were never meant for one rollout
+                left = not isinstance(error.__cause__, Exception | None)
+                if self._raise or left:
+                    raise failed from error.__cause__
+            else:
+                if parts is not None:
+                    rollout.rewards |= parts
+                    continue
+                said = "gave None: this rollout cannot be scored"
+                failed = UserCodeError(what, said, task=task, rollout=index)
+            rollout.status, rollout.error = Status.INFRA_ERROR, str(failed)
             return
 
 
@@ -316,18 +317,7 @@ class Beside:
 
 def in_background(work: Coroutine[Any, Any, None]) -> Future[None]:
     """Start work on the event loop of all rewards, which is the process's."""
-    return asyncio.run_coroutine_threadsafe(work, _event_loop())
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
-
-
-def _message(rollout: Rollout, index: int, function: _Function, said: str) -> str:
-    return f"task {rollout.task.id}, rollout {index}: reward function {function.name}: {said}"
+    return asyncio.run_coroutine_threadsafe(work, event_loop("rewards"))
 
 
 def reward_function(name: str) -> Callable[[RolloutView], Any]:
@@ -343,29 +333,35 @@ def _load(name: str, weight: float) -> _Function:
     return _Function(name.rpartition(":")[2], weight, reward_function(name))
 
 
-def _add(rollout: Rollout, function: _Function, value: Any) -> None:
-    """Put what a function returned where it belongs, times its weight."""
+def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float] | None:
+    """The parts of the reward that a function returned, times its weight; spans are put in place.
+
+    Raises:
+        WrongResult: it returned something else.
+    """
+    if value is None:
+        return None
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         parts = dict(value)
     elif isinstance(value, Sequence) and all(isinstance(span, SpanReward) for span in value):
         rollout.span_rewards += [_weighted(rollout, span, function.weight) for span in value]
-        return
+        return {}
     else:
         parts = {function.name: value}
     made = {}
     for name, part in parts.items():
         number = as_number(part)
         if number is None:
-            raise ValueError(f"expected a finite number as {name}, got {part!r}")
+            raise WrongResult(f"expected a finite number as {name}, got {part!r:.80}")
         if name in rollout.rewards:
-            raise ValueError(f"the reward has a part {name!r} already")
+            raise WrongResult(f"the reward has a part {name!r} already")
         made[name] = function.weight * number
-    rollout.rewards |= made
+    return made
 
 
 def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
     total = sum(len(segment.token_ids) for segment in rollout.all_segments)
     value = as_number(span.value)
     if value is None or not 0 <= span.start < span.end <= total:
-        raise ValueError(f"expected a finite value on tokens within [0, {total}), got {span}")
+        raise WrongResult(f"expected a finite value on tokens within [0, {total}), got {span}")
     return SpanReward(span.start, span.end, span.name, weight * value)

@@ -23,6 +23,7 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.waiting import Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task
+from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, says, tasks
 from tests.rollout.stubs import (
     Request,
@@ -316,7 +317,7 @@ def failing(where: str) -> tuple[StubEngine, StubEnv]:
 @pytest.mark.parametrize("where", ["tool", "engine", "reset", "finish"])
 def test_a_bug_stops_the_run_and_leaves_nothing_behind(where: str, deterministic: bool) -> None:
     engine, env = failing(where)
-    with pytest.raises(Bug):
+    with pytest.raises(Bug if where == "engine" else UserCodeError):
         play(engine, env, num_tasks=2, group_size=2, deterministic=deterministic, max_turns=99)
     assert not engine.running
     assert env.running == 0
@@ -354,7 +355,7 @@ def test_after_a_bug_running_tools_end_and_queued_ones_do_not_begin(
         assert stopping.wait(PATIENCE_S)
 
     env = StubEnv(on_call=on_call)
-    with pytest.raises(Bug):
+    with pytest.raises(UserCodeError, match="raised Bug"):
         play(engine, env, group_size=8, threads=2, deterministic=False)
     env.assert_all_closed_once()
     assert len(env.executed) <= 3, "of 8, only those that had a thread when the first one failed"
@@ -387,7 +388,7 @@ def test_an_episode_that_does_not_close_keeps_no_other_open(
 
     monkeypatch.setattr(StubEpisode, "close", close)
     engine, env = failing("engine")
-    with pytest.raises(Bug, match="stuck") as caught:
+    with pytest.raises(UserCodeError, match="raised Bug: stuck") as caught:
         play(engine, env, group_size=4, max_turns=99)
     assert isinstance(caught.value.__context__, Bug), "and why it stopped"
     env.assert_all_closed_once()

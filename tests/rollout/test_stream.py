@@ -18,6 +18,7 @@ from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.stream import Stream, Streams
 from agentgrpo.types import Completion, Int32, Rollout, Status
 from agentgrpo.types import Turn as Account
+from agentgrpo.usercode import UserCodeError
 from tests.models.test_templates import judge_of
 from tests.playing import EOT, TOKENIZER, given_and_sampled, tasks
 from tests.tiny import NUMBERED, make_tokenizer
@@ -276,14 +277,14 @@ def test_what_it_raises_ends_the_call_and_leaves_nothing_behind() -> None:
         raise KeyError("mine")
 
     engine = Decoding(TOKENIZER, lambda _: "ab")
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(UserCodeError, match="raised KeyError: 'mine"):
         play(Mine(told), engine, n=2)
     assert engine.num_in_flight == 0
 
 
 def test_a_prompt_without_room_is_named() -> None:
     engine = Decoding(TOKENIZER, lambda _: "ab", max_model_len=3)
-    with pytest.raises(ValueError, match=r"task 't0': its prompt has \d+ tokens, engine.max_mo"):
+    with pytest.raises(UserCodeError, match=r"task 't0': its prompt has \d+ tokens, engine.max_mo"):
         play(Mine(lambda stream, token: None), engine)
 
 
