@@ -199,6 +199,7 @@ def _with_learner(
 ) -> Parts:
     engine, progress = player.engine, player.progress
     learner = _learner(config, player, resumed)
+    player.reward.steps_done = lambda: learner.step_count
     if resumed is not None:
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())

@@ -23,7 +23,7 @@ from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.read import did_you_mean, found, load_callable
-from agentgrpo.config.section import AsWritten
+from agentgrpo.config.section import AsWritten, is_set
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
 from agentgrpo.machine.packages import require_library
@@ -38,6 +38,7 @@ from agentgrpo.rewards.rewards import (
     with_tool_cost,
 )
 from agentgrpo.rewards.scoring import reward_function
+from agentgrpo.rewards.trl import is_trl_form
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.types import Rollout
 
@@ -252,7 +253,14 @@ def judged(env: Environment | None) -> bool:
 
 def needs_answers(reward: RewardConfig, *, judged: bool) -> bool:
     """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
-    return reward.kind in REWARDS.keys() - {"none"} or (reward.kind == "auto" and not judged)
+    if reward.kind == "auto":
+        return not judged and not _is_trls(reward)
+    return reward.kind in REWARDS.keys() - {"none"}
+
+
+def _is_trls(reward: RewardConfig) -> bool:
+    """Whether functions in TRL's form say what a rollout is worth."""
+    return any(is_trl_form(reward_function(name)) for name in reward.functions)
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
@@ -378,7 +386,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
     """
     kind = config.kind
     if kind == "auto":
-        kind = "none" if judged else "numeric"
+        kind = "none" if judged or _is_trls(config) else "numeric"
     if config.strict and kind != "numeric":
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     found(kind, REWARDS, key="reward.kind", also=("auto",))
@@ -397,7 +405,8 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     if shipped is None:
         return with_tool_cost(load_reward(config.kind), config.tool_cost)
     strict = {"strict": True} if config.strict else {}
-    reward = shipped(answer=config.answer, format=config.format, **strict)
+    alone = config.kind == "auto" and _is_trls(config) and not is_set(config, "format")
+    reward = shipped(answer=config.answer, format=0.0 if alone else config.format, **strict)
     return with_tool_cost(reward, config.tool_cost)
 
 
@@ -426,6 +435,10 @@ def load_reward(name: str) -> Reward:
             function raises later is a RewardError.
     """
     function = load_callable(name, key="reward.kind")
+    if is_trl_form(function):
+        raise ValueError(
+            f"reward.kind: {name!r} is in TRL's form; name it in reward.functions = [{name!r}]"
+        )
 
     def reward(rollout: Rollout) -> Mapping[str, float]:
         try:

@@ -54,6 +54,7 @@ def read_tasks(
                 id=f"{path.name}:{number}" if id is None else str(row[id]),
                 messages=_messages(row[question], column=question),
                 spec=_spec(row, question, answer),
+                is_text=isinstance(row[question], str),
             )
             if task.id in tasks:
                 raise ValueError(f"the id {task.id!r} appears twice")

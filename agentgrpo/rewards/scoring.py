@@ -12,7 +12,9 @@ A function takes a RolloutView and returns one of
     None                            this rollout cannot be scored: it leaves its group's baseline,
                                     as one that the machine broke, also with on_error = "raise"
 
-each times the function's weight. It may be `async def`: those of all rollouts of a step wait for
+each times the function's weight. A function with a parameter `completions` is in TRL's form, and is
+called as those are (rewards/trl.py); all of them together are then the reward, unless reward.kind
+names another besides. A function may be `async def`: those of all rollouts of a step wait for
 one another's network, not in line. One that raises is the machine's failure, not the policy's: the
 rollout is set to Status.INFRA_ERROR with a message that names task, rollout and function, or the
 run stops there (reward.on_error = "raise").
@@ -26,20 +28,26 @@ run's own thread, after all have ended: for functions that only work there, as t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import found
 from agentgrpo.rewards.efficiency import add_efficiency, decay
 from agentgrpo.rewards.rewards import Reward, RewardError, score
+from agentgrpo.rewards.trl import arguments_for, checked, is_trl_form, require_columns
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
+
+if TYPE_CHECKING:  # seconds, for a run that has no use for it
+    from transformers import TrainerState
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -152,7 +160,13 @@ BUILT_IN: dict[str, Callable[[RolloutView], float]] = {
 class _Function:
     name: str
     weight: float
-    call: Callable[[RolloutView], Any]
+    call: Callable[..., Any]
+    of_group: bool
+    """It is in TRL's form."""
+
+
+NOT_APPLICABLE = object()
+"""What a function in TRL's form says of a rollout with None."""
 
 
 def score_all(
@@ -191,6 +205,9 @@ class Scoring:
         self._base, self._decode, self._raise = base, decode, config.on_error == "raise"
         self._config, self._total_steps = config, total_steps
         self._functions = [_load(name, weight) for name, weight in config.functions.items()]
+        self._logged: defaultdict[str, list[float]] = defaultdict(list)
+        self.steps_done: Callable[[], int] = lambda: 0
+        """The learner's optimizer steps so far, for functions in TRL's form."""
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
@@ -212,27 +229,45 @@ class Scoring:
         else:
             in_background(work).result()
 
+    def require_columns(self, task: Task, *, environments: bool) -> None:
+        """That there is what functions in TRL's form ask for: columns of the task, environments.
+
+        Raises:
+            ValueError: it lacks one; names the function and the column.
+        """
+        for function in self._functions:
+            if function.of_group:
+                name, call = function.name, function.call
+                require_columns(name, call, task.spec, environments=environments)
+
+    def take_logged(self) -> dict[str, list[float]]:
+        """What functions have given to log_metric since this was last asked, by name."""
+        taken, self._logged = dict(self._logged), defaultdict(list)
+        return taken
+
     def begin(self, group: Group, *, step: int | None = None) -> Future[None] | None:
         """Begin to score a group in the background; None with reward.overlap = false."""
         return None if self._own_loop is not None else in_background(self._score([group], step))
 
     async def _score(self, groups: Sequence[Group], step: int | None) -> None:
-        rollouts = [
-            (index, rollout)
+        sound = [
+            [(i, r) for i, r in enumerate(group.rollouts) if r.status is not Status.INFRA_ERROR]
             for group in groups
-            for index, rollout in enumerate(group.rollouts)
-            if rollout.status is not Status.INFRA_ERROR
         ]
         for group in groups:
             score(group, self._base)
         if self._functions:
-            await self._apply_all(rollouts)
+            await asyncio.gather(*(self._apply_all(rollouts) for rollouts in sound if rollouts))
         if self._config.solved_at is not None:
-            for _, rollout in rollouts:
-                rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
+            for rollouts in sound:
+                for _, rollout in rollouts:
+                    rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
         if step is not None:
             for group in groups:
                 self._compare(group, step)
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.environment = None
 
     def _compare(self, group: Group, step: int) -> None:
         """Reward spending less than one's siblings, where the config says so."""
@@ -243,34 +278,79 @@ class Scoring:
             add_efficiency(group, sigma_tool=tool, sigma_length=length)
 
     async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
-        await asyncio.gather(*(self._apply(index, rollout) for index, rollout in rollouts))
+        """Apply all functions to the sound rollouts of a group, in order."""
+        views = [RolloutView(rollout, self._decode) for _, rollout in rollouts]
+        of_group = {
+            function.name: asyncio.ensure_future(self._of_group(function, views))
+            for function in self._functions
+            if function.of_group
+        }
 
-    async def _apply(self, index: int, rollout: Rollout) -> None:
-        view = RolloutView(rollout, self._decode)
+        async def value_of(function: _Function, place: int) -> Any:
+            if function.of_group:
+                return (await of_group[function.name])[place]
+            value = function.call(views[place])
+            return await value if inspect.isawaitable(value) else value
+
+        try:
+            await asyncio.gather(
+                *(self._apply(i, r, place, value_of) for place, (i, r) in enumerate(rollouts))
+            )
+        finally:
+            for asked in of_group.values():
+                asked.cancel()
+            await asyncio.gather(*of_group.values(), return_exceptions=True)
+
+    async def _of_group(self, function: _Function, views: Sequence[RolloutView]) -> list[Any]:
+        """What a function in TRL's form gives for each rollout of a group."""
+        log = self._logged
+
+        def log_metric(name: str, value: float) -> None:
+            number = as_number(value)
+            if number is None:
+                raise ValueError(f"log_metric({name!r}): expected a finite number, got {value!r}")
+            log[name].append(number)
+
+        with _ends_no_loop():
+            state = self._trainer_state()
+            returned = function.call(**arguments_for(function.call, views, state, log_metric))
+            if inspect.isawaitable(returned):
+                returned = await returned
+            values = checked(returned, len(views))
+        return [NOT_APPLICABLE if value is None else value for value in values]
+
+    def _trainer_state(self) -> TrainerState:
+        from transformers import TrainerState
+
+        return TrainerState(global_step=self.steps_done(), max_steps=self._total_steps)
+
+    async def _apply(
+        self, index: int, rollout: Rollout, place: int,
+        value_of: Callable[[_Function, int], Coroutine[Any, Any, Any]],
+    ) -> None:  # fmt: skip
         for function in self._functions:
             try:
-                value = function.call(view)
-                if inspect.isawaitable(value):
-                    value = await value
+                with _ends_no_loop():
+                    value = await value_of(function, place)
+                if value is NOT_APPLICABLE:
+                    rollout.not_applicable.append(function.name)
+                    continue
                 if value is not None:
                     _add(rollout, function, value)
                     continue
                 said = "it returned None: the rollout cannot be scored"
+            except _Left as error:
+                raise RewardError(_message(rollout, index, function, str(error))) from error
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
                 if self._raise:
                     raise RewardError(_message(rollout, index, function, said)) from error
-            except (SystemExit, KeyboardInterrupt) as error:
-                if threading.current_thread() is threading.main_thread() and not isinstance(
-                    error, SystemExit
-                ):
-                    raise  # Ctrl-C; on another thread it can only be the function's own
-                # either would end the event loop, and with it the wait for all others
-                said = f"it raised {type(error).__name__}: {error}"
-                raise RewardError(_message(rollout, index, function, said)) from error
             rollout.status = Status.INFRA_ERROR
             rollout.error = _message(rollout, index, function, said)
             return
+        if rollout.not_applicable and not rollout.rewards and not rollout.span_rewards:
+            rollout.status = Status.INFRA_ERROR  # as in TRL: no zero, and no part of the baseline
+            rollout.error = f"task {rollout.task.id}, rollout {index}: no reward function applies"
 
 
 class Beside:
@@ -326,6 +406,26 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+class _Left(Exception):
+    """A function called sys.exit(), or raised KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def _ends_no_loop() -> Iterator[None]:
+    """Either would end the event loop, and with it the wait for all others.
+
+    Raises:
+        _Left: in place of either, but for Ctrl-C itself.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        main = threading.current_thread() is threading.main_thread()
+        if main and isinstance(error, KeyboardInterrupt):
+            raise  # Ctrl-C; on another thread it can only be the function's own
+        raise _Left(f"it raised {type(error).__name__}: {error}") from error
+
+
 def _message(rollout: Rollout, index: int, function: _Function, said: str) -> str:
     return f"task {rollout.task.id}, rollout {index}: reward function {function.name}: {said}"
 
@@ -340,7 +440,8 @@ def reward_function(name: str) -> Callable[[RolloutView], Any]:
 
 
 def _load(name: str, weight: float) -> _Function:
-    return _Function(name.rpartition(":")[2], weight, reward_function(name))
+    function = reward_function(name)
+    return _Function(name.rpartition(":")[2], weight, function, is_trl_form(function))
 
 
 def _add(rollout: Rollout, function: _Function, value: Any) -> None:

@@ -475,6 +475,7 @@ class Play:
         rewards = checked_rewards(rewards, f"{type(live.episode).__name__}.finish")
         live.took("finish_s")
         rollout = live.rollout
+        rollout.environment = getattr(live.episode, "environment", None)
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         self._record(index, rollout)

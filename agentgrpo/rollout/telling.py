@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentgrpo.actions import Action, Message, Observation
+from agentgrpo.actions import Action, CallTools, Message, Observation
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
@@ -39,6 +39,16 @@ def tell(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
     said: Any = agent.observe(action, shown)
+    end = _append(live, said, agent, chat, config)
+    if end is None:
+        calls = action.calls + action.refused if isinstance(action, CallTools) else ()
+        live.rollout.told.append(([(call.name, call.arguments) for call in calls], said))
+    return end
+
+
+def _append(
+    live: Live, said: Any, agent: Agent, chat: ChatTemplate, config: RolloutConfig
+) -> Status | None:
     last_id = int(live.transcript.ids[-1])
     if isinstance(said, str):
         if last_id in chat.stop_token_ids:  # that closed what the text would have gone into
