@@ -57,6 +57,7 @@ def is_within(name: str, *packages: str) -> bool:
 
 WINGS = {
     "types": "",
+    "files": "",
     "parallel": "",
     "sandbox": "",
     "kernels": "",
@@ -75,7 +76,7 @@ WINGS = {
     "learn": "types config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
     "audit": "types engine proof foreign",
-    "data": "types config run envs",
+    "data": "types files config run envs",
     "view": "types config run foreign",
     "registry": "types config actions machine rewards agents envs models rollout sandbox",
 }
