@@ -64,9 +64,10 @@ class Parts(Player):
     """Held on out_dir, so that no second run writes there."""
 
     def close(self) -> None:
-        """As a Player's, and let the trackers finish."""
+        """As a Player's, let the trackers finish, and let others write to out_dir."""
         self.log.close()
         Player.close(self)
+        self.lock.close()
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""

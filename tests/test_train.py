@@ -129,9 +129,10 @@ class FakeRun:
     def rollouts(self, step: int, groups: list[Group], *, split: str = "train") -> None:
         self.recorded.append((step, split, len(groups)))
 
-    def write(self, step: int, **areas: dict[str, float]) -> None:
+    def write(self, step: int, **areas: dict[str, float]) -> dict[str, float]:
         self.calls.append(f"log {step} {'+'.join(areas)}")
         self.rows.append((step, areas))
+        return {f"{area}/{name}": number for area in areas for name, number in areas[area].items()}
 
     def save(self, config: TrainConfig) -> Path:
         self.calls.append(f"save {self.step_count}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
@@ -59,6 +60,29 @@ def load_config_of(
         if leaf == "kind" and _is_another(name, section, value):
             section.pop("options", None)
         section[leaf] = value
+    return _validated(kind, table)
+
+
+def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
+    """The settings of a run, from Python.
+
+    Args:
+        given: a file, a shipped config's name or a whole config; None: nothing is set yet.
+        settings: in its place, by section: {"steps": 8, "rollout": {"group_size": 4}}.
+
+    Raises:
+        ValueError: as of load_config_of().
+    """
+    if isinstance(given, TrainConfig):
+        if not settings:
+            return given
+        table = given.model_dump(exclude_unset=True)
+    else:
+        table = {} if given is None else _read(_find(given, Path()))
+    return _validated(TrainConfig, _merged(table, settings))
+
+
+def _validated(kind: type[Config], table: Mapping[str, Any]) -> Config:
     try:
         return kind.model_validate(table)
     except pydantic.ValidationError as error:
@@ -233,6 +257,23 @@ def found(
     known = (*also, *shipped)
     raise ValueError(
         f"{key}: expected {', '.join(known)} or {own!r}, got {name!r}{did_you_mean(name, known)}"
+    )
+
+
+def name_of(function: Callable[..., Any], *, key: str) -> str:
+    """By what name load_callable() finds it: that of its module, or of the notebook or script.
+
+    Raises:
+        ValueError: it has none there, as a lambda.
+    """
+    for module in (getattr(function, "__module__", None), "__main__"):
+        there = vars(sys.modules[module]) if module in sys.modules else {}
+        for name, value in there.items():
+            if value is function:
+                return f"{module}:{name}"
+    raise ValueError(
+        f"{key}: {function!r} has no name in a module, the notebook or the script, by which "
+        "run.json could name it: assign it to one"
     )
 
 

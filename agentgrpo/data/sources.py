@@ -85,8 +85,8 @@ def _rows(
         return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
     if not Path(name).exists() and not Path(name).suffix and "/" not in name:
         raise ValueError(
-            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file, the directory of a "
-            f"saved dataset or a hub's owner/name, got {name!r}{did_you_mean(name, NAMES)}"
+            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file, a directory that "
+            f"save_to_disk wrote or a hub's owner/name, got {name!r}{did_you_mean(name, NAMES)}"
         )
     try:
         read = read_tasks(

@@ -240,6 +240,10 @@ class Scoring:
                 name, call = function.name, function.call
                 require_columns(name, call, task.spec, environments=environments)
 
+    def view(self, rollout: Rollout) -> RolloutView:
+        """A rollout as functions see it."""
+        return RolloutView(rollout, self._decode)
+
     def take_logged(self) -> dict[str, list[float]]:
         """What functions have given to log_metric since this was last asked, by name."""
         taken, self._logged = dict(self._logged), defaultdict(list)
