@@ -18,6 +18,7 @@ from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.machine.room import learner_here, room_checks
 from agentgrpo.models.models import resolve_model
+from agentgrpo.registry import decided, judged
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
@@ -64,10 +65,15 @@ class Parts(Player):
     """Held on out_dir, so that no second run writes there."""
 
     def close(self) -> None:
-        """As a Player's, let the trackers finish, and let others write to out_dir."""
+        """As a Player's, let the trackers finish, let others write to out_dir, and hold nothing."""
         self.log.close()
         Player.close(self)
         self.lock.close()
+        self.reward.steps_done = lambda: 0
+        # vLLM keeps a traceback of its own imports, whose frames hold those that called, and these
+        # hold this: what is let go of here is free, whatever they hold
+        for field in fields(self):
+            setattr(self, field.name, None)
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""
@@ -210,10 +216,12 @@ def _with_learner(
     progress.say(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {shared}")
     if chosen["prefixes"] != "shared":
         progress.say(f"learner: prefixes {chosen['prefixes']}")
+    chosen_reward = decided(config.reward, judged=judged(player.env))
     # before anything is recorded: records without it are taken for somebody else's
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
+        reward=chosen_reward.model_dump(mode="json", include={"kind", "format"}),
         sandbox=player.jail,
         engine=engine.describe(),
         learner=chosen,

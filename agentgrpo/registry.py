@@ -253,14 +253,18 @@ def judged(env: Environment | None) -> bool:
 
 def needs_answers(reward: RewardConfig, *, judged: bool) -> bool:
     """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
-    if reward.kind == "auto":
-        return not judged and not _is_trls(reward)
-    return reward.kind in REWARDS.keys() - {"none"}
+    return decided(reward, judged=judged).kind in REWARDS.keys() - {"none"}
 
 
-def _is_trls(reward: RewardConfig) -> bool:
-    """Whether functions in TRL's form say what a rollout is worth."""
-    return any(is_trl_form(reward_function(name)) for name in reward.functions)
+def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
+    """What `auto` comes to: functions in TRL's form are the whole reward, as in TRL."""
+    if reward.kind != "auto":
+        return reward
+    alone = any(is_trl_form(reward_function(name)) for name in reward.functions)
+    chosen: dict[str, Any] = {"kind": "none" if judged or alone else "numeric"}
+    if alone and not is_set(reward, "format"):
+        chosen["format"] = 0.0
+    return reward.model_copy(update=chosen)
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
@@ -384,9 +388,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
     Raises:
         ValueError: there is no such kind or function, or its library is missing; names the key.
     """
-    kind = config.kind
-    if kind == "auto":
-        kind = "none" if judged or _is_trls(config) else "numeric"
+    kind = decided(config, judged=judged).kind
     if config.strict and kind != "numeric":
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     found(kind, REWARDS, key="reward.kind", also=("auto",))
@@ -401,12 +403,12 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     Raises:
         ValueError: as of reward_kind().
     """
+    config = decided(config, judged=judged(env))
     shipped = reward_kind(config, judged=judged(env))
     if shipped is None:
         return with_tool_cost(load_reward(config.kind), config.tool_cost)
     strict = {"strict": True} if config.strict else {}
-    alone = config.kind == "auto" and _is_trls(config) and not is_set(config, "format")
-    reward = shipped(answer=config.answer, format=0.0 if alone else config.format, **strict)
+    reward = shipped(answer=config.answer, format=config.format, **strict)
     return with_tool_cost(reward, config.tool_cost)
 
 

@@ -6,7 +6,6 @@ This file is the whole story of a step; each line of the loop is a module of its
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -267,7 +266,6 @@ class Trainer:
         finally:
             parallel.stop()
             del parts
-            gc.unfreeze()  # vLLM froze what was there when its engine started, cycles included
             release()
 
     def _tell(self, event: str, *values: Any) -> None:

@@ -45,15 +45,16 @@ def _stream(lines: list[str]) -> list[Output]:
 
 def _figures() -> list[Output]:
     """What matplotlib would show below a cell."""
-    pyplot = sys.modules.get("matplotlib.pyplot")
+    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None:
+        return []
     made = []
-    for number in [] if pyplot is None else pyplot.get_fignums():
+    for number in pyplot.get_fignums():
         png = io.BytesIO()
         pyplot.figure(number).savefig(png, dpi=72, bbox_inches="tight")
         data = {"image/png": base64.b64encode(png.getvalue()).decode() + "\n"}
         made.append({"output_type": "display_data", "metadata": {}, "data": data})
-    if pyplot is not None:
-        pyplot.close("all")
+    pyplot.close("all")
     return made
 
 

@@ -170,7 +170,7 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
     monkeypatch.setattr(RunLog, "write", killed)
     player: Any = SimpleNamespace(
         engine=SimpleNamespace(device="cpu", describe=dict), model="m", progress=Progress(1),
-        jail={},
+        jail={}, reward=SimpleNamespace(), env=None,
     )  # fmt: skip
     tasks: Any = None
     with pytest.raises(Killed):

@@ -167,7 +167,8 @@ def conversation(view: View, after_prompt: Sequence[int]) -> list[dict[str, Any]
     if not told:  # one turn, or what another program has played: TRL's are one message too
         return [{"role": "assistant", "content": view.decode(after_prompt)}]
     made: list[dict[str, Any]] = []
-    content, calls = "", []
+    content = ""
+    calls: list[tuple[str, Mapping[str, Any]]] = []
     for turn, (called, said) in zip_longest(view.turns, told, fillvalue=((), ())):
         content += turn if isinstance(turn, str) else ""
         calls += called
