@@ -92,6 +92,7 @@ TOP = [
         "collect",
         "verify",
         "init",
+        "loop",
         "train",
     ),
     *("recipe", "examples", "cli", "__main__"),

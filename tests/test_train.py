@@ -19,7 +19,8 @@ from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
-from agentgrpo.train import main, train
+from agentgrpo.loop import train
+from agentgrpo.train import main
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from tests.given import LEAST, a_config
 

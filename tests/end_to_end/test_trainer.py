@@ -27,7 +27,7 @@ steps = 2
 save_every = 1
 eval_every = 0
 agent.options.system_prompt = "S"
-rollout = {{ tasks_per_step = 2, group_size = 2, max_turns = 2, max_turn_tokens = 24 }}
+rollout = {{ tasks_per_step = 2, group_size = 4, max_turns = 2, max_turn_tokens = 24 }}
 engine = {{ max_model_len = 192, kv_cache_gib = 0.0625 }}
 sandbox.max_live = 8
 reward.functions = ["my_rewards:accuracy", "my_rewards:brevity"]

@@ -20,8 +20,9 @@ from agentgrpo.config import LossConfig, RewardConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.proof.credit import credit_faults
 from agentgrpo.registry import load_reward, make_reward, needs_answers
-from agentgrpo.rewards.scoring import RolloutView, Scoring
+from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.trl import arguments_for, is_trl_form
+from agentgrpo.rewards.view import RolloutView
 from agentgrpo.types import Group, Rollout, Status, Task
 from tests.given import a_config
 from tests.rewards.test_scoring import decode, encode
