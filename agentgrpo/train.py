@@ -112,11 +112,12 @@ class Trainer:
             RewardError, InfrastructureError, Disagreement: what it has learnt from is not to be
                 trusted; besides, whatever a callback raises.
         """
+        say = self.parts.progress.say
         if self._finished:
             return
         self._asked = False
         try:
-            with stop_after_step(self.parts.progress.say) as stopping:
+            with stop_after_step(say) as stopping:
                 self._tell("on_train_begin")
                 train(self.config, self.parts, lambda: self._asked or stopping(), self._tell)
             self._finished = self.step == self.config.steps
