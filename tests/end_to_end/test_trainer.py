@@ -163,7 +163,7 @@ def test_the_page_of_python_runs_and_one_trainer_follows_another(
     assert f"resumed from {Path('runs/first/checkpoints/step_000002')}" in out
     seen = json.loads(out.splitlines()[-1])
     assert "this Trainer is closed" in seen["closed"]
-    assert seen["history"] == 3 + 3, "an evaluation before, one after 2 and 3; evaluate() is none"
+    assert seen["history"] == 5, "evaluations before and after 3 steps; evaluate() is not recorded"
     assert (seen["stopped at"], seen["then at"]) == (1, 2)
     assert seen["functions"] == {"__main__:right": 2.0}
     assert "is in use by another run" in seen["again"]
