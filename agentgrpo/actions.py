@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentgrpo.types import named_numbers
+from agentgrpo.usercode import InfrastructureError as InfrastructureError
+from agentgrpo.usercode import WrongResult
 
 Message = Mapping[str, Any]
 """A chat message, `{"role": ..., "content": ...}`, and what else the model's template reads."""
@@ -111,10 +113,6 @@ def as_json(value: Any) -> Any:
     return json.loads(text.encode("utf-8", "replace"))
 
 
-class InfrastructureError(Exception):
-    """The machine failed, not the policy: the rollout leaves its group and is never trained on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What the engine is to say in a second role: a customer, an opponent.
@@ -148,34 +146,37 @@ class Observation:
     """What this step was worth, by name: credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Added to the counts of the rollout (Rollout.stats)."""
+    memory: Any = field(default=None, compare=False)
+    """What an episode that repeats this action is handed before it does, by recall(memory): answers
+    that came from elsewhere and are not to be asked for again."""
     ask: Ask | None = None
     """The answer waits for this: step() is called again, with what was said as Heard, and only then
     gives the observation of the policy's action. Nothing else of this one is read."""
 
 
-def checked_observation(told: Any, by: object) -> Observation:
+def checked_observation(told: Any) -> Observation:
     """What step() returned, an Observation, with its rewards as floats.
 
     Raises:
-        TypeError: it is not; names the class of `by`, the episode.
+        WrongResult: it is not.
     """
-    name = type(by).__name__
     if not isinstance(told, Observation):
-        raise TypeError(f"{name}.step: expected an Observation, got {told!r:.80}")
-    if not isinstance(told.text, str):
-        raise TypeError(f"{name}.step: expected a text, got {told.text!r:.80}")
-    return replace(told, rewards=checked_rewards(told.rewards, f"{name}.step"))
+        raise WrongResult(f"expected an Observation, got {told!r:.80}")
+    for text in (told.text, *told.outputs):
+        if not isinstance(text, str):
+            raise WrongResult(f"expected a text, got {text!r:.80}")
+    return replace(told, rewards=checked_rewards(told.rewards))
 
 
-def checked_rewards(rewards: Any, by: str) -> dict[str, float]:
+def checked_rewards(rewards: Any) -> dict[str, float]:
     """Finite numbers by name, as floats.
 
     Raises:
-        TypeError: they are not; says whose they are.
+        WrongResult: they are not.
     """
     made = named_numbers(rewards)
     if made is None:
-        raise TypeError(f"{by}: expected {{name: finite number}}, got {rewards!r:.80}")
+        raise WrongResult(f"expected {{name: finite number}}, got {rewards!r:.80}")
     return made
 
 

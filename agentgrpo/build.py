@@ -12,6 +12,7 @@ from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
+from agentgrpo.extras import said_of
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
@@ -153,7 +154,7 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ImportError as error:
         raise ValueError(
-            f"a package is missing or broken: {error}; `agentgrpo doctor` has the remedy"
+            said_of(error) or f"a package is broken: {error}; `agentgrpo doctor` has the remedy"
         ) from error
     if stage.adapter is not None:
         from agentgrpo.learn.publish import play_with

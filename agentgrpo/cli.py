@@ -18,14 +18,16 @@ COMMANDS = {
     ),
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "examples": ("agentgrpo.examples.__main__", "write files to try the configs with"),
-    "view": ("agentgrpo.view.__main__", "write a run, or two, as one HTML file"),
+    "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
+    "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
     "gguf": ("agentgrpo.models.gguf", "write a GGUF file of a Llama model as a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
+    "completion": ("agentgrpo.completion.__main__", "print what completes these words in a shell"),
     "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
 }
 """Word: module with main(arguments) -> exit status, and what it does."""
@@ -80,5 +82,12 @@ def _main(arguments: list[str] | None) -> int:
         return 2
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
-    module = importlib.import_module(COMMANDS[word][0])
-    return int(module.main(rest))
+    try:
+        return int(importlib.import_module(COMMANDS[word][0]).main(rest))
+    except ImportError as error:
+        from agentgrpo.extras import said_of
+
+        if (said := said_of(error)) is None:
+            raise
+        print(f"error: agentgrpo {word}: {said}", file=sys.stderr)  # noqa: T201
+        return 2

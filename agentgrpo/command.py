@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
-import traceback
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import config_parser
 from agentgrpo.config.elsewhere import said_elsewhere
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
+from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.plan import planned
-from agentgrpo.rewards.rewards import RewardError
+from agentgrpo.run.interrupt import guarded
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.usercode import Overdue, UserCodeError, said_of, under_way, where_of
 
 Work = Callable[[], int | None]
 """What a command does once all is made; may return an exit status."""
@@ -54,38 +55,37 @@ class Outcome:
 def told() -> Iterator[Outcome]:
     """Say what stops a command, in one line on stderr and without a traceback.
 
-    Status 2: something that the user can change, before the work has begun; 1: the same after it,
-    numbers that are not finite, or no memory; 3: the machine, a reward or the agreement of sampler
-    and learner is not to be trusted, or code of the user's left by sys.exit(); 130: Ctrl-C; that of
-    a command which was started, if it stopped. A bug passes, with its traceback.
+    Status 2: something that the user can change, before the work has begun, code of theirs that
+    fails included; 1: the same after it, numbers that are not finite, or no memory; 3: the machine,
+    the user's code or the agreement of sampler and learner is not to be trusted; 130: Ctrl-C; that
+    of a command which was started, if it stopped. A bug passes, with its traceback.
     """
     outcome = Outcome()
     try:
         yield outcome
-    except (Disagreement, InfrastructureError, RewardError) as error:
+    except (Disagreement, InfrastructureError) as error:
         outcome.status, said = 3, f"error: {error}"
+    except (UserCodeError, Overdue) as error:
+        outcome.status, said = 3, f"error: {error}"
+        if not outcome.begun:
+            outcome.status, outcome.then = 2, lambda: ""
     except (FloatingPointError, MemoryError) as error:
         outcome.status, said = 1, f"error: {str(error) or 'out of memory'}"
     except (ValueError, OSError, SandboxUnavailable) as error:
-        outcome.status, said = 1, f"error: {error}"
+        outcome.status = 1
+        said = f"error: {in_words(error) if isinstance(error, OSError) else error}"
         if not outcome.begun:
             outcome.status, outcome.then = 2, lambda: ""
     except KeyboardInterrupt:
         outcome.status, said = 130, "interrupted"
     except SystemExit as error:  # nothing of ours raises it: it must not end a run without a word
-        outcome.status, said = 3, f"error: {_left(error)}"
+        where = where_of(error, None)
+        outcome.status, said = 3, f"error: code of yours {said_of(error)} (at {where})"
     except Stopped as error:
         outcome.status, said = error.status, f"error: {error}"
     else:
         return
     print(". ".join(filter(None, (said, outcome.then()))), file=sys.stderr)  # noqa: T201
-
-
-def _left(error: SystemExit) -> str:
-    """Who called sys.exit() in the middle of the work, and what is known of the place."""
-    where = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-1:]]
-    notes = getattr(error, "__notes__", [])
-    return ", ".join([f"code of yours called sys.exit({error.code!r})", *where, *notes])
 
 
 def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
@@ -120,7 +120,7 @@ def command(
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     kind: type[Config],
-    as_run: Callable[[Config], TrainConfig],
+    plan: Callable[[Config, argparse.Namespace], str],
     saved: Sequence[str] = (),
 ) -> int:
     """Parse the command line, read the config, do the work or (--dry-run) say what it would be.
@@ -133,7 +133,8 @@ def command(
             needs, and yields the work: whatever stops the command before that has begun nothing.
         options: adds options of its own to the parser.
         kind: which sections the config may have.
-        as_run: the training run in it, of which a dry run says the plan.
+        plan: what the command would do, after all checks that it makes before a model is loaded;
+            for a dry run.
         saved: patterns, below out_dir, of what the same command continues from.
 
     Returns:
@@ -145,18 +146,26 @@ def command(
         action="store_true",
         help="check config, data, template, sandbox, device and memory; print the plan; stop",
     )
+    # a part of a recipe is given all of the recipe's settings
+    parser.add_argument("--of-recipe", action="store_true", help=argparse.SUPPRESS)
     options(parser)
     args, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
     prepare_environment()
-    with told() as outcome:
-        config = load_config_of(kind, args.config, args.overrides)
+    begun = time.monotonic()
+    with guarded(), told() as outcome:
+        reader = "" if args.of_recipe else name
+        config = load_config_of(kind, args.config, args.overrides, reader)
         if args.dry_run:
-            print(planned(as_run(config)))  # noqa: T201
+            print(plan(config, args))  # noqa: T201
             return 0
         outcome.then = lambda: next_time(config.out_dir, saved)
         with prepared(config, args) as work:
             outcome.begun = True
             outcome.status = work() or 0
+    if any(call.since >= begun for call in under_way()):  # its thread keeps Python from ending
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(outcome.status)
     return outcome.status

@@ -1,8 +1,27 @@
-"""What a name means before any file is opened: a place on this machine, or a name of a hub's."""
+"""Files that are read whole, with errors that name them, and checksums of a folder's files.
+
+Whatever cannot be read is a ValueError or an OSError whose message begins with the path: missing,
+a directory, a device or a pipe (which might never end), forbidden, empty, not UTF-8, not what it is
+called. Nothing here asks a hub.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
+
+CHECKSUMS = "SHA256SUMS"
+"""A line for each file of a folder, as `sha256sum -c` reads them, and one for these lines."""
 
 
 def looks_like_path(name: str) -> bool:
@@ -24,3 +43,188 @@ SUFFIXES = {
     *(".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".txt", ".toml", ".yaml", ".yml"),
 }
 """Of files; what follows the last dot of "Qwen2.5-0.5B" is none."""
+
+
+def missing(path: Path) -> str:
+    """That there is no such file or directory, and how far the path goes."""
+    return f"{path}: no such file or directory{how_far(path)}"
+
+
+def how_far(path: Path) -> str:
+    """What of a path is there, where that is worth saying; else nothing."""
+    above = next((folder for folder in path.parents if folder.exists()), Path())
+    return f"; {above} is there" if len(above.parts) > 1 else ""
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A regular file, to be read; what goes wrong inside names it.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        ValueError: it is something else than a file, or empty; or holds what it should not, as a
+            ValueError of the block says.
+    """
+    try:
+        kind = path.stat().st_mode
+        if not stat.S_ISREG(kind):
+            what = "a directory" if stat.S_ISDIR(kind) else "a device, a pipe or a socket"
+            raise ValueError(f"it is {what}, expected a file")
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise FileNotFoundError(missing(path)) from None
+    except OSError as error:
+        raise type(error)(in_words(error, path)) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        said = str(error)
+        raise ValueError(said if said.startswith(str(path)) else f"{path}: {said}") from error
+
+
+def in_words(error: OSError, path: Path | None = None) -> str:
+    """What stopped the machine, with the file and, where the disk is full, how full it is."""
+    name = path or error.filename
+    if error.strerror is None or name is None:
+        return str(error)
+    said = f"{name}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return said
+    return f"{said}: {filled(Path(os.fsdecode(name)))}"
+
+
+def filled(path: Path) -> str:
+    """How full the file system is that a path lies on."""
+    folder = next(f for f in (path.absolute(), *path.absolute().parents) if f.exists())
+    all_of_it = os.statvfs(folder)
+    total, free = (n * all_of_it.f_frsize / 2**20 for n in (all_of_it.f_blocks, all_of_it.f_bavail))
+    return f"{free:,.0f} of {total:,.0f} MiB are free where {folder} is"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the file in what goes wrong while it is written; Linux does not.
+
+    Raises:
+        OSError: as it came, with a message that begins with the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(in_words(error, path)) from error
+
+
+def read_text(path: Path) -> str:
+    """A text file's text; errors as of opened()."""
+    with opened(path) as file:
+        return file.read().decode()
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; errors as of opened()."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        said = error if text.strip() else "the file is empty"
+        raise ValueError(f"{path}: not JSON: {said}") from None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; errors as of opened()."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file; errors as of opened()."""
+    text = read_text(path)
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # a number of thousands of digits is no TOMLDecodeError
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+def seal(folder: Path) -> None:
+    """Bring all of a folder's files to the disk, and write what they hold, as checksums, beside.
+
+    Files are hashed beside one another while they are written to the disk.
+    """
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        sums = threads.map(_hashed, paths)
+        for path in paths:
+            _flush(path)
+    lines = [f"{n}  {p.relative_to(folder)}\n" for n, p in zip(sums, paths, strict=True)]
+    path = folder / CHECKSUMS
+    path.write_text("".join([*lines, f"# {_of_lines(lines)}\n"]))
+    _flush(path)
+    flush_folder(folder)
+
+
+def require_as_sealed(folder: Path, *, whole: bool) -> None:
+    """That a folder's files hold what was written, where seal() has written what that is.
+
+    Args:
+        folder: where there are no checksums, there is nothing to compare with.
+        whole: none of the files may be missing.
+
+    Raises:
+        ValueError: one does not; names it.
+    """
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return
+    *lines, last = read_text(path).splitlines(keepends=True) or [""]
+    if last != f"# {_of_lines(lines)}\n":
+        raise ValueError(f"{path}: is not as it was written: a line of it was changed or is gone")
+    wanted = {folder / name: hashed for hashed, name in map(_split, lines)}
+    gone = [path for path in wanted if not path.exists()]
+    if gone and whole:
+        raise ValueError(f"{gone[0]}: is gone, and {path} lists it")
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        there = [path for path in wanted if path not in gone]
+        for file, hashed in zip(there, threads.map(_hashed, there), strict=True):
+            if hashed != wanted[file]:
+                raise ValueError(
+                    f"{file}: is not as it was written: its SHA-256 is {hashed[:12]}..., {path} "
+                    f"says {wanted[file][:12]}...: the disk or a copy changed it, or somebody did"
+                )
+
+
+def _split(line: str) -> list[str]:
+    return line.rstrip("\n").split("  ", 1)
+
+
+def _of_lines(lines: list[str]) -> str:
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _hashed(path: Path) -> str:
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Bring a folder's list of names to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def expanded(path: str) -> str:
+    """A path with its "~" being the home directory, as no shell makes of `out_dir=~/runs`."""
+    return os.path.expanduser(path)

@@ -17,6 +17,7 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
+from agentgrpo.models.models import resolve_model
 from agentgrpo.registry import checked_options, env_kind, judges, needs_answers
 from agentgrpo.settings import as_toml, settings
 
@@ -136,8 +137,8 @@ def main(arguments: list[str]) -> int:
     try:
         if args.output.exists():
             raise ValueError(f"{args.output} exists; remove it, or choose another with --output")
-        if Path(args.model).exists() and not (Path(args.model) / "config.json").is_file():
-            raise ValueError(f"model {args.model!r}: no directory with a config.json")
+        if not args.model.startswith("package:"):
+            resolve_model(args.model)
         values = values_for(
             args.model, args.data, args.overrides, question=args.question, answer=args.answer,
             out_dir=Path("runs", args.output.stem),

@@ -67,6 +67,7 @@ def train(
             progress.say(f"stopped. {next_time(config.out_dir, SAVED)}")
             return
         evaluate_if_due(config, parts, learner.step_count, tell)
+    log.require_there()
     progress.finished(config.out_dir)
 
 

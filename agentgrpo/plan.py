@@ -1,4 +1,4 @@
-"""What a run would do, and whether it fits: `agentgrpo train CONFIG --dry-run`.
+"""What a command would do, and whether it fits: `agentgrpo train CONFIG --dry-run`.
 
 Everything that the run itself checks before it loads the model has been checked when this is
 printed; nothing is trained and nothing is written.
@@ -7,7 +7,7 @@ printed; nothing is trained and nothing is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from agentgrpo import parallel
@@ -23,28 +23,33 @@ from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import require_same_run, whole_checkpoint
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage, prompt_length, set_stage
+from agentgrpo.types import Task
+
+Lines = Callable[[TrainConfig, Stage], Iterable[Check]]
+"""What a command plays or trains on, read and checked."""
 
 
-def plan(config: TrainConfig, stage: Stage, prompt_tokens: Sequence[int]) -> str:
+def plan(config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool) -> str:
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
     Args:
         config: of the run.
         stage: everything but the engine, checked.
-        prompt_tokens: lengths of the prompts that were looked at.
+        lines: what is played or trained on.
+        trained: else it is only played.
     """
     jail = "not needed: the environment runs no code"
     if stage.jail is not None:
         jail = "{rung}, {memory_limit}, python {python}".format_map(stage.jail)
     checks = [
-        *_tasks(config, stage, prompt_tokens),
-        *_steps(config),
-        _said("sandbox", jail),
-        *_model(config, stage.model),
-        *_learning(config, stage.model),
-        *room_checks(config, stage.model, trained=True),
-        _said("out_dir", f"{config.out_dir}: {_folder(config)}"),
+        *lines,
+        said("sandbox", jail),
+        *_model(config, stage.model, trained=trained),
+        *(_learning(config, stage.model) if trained else ()),
+        *room_checks(config, stage.model, trained=trained),
     ]
+    if trained:
+        checks.append(said("out_dir", f"{config.out_dir}: {_folder(config)}"))
     return "\n".join(
         f"  {check.name:10} {check.found}"
         if check.ok
@@ -53,17 +58,31 @@ def plan(config: TrainConfig, stage: Stage, prompt_tokens: Sequence[int]) -> str
     )
 
 
-def _said(name: str, text: str) -> Check:
+def said(name: str, text: str) -> Check:
+    """A line of a plan that is no warning."""
     return Check(name, ok=True, found=text)
 
 
-def _tasks(config: TrainConfig, stage: Stage, prompts: Sequence[int]) -> Iterator[Check]:
-    r = config.rollout
-    yield _said("data", f"{config.data.train}; {len(stage.heldout)} held-out tasks")
+def to_be_trained_on(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+    """The tasks of a training run, and its steps."""
+    train = stage.training_tasks(config).next(NUM_LOOKED_AT)
+    yield from played(config, stage, [*train, *stage.heldout])
+    yield from _steps(config)
+
+
+def to_be_evaluated(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+    """The held-out tasks."""
+    yield from played(config, stage, stage.heldout)
+
+
+def played(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator[Check]:
+    """Tasks, their prompts measured, and the room for what is played of them."""
+    r, prompts = config.rollout, [prompt_length(stage.agent, stage.chat, t) for t in tasks]
+    yield said("data", f"{config.data.train}; {len(stage.heldout)} held-out tasks")
     longest = max(prompts)
-    yield _said("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
+    yield said("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
     budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens
-    yield _said(
+    yield said(
         "rollouts",
         f"agent {config.agent.kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens and "
         f"observations of {r.max_observation_tokens}: {budget} tokens after the prompt",
@@ -83,36 +102,36 @@ def _steps(config: TrainConfig) -> Iterator[Check]:
     played = r.tasks_per_step * r.group_size
     sampled = played * r.max_sampled_tokens
     more = f", up to {1 + r.max_refills} times" if r.refill_below else ""
-    yield _said(
+    yield said(
         "a step",
         f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
         f"{sampled:,} sampled tokens, then one learner step",
     )
-    yield _said("the run", f"{config.steps} steps, saved every {config.save_every}")
+    yield said("the run", f"{config.steps} steps, saved every {config.save_every}")
 
 
-def _model(config: TrainConfig, model: str) -> Iterator[Check]:
+def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]:
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     total, free = (size / GIB for size in hardware.memory_bytes())
     host = f"{hardware.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
     card = hardware.gpu_memory_bytes() if device == "cuda" else None
     named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
-    yield _said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
+    yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
     held = held_by(config, model)
     if held is None:
-        yield _said("model", f"{model}: its size is not known before it is loaded")
+        yield said("model", f"{model}: its size is not known before it is loaded")
         return
     changed = "of an adapter" if config.learner.lora.rank else "of them"
-    yield _said(
-        "model",
-        f"{Path(model).name}: {held.parameters:,} parameters, {held.trained:,} {changed} trained",
-    )
+    much = f", {held.trained:,} {changed} trained" if trained else ""
+    yield said("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")
+    if not trained:
+        return
     why = "learner.gradient_checkpointing"
     if config.learner.gradient_checkpointing == "auto":
         why += ' = "auto": they would fit' + (" not" if held.checkpointed else "")
     kept = "checkpointed" if held.checkpointed else "kept"
-    yield _said("layers", f"activations are {kept} for the backward pass ({why})")
+    yield said("layers", f"activations are {kept} for the backward pass ({why})")
 
 
 def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
@@ -131,12 +150,12 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
         why = "several ranks"
     elif asked == "copy":
         why = "engine.weights = 'copy'"
-    yield _said("prefixes", "trees" if rows is None else f"rows: {rows}")
-    yield _said("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
+    yield said("prefixes", "trees" if rows is None else f"rows: {rows}")
+    yield said("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     plain = why_plain(config.learner.use_liger_kernel, hollowed.config, device)
     fused = "norms, rotations and MLPs of the layers are "
-    yield _said("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
+    yield said("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
 
 
 def _folder(config: TrainConfig) -> str:
@@ -154,18 +173,33 @@ NUM_LOOKED_AT = 256
 """Training tasks whose prompts a dry run measures."""
 
 
-def planned(config: TrainConfig) -> str:
-    """What a run would do, after all checks that it would make; writes nothing.
+def planned(
+    config: TrainConfig,
+    *,
+    trained: bool = True,
+    sampled: bool = True,
+    lines: Lines = to_be_trained_on,
+) -> str:
+    """What a command would do, after all checks that it would make; writes nothing.
+
+    Args:
+        config: of the run, with the model that it begins with.
+        trained: else the model, which may be an adapter's folder, is only played.
+        sampled: an engine is started.
+        lines: what is played or trained on; called when all else has been checked.
 
     Raises:
         As build().
     """
-    objective_of(config.loss)
-    require_same_run(config)
-    whole_checkpoint(config)
-    stage = set_stage(config)
+    if trained:
+        objective_of(config.loss)
+        require_same_run(config)
+        whole_checkpoint(config)
+    stage = set_stage(config, trained=trained)
     with contextlib.closing(stage):
-        require(room_checks(config, stage.model, trained=False))
-        train = stage.training_tasks(config).next(NUM_LOOKED_AT)
-        prompts = [prompt_length(stage.agent, stage.chat, t) for t in [*train, *stage.heldout]]
-        return "the plan, nothing was trained:\n" + plan(config, stage, prompts)
+        if sampled:
+            require(room_checks(config, stage.model, trained=False))
+        if trained:
+            require(room_checks(config, stage.model, trained=True))
+        told = plan(config, stage, lines(config, stage), trained=trained)
+    return f"the plan, nothing was {'trained' if trained else 'played'}:\n{told}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,28 +18,36 @@ from typing import Annotated, Any, cast
 
 import pydantic
 
-from agentgrpo.actions import ReadCalls
+from agentgrpo import extras
+from agentgrpo.actions import InfrastructureError, ReadCalls
 from agentgrpo.agents.base import Agent
-from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, RolloutConfig, TrainConfig
-from agentgrpo.config.read import did_you_mean, found, load_callable
+from agentgrpo.config import (
+    AgentConfig,
+    EnvConfig,
+    RewardConfig,
+    RolloutConfig,
+    SandboxConfig,
+    TrainConfig,
+)
+from agentgrpo.config.read import did_you_mean, found, load_callable, told
 from agentgrpo.config.section import AsWritten, is_set
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
-from agentgrpo.machine.packages import require_library
+from agentgrpo.files import read_text
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rewards.rewards import (
     EnvironmentReward,
     MathReward,
     NumericReward,
     Reward,
-    RewardError,
     TextReward,
-    with_tool_cost,
+    with_costs,
 )
 from agentgrpo.rewards.scoring import reward_function
 from agentgrpo.rewards.trl import is_trl_form
 from agentgrpo.rollout.custom import RolloutSampler
-from agentgrpo.types import Rollout
+from agentgrpo.sandbox import HostBudget, HostTools, SandboxInfraError
+from agentgrpo.usercode import UserCodeError, calling
 
 AGENTS = {
     "code": "agentgrpo.agents.code:CodeAgent",
@@ -67,13 +74,15 @@ ENVIRONMENTS = {
 KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
-    "agent": ("env", "tools_script", "call_reader"),
-    "env": ("pool", "timeout_s", "stateless", "seed"),
+    "agent": ("env", "tools_script", "host_tools", "call_reader"),
+    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed"),
 }
 """What a class is given that asks for it by name; no options.
 
-An agent: what it acts in; the source of sandbox.tools or None; the engine's readers of tool calls
-by the parser's name. An environment: the sandbox's pool, sandbox.timeout_s and stateless, seed.
+An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
+sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
+the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
+seed.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -206,11 +215,7 @@ def _checked(prefix: str, option: Option, value: Any) -> Any:
     try:
         return reader.validate_python({option.name: value})[option.name]
     except pydantic.ValidationError as error:
-        wrong = (
-            f"{prefix}{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        )
-        raise ValueError("\n".join(wrong)) from None
+        raise ValueError("\n".join(told(e, prefix) for e in error.errors())) from None
 
 
 def require_names(config: TrainConfig) -> None:
@@ -225,6 +230,12 @@ def require_names(config: TrainConfig) -> None:
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)
+    if host_tools_of(config.sandbox) and "host_tools" not in parameters_of(
+        class_of("env", env_kind(config))
+    ):
+        raise ValueError(
+            f"sandbox.host_tools: env.kind {env_kind(config)!r} runs no code that could call them"
+        )
     if config.rollout.sampler:
         sampler_class(config.rollout.sampler)
 
@@ -290,6 +301,7 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
         "pool": pool,
         "timeout_s": config.sandbox.timeout_s,
         "stateless": config.sandbox.stateless,
+        "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
     }
     made = _made("env", env_kind(config), config.env, given)
@@ -326,7 +338,8 @@ def make_agent(
     script = config.sandbox.tools
     given = {
         "env": env,
-        "tools_script": None if script is None else script.read_text(),
+        "tools_script": None if script is None else script_of(script),
+        "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
         "call_reader": call_reader,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
@@ -367,8 +380,14 @@ def _made(
     options = checked_options(section, kind, config.options)
     asked = parameters_of(factory)
     try:
-        return factory(**{name: given[name] for name in given if name in asked}, **options)
-    except (ValueError, TypeError) as error:
+        with calling(factory, f"{section}.kind: {factory.__name__}"):
+            return factory(**{name: given[name] for name in given if name in asked}, **options)
+    except UserCodeError as error:
+        name, colon, _ = str(error.__cause__).partition(":")
+        if isinstance(error.__cause__, ValueError) and colon and name.partition(".")[0] in asked:
+            raise ValueError(f"{key}.{error.__cause__} (at {error.where})") from error
+        raise
+    except (ValueError, TypeError) as error:  # of a shipped one
         name, colon, _ = str(error).partition(":")
         if name.startswith(f"{section}.") and colon:  # it names its key itself
             raise
@@ -377,7 +396,8 @@ def _made(
 
 
 def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
-    missing = [attribute for attribute in names if not hasattr(made, attribute)]
+    with calling(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
+        missing = [attribute for attribute in names if not hasattr(made, attribute)]
     if missing:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
 
@@ -393,7 +413,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     found(kind, REWARDS, key="reward.kind", also=("auto",))
     if kind == "math":
-        require_library("math_verify", "reward.kind = 'math'")
+        extras.require("math_verify", "reward.kind = 'math'")
     return REWARDS.get(kind)
 
 
@@ -406,10 +426,31 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     config = decided(config, judged=judged(env))
     shipped = reward_kind(config, judged=judged(env))
     if shipped is None:
-        return with_tool_cost(load_reward(config.kind), config.tool_cost)
+        return with_costs(load_reward(config.kind), config)
     strict = {"strict": True} if config.strict else {}
     reward = shipped(answer=config.answer, format=config.format, **strict)
-    return with_tool_cost(reward, config.tool_cost)
+    return with_costs(reward, config)
+
+
+def host_tools_of(config: SandboxConfig) -> HostTools | None:
+    """What sandbox.host_tools names; None if there is nothing.
+
+    Raises:
+        ValueError: there is no such module or function, or it cannot be called from code; names the
+            key.
+    """
+    if not config.host_tools:
+        return None
+    functions = [load_callable(name, key="sandbox.host_tools") for name in config.host_tools]
+    try:
+        return HostTools(
+            functions,
+            budget=HostBudget(**dict(config.host_budget)),
+            cached=config.host_cache,
+            machine_errors=(InfrastructureError, SandboxInfraError),
+        )
+    except ValueError as error:
+        raise ValueError(f"sandbox.{error}") from None
 
 
 def script_of(path: Path | None) -> str:
@@ -421,10 +462,10 @@ def script_of(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        source = path.read_text()
+        source = read_text(path)
         compile(source, str(path), "exec")
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"sandbox.tools: {path} cannot be used: {error}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"sandbox.tools: {error}") from None
     return source
 
 
@@ -433,26 +474,15 @@ def load_reward(name: str) -> Reward:
 
     Raises:
         ValueError: the name has another shape, there is no such module or function, or it is not
-            callable. An error inside the module while it is imported is left as it is. What the
-            function raises later is a RewardError.
+            callable.
+        UserCodeError: the module cannot be imported.
     """
     function = load_callable(name, key="reward.kind")
     if is_trl_form(function):
         raise ValueError(
             f"reward.kind: {name!r} is in TRL's form; name it in reward.functions = [{name!r}]"
         )
-
-    def reward(rollout: Rollout) -> Mapping[str, float]:
-        try:
-            return cast(Mapping[str, float], function(rollout))
-        except Exception as error:
-            *_, last = traceback.extract_tb(error.__traceback__)
-            raise RewardError(
-                f"reward {name!r} failed on task {rollout.task.id!r}, answer {rollout.answer!r}: "
-                f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            ) from error
-
-    return reward
+    return cast(Reward, function)
 
 
 def sampler_class(name: str) -> Callable[[ChatTemplate, RolloutConfig], Any]:
@@ -475,7 +505,9 @@ def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
     Raises:
         ValueError: as of sampler_class(), or what the class makes has no rollout().
     """
-    user = sampler_class(config.sampler)(chat, config)
+    made = sampler_class(config.sampler)
+    with calling(made, "rollout.sampler"):
+        user = made(chat, config)
     if not callable(getattr(user, "rollout", None)):
         raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
     return cast(RolloutSampler, user)

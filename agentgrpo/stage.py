@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentgrpo import parallel
 from agentgrpo.actions import CallTools, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
@@ -46,11 +47,13 @@ from agentgrpo.rewards.answers import expected_number
 from agentgrpo.rewards.rewards import NumericReward, try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
+from agentgrpo.rollout.telling import prompt_of, said_by
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import require_recordable
 from agentgrpo.run.trackers import require as require_trackers
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.types import Task
+from agentgrpo.usercode import calling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,8 +138,7 @@ class Stage:
 
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     """Tokens of a task before the policy's first."""
-    prompt = chat.prompt_ids(agent.messages(task), agent.tools(task))
-    return len(prompt) + len(chat.text_ids(agent.prefill(task), own=True))
+    return len(prompt_of(agent, chat, task, functools.partial(calling, task=task.id))[0])
 
 
 def set_stage(
@@ -159,6 +161,7 @@ def set_stage(
     """
     progress = progress or Progress(config.steps)
     require_names(config)
+    parallel.require_teams_of(config.engine.tensor_parallel_size)
     require_packages()
     require_trackers(config.trackers)
     if trained:
@@ -222,7 +225,8 @@ def close_env(env: Environment) -> None:
     """Let an environment that holds anything give it back."""
     close = getattr(env, "close", None)
     if close is not None:
-        close()
+        with calling(close):
+            close()
 
 
 def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
@@ -230,10 +234,11 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
     mark = "observation-7f3a"
     calls = "tools" in getattr(agent, "acts", ())
     action = CallTools((ToolCall("x", {}),)) if calls else RunCode("")
-    told = agent.observe(action, Observation(mark))
-    if isinstance(told, str):
-        return
-    shown = chat.observation_ids(told, last_id=None)
+    with calling(agent.observe):
+        told = said_by(agent, action, Observation(mark))
+        if isinstance(told, str):
+            return
+        shown = chat.observation_ids(told, last_id=None)
     if mark not in chat.tokenizer.decode(shown):
         raise ValueError(
             "agent.options.observation_role: the model's chat template does not show messages of "
@@ -243,10 +248,12 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
 
 def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
     """The policy is told of its tools."""
-    schemas = agent.tools(task)
-    shown = chat.tokenizer.decode(chat.prompt_ids(agent.messages(task), schemas))
-    for schema in schemas:
-        name = str(schema["function"]["name"])
+    users = functools.partial(calling, task=task.id)
+    prompt, _, schemas = prompt_of(agent, chat, task, users)
+    shown = chat.tokenizer.decode(prompt)
+    with users(agent.tools):
+        names = [str(schema["function"]["name"]) for schema in schemas]
+    for name in names:
         if name not in shown:
             raise ValueError(
                 f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
@@ -261,7 +268,10 @@ def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scori
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     base = make_reward(config.reward, env)
-    return Scoring(base, config.reward, decode, total_steps=config.steps)
+    return Scoring(
+        base, config.reward, decode, total_steps=config.steps,
+        limit_s=config.rollout.call_timeout_s,
+    )  # fmt: skip
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:

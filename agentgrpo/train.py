@@ -19,11 +19,12 @@ from agentgrpo.config.read import config_of, name_of
 from agentgrpo.loop import SAVED, awake, play_heldout, train
 from agentgrpo.machine.memory import release, release_frames
 from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.plan import planned
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.rollout.batch import as_task
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.callbacks import Callback
-from agentgrpo.run.interrupt import stop_after_step
+from agentgrpo.run.interrupt import stop_after_step, timeouts
 from agentgrpo.types import Metrics, Task
 
 
@@ -72,7 +73,8 @@ class Trainer:
         self._parts: Parts | None = None
         parallel.start()
         try:
-            self._parts = (make or build)(self.config)
+            with timeouts():
+                self._parts = (make or build)(self.config)
         finally:
             if self._parts is None:
                 parallel.stop()
@@ -109,15 +111,16 @@ class Trainer:
 
         Raises:
             RuntimeError: it is closed.
-            RewardError, InfrastructureError, Disagreement: what it has learnt from is not to be
+            UserCodeError, InfrastructureError, Disagreement: what it has learnt from is not to be
                 trusted; besides, whatever a callback raises.
+            TimeoutError: a call of the user's code has taken too long (rollout.call_timeout_s).
         """
         say = self.parts.progress.say
         if self._finished:
             return
         self._asked = False
         try:
-            with stop_after_step(say) as stopping:
+            with timeouts(), stop_after_step(say) as stopping:
                 self._tell("on_train_begin")
                 train(self.config, self.parts, lambda: self._asked or stopping(), self._tell)
             self._finished = self.step == self.config.steps
@@ -136,9 +139,10 @@ class Trainer:
 
         Raises:
             RuntimeError: it is closed.
-            RewardError, InfrastructureError: as of train().
+            UserCodeError, InfrastructureError, TimeoutError: as of train().
         """
-        return play_heldout(self.config, self.parts)[1]
+        with timeouts():
+            return play_heldout(self.config, self.parts)[1]
 
     def generate(
         self, tasks: Sequence[Task | str], n: int = 1, *, temperature: float = 0.0, seed: int = 0
@@ -159,7 +163,7 @@ class Trainer:
         """
         parts = self.parts
         made = [as_task(task, str(place)) for place, task in enumerate(tasks)]
-        with awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
+        with timeouts(), awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
             groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
         return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
 
@@ -203,7 +207,7 @@ def main(arguments: list[str]) -> int:
     about = "Train a policy. The same command continues what was stopped."
     return command(
         "train", about, arguments, lambda config, _: prepared(config, build),
-        kind=TrainConfig, as_run=lambda config: config, saved=SAVED,
+        kind=TrainConfig, plan=lambda config, _: planned(config), saved=SAVED,
     )  # fmt: skip
 
 

@@ -258,6 +258,11 @@ class Rollout:
         return next((value > 0 for value in said if value is not None), None)
 
     @property
+    def num_calls(self) -> float:
+        """Calls of tools, runs of code, and calls of the host's functions by that code."""
+        return self.stats.get("tool_calls", 0.0) + self.stats.get("host_calls", 0.0)
+
+    @property
     def token_ids(self) -> Int32:
         return np.concatenate([segment.token_ids for segment in self.segments])
 

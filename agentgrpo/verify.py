@@ -27,7 +27,6 @@ are not recorded: docs/audit.md.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -45,6 +44,7 @@ from agentgrpo.audit.claims import CLAIMS, Tokens, judge
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.engine.agreement import outliers_of, widest_gap
+from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
 from agentgrpo.foreign.read import read
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import reads_whole_rollouts
@@ -62,6 +62,7 @@ from agentgrpo.proof.ends import end_faults, treatment_faults
 from agentgrpo.proof.form import form_faults
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rewards.rewards import Reward
+from agentgrpo.run.checkpoint import SAVED
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import (
     Float32,
@@ -159,13 +160,25 @@ def verify_run(run: Path) -> Report:
     if chain.cut or metrics.cut:
         told.notes.append("the last line has no end: the run was ended while it wrote it")
     report.faults += [*metrics.faults, *chain.faults, *told.faults]
+    report.faults += _checkpoint_faults(run)
     report.notes += told.notes
     return report
 
 
+def _checkpoint_faults(run: Path) -> Iterator[str]:
+    """That the checkpoints are there as they were saved."""
+    for folder in sorted(run.glob(SAVED)):
+        try:
+            require_as_sealed(folder, whole=True)
+        except (ValueError, OSError) as error:
+            yield f"{folder.name}: {error}"
+        if not (folder / CHECKSUMS).is_file():
+            yield f"{folder.name}: no {CHECKSUMS}, so that its files are as saved is not proven"
+
+
 def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     """What run.json says, and its seals of both files."""
-    described = json.loads(path.read_text())
+    described = read_table(path)
     try:
         config = TrainConfig.model_validate(described["config"])
         device, seals = described["learner"]["device"], described["records"]
@@ -613,7 +626,7 @@ def main(arguments: Sequence[str]) -> int:
         if (args.run / "run.json").is_file():
             return _print_report(verify_run(args.run))
         return _print_judgement(args.run, args.tokenizer)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
 

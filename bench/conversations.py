@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,11 @@ class Judge:
             *random.Random(0).sample([*self.control], min(9, len(self.control))),
         ]
         self.spelled += [token for token, framing in self.control.items() if not framing]
-        # a template may write a quotation mark in JSON another way
+        # a template may write a quotation mark in JSON another way, or take words like "/think" out
         self.spelled = [token for token in self.spelled if '"' not in token]
+        said = " ".join(self.spelled)
+        if said not in self.render([{"role": "user", "content": said}]):
+            self.spelled = [t for t in self.spelled if "think" not in t]
         self._shown: dict[tuple[str, ...], tuple[type | None, bool]] = {}
 
     def own_tokenizer(self) -> Any:
@@ -170,17 +173,15 @@ class Judge:
         try:
             whole, _ = self.expected(messages, tools)
         except REFUSED:
-            messages = messages[-1:]
+            messages, tools = messages[-1:], tools if self._shows_tools() else []
             whole, _ = self.expected(messages, tools)
         self._compare(seen, self.chat.prompt_ids(messages, tools), whole, messages)
-        rounds = 0
         for turn in range(rng.randint(1, 3)):
             sentinel = f"Q{rng.randrange(10**6)}T{turn}Z"
-            drawn = self._drawn(rng, seen, sentinel, rounds)
+            drawn = self._drawn(rng, seen, sentinel)
             if drawn is None:
                 continue
             said, spoken = drawn
-            rounds += said[0]["role"] == "tool"
             messages += [spoken, *said]
             shown = messages
             if self.model.family.shows_prompt_again:
@@ -199,10 +200,11 @@ class Judge:
             closing = self.model.sampled(spoken, said[0]["role"])
             last_id = self.tokenizer.convert_tokens_to_ids(closing)
             assert said[0]["role"] == "system" or last_id in self.chat.stop_token_ids, closing
-            ids = self.chat.observation_ids(said, last_id=last_id, tools=bool(tools))
-            self._compare(seen, ids, closed, shown)
+            roles = [message["role"] for message in messages[: -len(said) - 1]]
+            append = partial(self.chat.observation_ids, said, tools=bool(tools), roles=roles)
+            self._compare(seen, append(last_id=last_id), closed, shown)
             if "tool_calls" not in spoken:
-                ids = self.chat.observation_ids(said, last_id=None, tools=bool(tools))
+                ids = append(last_id=None)
                 self._compare(seen, ids, unclosed, shown)
 
     def _compare(self, seen: Seen, ids: Int32, expected: Int32, messages: Any) -> None:
@@ -216,14 +218,12 @@ class Judge:
             )
 
     def _drawn(
-        self, rng: random.Random, seen: Seen, sentinel: str, rounds: int
+        self, rng: random.Random, seen: Seen, sentinel: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """What the world says and the assistant's turn before it; None if it cannot be said."""
         role = rng.choice(("user", "user", "tool", "tool", "system"))
         count = rng.randint(1, 3) if role == "tool" else 1
         roles = (role,) * count
-        if role == "tool" and rounds >= self.model.family.tool_rounds:
-            return None
         if roles not in self._shown:
             self._shown[roles] = self._how_shown(roles)
         arguments, shown = self._shown[roles]
@@ -273,6 +273,13 @@ class Judge:
                 for message in said
             ]
         }
+
+    def _shows_tools(self) -> bool:
+        try:
+            self.render([{"role": "user", "content": "x"}], TOOLS)
+        except REFUSED:
+            return False
+        return True
 
     def _how_shown(self, roles: tuple[str, ...]) -> tuple[type | None, bool]:
         """What arguments of calls the template shows before these messages (None: it shows none),

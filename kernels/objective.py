@@ -24,6 +24,8 @@ Correction = Literal[
 Normaliser = Literal["sequence_mean", "token_mean", "step_token_mean", "budget", "sequence_sum"]
 LEVELS, KL_ESTIMATORS, CORRECTIONS = get_args(Level), get_args(Estimator), get_args(Correction)
 
+LARGEST = 1e6
+"""What a setting may be; beyond it lies only a slip of the hand."""
 NORMALISERS: dict[str, Callable[[Any, int, Any, Any, int], Any]] = {
     "sequence_mean": lambda length, samples, tokens, share, budget: 1 / (length * samples),
     "token_mean": lambda length, samples, tokens, share, budget: 1 / tokens,
@@ -231,10 +233,9 @@ class Objective:
         _check_clipping(self)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             _above(name, getattr(self, name), 0.0)
-        for name in ("beta", "entropy_coef", "off_policy_mask_threshold"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name}: expected a finite number, got {value}")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not abs(value) <= LARGEST:
+                raise ValueError(f"{name}: expected a number up to {LARGEST:g}, got {value}")
         if self.beta < 0:
             raise ValueError(f"beta: expected >= 0, got {self.beta}")
         own_rule = loss.whole_sequence and self.loss_type in LOSSES

@@ -95,7 +95,7 @@ def test_colocated_needs_neither_a_sandbox_nor_another_models_tokenizer(
     stage = set_stage(config)
     try:
         assert stage.jail is None
-        assert "sandbox    not needed" in plan(config, stage, [1])
+        assert "sandbox    not needed" in plan(config, stage, [], trained=True)
         (task,) = stage.training_tasks(config).next(1)
         assert isinstance(stage.agent, InlineAgent)
         prompt = stage.agent.prompt(task)

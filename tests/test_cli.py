@@ -127,7 +127,7 @@ def test_init_writes_a_config_that_says_what_it_may_hold(data: Path, tmp_path: P
     [
         (["m/m", "nosuch.jsonl"], "nosuch.jsonl"),
         (["m/m", "rows.jsonl"], "no column 'question'; the row has ['a', 'q']"),
-        (["rows.jsonl", "rows.jsonl"], "no directory with a config.json"),
+        (["rows.jsonl", "rows.jsonl"], "a file, expected a directory"),
         (["m/m", "rows.jsonl", "--question", "q", "--answer", "a", "-o", "taken.toml"], "exists"),
         (
             ["m/m", "rows.jsonl", "--question", "q", "--answer", "a", "stepps=3"],

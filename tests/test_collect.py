@@ -17,10 +17,10 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.build import Parts
 from agentgrpo.collect import collect
 from agentgrpo.config import RewardConfig, RolloutConfig
-from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Rollout, Task
+from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
 from tests.playing import CHAT, EOT, scripted, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
@@ -145,10 +145,10 @@ def test_an_error_of_a_reward_is_said_as_ever(overlap: bool) -> None:
             raise ValueError(f"task {rollout.task.id}: no answer")
         return {"answer": 1.0}
 
-    with pytest.raises(ValueError, match="task t0: no answer"):
+    with pytest.raises(UserCodeError, match="task t0: no answer"):
         collected(base, overlap=overlap)
     with pytest.raises(
-        RewardError, match=r"task t\d, rollout \d: reward function fails: OSError: "
+        UserCodeError, match=r"reward function fails raised OSError: .*task 't\d', rollout \d, at"
     ):
         collected(live_for(), functions={"mine:fails": 1.0}, overlap=overlap)
 

@@ -131,7 +131,7 @@ def test_settings_named_in_backticks_exist() -> None:
 
 PLACES = ("", "agentgrpo", "agentgrpo/sandbox", "csrc", "tests")
 """Where files that are named without their folder lie."""
-READERS = {"letters.toml", "runs/quickstart/", "generate_with_tau.py"}
+READERS = {"letters.toml", "agentgrpo_config.toml", "runs/quickstart/", "generate_with_tau.py"}
 READERS |= {f"{where}NAME.py" for where in ("agentgrpo/envs/", "agentgrpo/agents/")}
 READERS |= {f"tests/{where}/test_NAME.py" for where in ("envs", "agents")}
 """Files that a reader makes, or had before."""
@@ -207,7 +207,7 @@ def test_modules_named_in_full_are_there() -> None:
     named = {
         (str(path.relative_to(ROOT)), name)
         for path in (*SOURCES, *PAGES, *KIT)
-        for name in re.findall(r"\b(agentgrpo(?:\.[A-Za-z]\w*)+)", path.read_text())
+        for name in re.findall(r"(?<!/)\b(agentgrpo(?:\.[A-Za-z]\w*)+)", path.read_text())
     }
     assert len(named) > 1000
     missing = {(path, name) for path, name in named if not is_there(name)}

@@ -84,6 +84,8 @@ SAYS = {
     "agentgrpo evaluate quickstart model=runs/quickstart/checkpoints/step_000012": r'"solved": ',
     "agentgrpo view runs/quickstart": r"runs/quickstart/view\.html",
     "agentgrpo view runs/quickstart runs/more": r"runs/quickstart/compare\.html",
+    "agentgrpo view runs/quickstart --curves -o curves.html": r"curves\.html: 0 rollouts",
+    "agentgrpo push RUN me/model --dry-run": r"step_0000\d\d as me/model(?s:.*)nothing was sent",
     "agentgrpo verify runs/quickstart": "0 faults in",
     "agentgrpo verify RUN": "0 faults in",
     "agentgrpo verify OUTPUT/rollouts.jsonl --tokenizer DIR": "0 faults in 4 rollouts, 48",

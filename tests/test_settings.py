@@ -46,7 +46,7 @@ def test_kinds_bounds_and_defaults_are_in_the_page() -> None:
     page = as_markdown()
     for row in (
         "| `model` | text | must be given |",
-        "| `group_size` | whole number ≥ 2 | `8` |",
+        "| `group_size` | whole number ≥ 2, ≤ 1000000 | `8` |",
         "| `sleep_level` | 1 or 2 | `1` |",
         '| `weights` | "auto" or "shared" or "copy" | `"auto"` |',
         "| `timeout_s` | number > 0, ≤ 3600 | `5.0` |",

@@ -25,6 +25,7 @@ THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template d
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NUMBERED = CHATML.replace("{{ m['role'] }}", "{{ m['role'] }} {{ loop.index }}")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = len(SPECIAL) + 256
 AGENT_STEPS = 300

@@ -28,10 +28,13 @@ class CodeAgent(PairAgent):
         env: what runs the code; asked whether it runs the language, if it can say.
         tools_script: source of the script that the environment loads before the policy's first
             code; None: there is none.
+        host_tools: def lines and docstrings of the functions of sandbox.host_tools; None: there are
+            none.
         observation_role: role of the message that carries the output. assistant: no message, the
             text goes into the policy's own one, and its turn goes on.
         language: what the policy writes between the tags.
-        show_tools: what of sandbox.tools the system prompt shows: all, or def lines and docstrings.
+        show_tools: what of sandbox.tools the system prompt shows: all, or def lines and docstrings,
+            which is all that it shows of sandbox.host_tools.
 
     Raises:
         ValueError: the environment cannot run the language, or the script is not in it; names
@@ -41,6 +44,7 @@ class CodeAgent(PairAgent):
     acts = ("code",)
     env: Any = None
     tools_script: str | None = None
+    host_tools: str | None = None
     observation_role: Literal["user", "tool", "assistant"] = "user"
     language: Literal["python", "bash", "node"] = "python"
     show_tools: Literal["source", "signatures", "no"] = "source"
@@ -49,11 +53,13 @@ class CodeAgent(PairAgent):
         require_language = getattr(self.env, "require_language", None)
         if require_language is not None:
             require_language(self.language)
-        script = self.tools_script if self.show_tools != "no" else None
-        if script and self.language != "python":
+        script, hosted = self.tools_script, self.host_tools
+        if self.show_tools == "no":
+            script = hosted = None
+        if (script or hosted) and self.language != "python":
             raise ValueError(
-                f"language: the functions of sandbox.tools are Python's, got {self.language!r}; "
-                "with show_tools = 'no' the script is run and not shown"
+                "language: the functions of sandbox.tools and sandbox.host_tools are Python's, got "
+                f"{self.language!r}; with show_tools = 'no' the script is run and not shown"
             )
         if self.system_prompt is None:
             self.system_prompt = PROMPT.format(
@@ -62,10 +68,9 @@ class CodeAgent(PairAgent):
                 close=self.close_tag,
                 prefix=self.answer_prefix,
             )
-        if script:
-            shown = script if self.show_tools == "source" else signatures(script)
-            tools = TOOLS_PROMPT.format(tools=shown.strip())
-            self.system_prompt = f"{self.system_prompt}\n{tools}".strip()
+        if script and self.show_tools == "signatures":
+            script = signatures(script)
+        self.system_prompt = with_functions(self.system_prompt, script, hosted)
 
     def act(self, body: str) -> Action:
         """The code, without the newlines around it.
@@ -84,6 +89,12 @@ class CodeAgent(PairAgent):
         """The observation as one chat message, or as text of the policy's own message."""
         content, role = self.told(observation), self.observation_role
         return content if role == "assistant" else [{"role": role, "content": content}]
+
+
+def with_functions(prompt: str, *shown: str | None) -> str:
+    """A prompt, and after it the functions that code may call."""
+    functions = "\n".join(text.strip() for text in shown if text)
+    return f"{prompt}\n{TOOLS_PROMPT.format(tools=functions)}".strip() if functions else prompt
 
 
 def signatures(source: str) -> str:

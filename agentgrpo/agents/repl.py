@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from agentgrpo.actions import Action, Finish, Observation, RunCode
+from agentgrpo.agents.code import with_functions
 from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
 
@@ -33,11 +34,19 @@ class ReplAgent(TextAgent):
 
     Args:
         banner: what the terminal shows before its first prompt. None: Python's own two lines.
+        host_tools: def lines and docstrings of the functions of sandbox.host_tools, shown after the
+            prompt; None: there are none.
     """
 
     acts = ("lines",)
     home = "console"
     banner: str | None = None
+    host_tools: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_tools:
+            told = PROMPT if self.system_prompt is None else self.system_prompt
+            self.system_prompt = with_functions(told, self.host_tools)
 
     @property
     def stop(self) -> tuple[str, ...]:

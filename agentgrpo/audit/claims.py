@@ -7,7 +7,6 @@ log-probabilities are those of the model is for agentgrpo.audit.step to say, whi
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from agentgrpo.engine.agreement import widest_gap
+from agentgrpo.files import read_table
 from agentgrpo.foreign.trajectory import Piece, Trajectory, int32
 from agentgrpo.proof.tokens import LOGP_TOLERANCE
 from agentgrpo.types import Float32, Int32
@@ -124,7 +124,7 @@ class Tokens:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return read_table(path) if path.is_file() else {}
 
 
 def judge(trajectories: Sequence[Trajectory], tokens: Tokens | None = None) -> Judgement:

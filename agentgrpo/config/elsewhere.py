@@ -271,7 +271,7 @@ TRL = (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
         "hub_always_push hub_revision",
         "",
-        "a checkpoint is a Hugging Face directory: `hf upload`",
+        "`agentgrpo push RUN OWNER/NAME`, when you want it",
     ),
     Row(
         "use_cpu local_rank ddp_find_unused_parameters ddp_bucket_cap_mb "

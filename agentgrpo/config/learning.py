@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from agentgrpo.config.section import NotNegative, Positive, Section, describe, refuse_unread
+from agentgrpo.config.section import (
+    NotNegative,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+    Section,
+    describe,
+    refuse_unread,
+)
 from agentgrpo.kernels.objective import SPECIAL, Objective, readers
 
 
@@ -20,29 +29,36 @@ class RewardConfig(Section):
     match and token F1), none, or your own `module:function`. auto: numeric, or none where the
     environment judges by itself or `functions` has one in TRL's form (then without `format`, if it
     is not set)."""
-    answer: Annotated[float, Field(gt=0)] = 1.0
+    answer: PositiveNumber = 1.0
     """Weight of a right final answer."""
-    format: Annotated[float, Field(ge=0)] = 0.1
+    format: NotNegativeNumber = 0.1
     """Weight of having acted without an error and then answered in the asked form."""
     strict: bool = False
     """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
     and ending with the right one does not pay."""
-    solved_at: float | None = None
+    solved_at: Number | None = None
     """Reward, all parts but those of sigma_tool and sigma_length, from which on a rollout counts as
     solved. None: where its part `solved` (of an environment that judges), else its part `answer`,
     is above 0. Where it has neither, as with a class's get_reward or a rubric of verifiers, no
     share of solved is shown."""
-    tool_cost: Annotated[float, Field(ge=0)] = 0.0
-    """Taken off for every call of a tool and every run of code."""
-    sigma_tool: Annotated[float, Field(ge=0)] = 0.0
+    tool_cost: NotNegativeNumber = 0.0
+    """Taken off for every call of a tool, every run of code and every call of sandbox.host_tools by
+    that code."""
+    cost_per_wall_s: NotNegativeNumber = 0.0
+    """Taken off for every second that the rollout's code ran in the sandbox, by the clock."""
+    cost_per_cpu_s: NotNegativeNumber = 0.0
+    """Taken off for every second of CPU time of all processes of its code."""
+    cost_per_mib: NotNegativeNumber = 0.0
+    """Taken off for every MiB that its code printed or exchanged with sandbox.host_tools."""
+    sigma_tool: NotNegativeNumber = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
     (rewards/efficiency.py). This one: how much a tool call above the group's mean costs."""
-    sigma_length: Annotated[float, Field(ge=0)] = 0.0
+    sigma_length: NotNegativeNumber = 0.0
     """How much a standard deviation of sampled tokens above the group's mean costs."""
     decay_sigmas: bool = True
     """Both sigmas fall linearly to 0 at the run's last step."""
 
-    functions: dict[str, float] = {}
+    functions: dict[str, Number] = {}
     """More parts, as `module:function` (yours) or a built-in name = weight, or a list of these,
     each of weight 1 (rewards/scoring.py). Functions in TRL's form, which take `completions`, work
     as they are (rewards/trl.py)."""
@@ -89,7 +105,7 @@ class LoraConfig(Section):
 
     rank: NotNegative = 0
     """Of the adapters; 0: none."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: PositiveNumber = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: all but the head."""
@@ -130,19 +146,19 @@ def room_for_adapters(rank: int) -> int:
 class LearnerConfig(Section):
     """The optimizer and what it may change (learn/learner.py)."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From learning_rate after the warm-up to final_learning_rate after the last step."""
-    final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """After the last step, if it decays."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Decoupled, as AdamW has it."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: PositiveNumber = 1.0
     """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""
@@ -213,7 +229,7 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
     """Optimizer updates between two syncs. A step is num_iterations times num_mini_batches."""
     ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
     """What a sync makes of the reference: alpha * policy + (1 - alpha) * reference."""
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    router_aux_loss_coef: NotNegativeNumber | None = None
     """Weight of the load-balancing loss of a mixture of experts, which is added to the loss. None:
     what the model's config.json says, which is none for models without such a loss."""
     scale_rewards: Literal["group", "batch", "none"] = "group"

@@ -6,9 +6,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from agentgrpo.config.section import NotNegative, Positive, Section, is_set, refuse_unread
+from agentgrpo.config.section import (
+    NotNegative,
+    NotNegativeNumber,
+    Number,
+    Place,
+    Positive,
+    PositiveNumber,
+    Section,
+    Seed,
+    is_set,
+    refuse_unread,
+)
 from agentgrpo.types import Status, Treatment
 
 
@@ -17,11 +28,11 @@ class EngineConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU (bfloat16 is slower there), bfloat16 on CUDA."""
-    max_model_len: Annotated[int, Field(ge=128)] = 1024
+    max_model_len: Annotated[int, Field(ge=128, le=10**7)] = 1024
     """Tokens of a whole rollout: prompt, turns and observations."""
     max_num_seqs: Positive = 128
     """Rollouts decoded at once."""
-    kv_cache_gib: Annotated[float, Field(gt=0)] = 0.5
+    kv_cache_gib: PositiveNumber = 0.5
     """Memory of the KV cache in GiB, given back while the engine sleeps (CUDA)."""
     enforce_eager: bool = False
     """CUDA: decode without CUDA graphs. The CPU build always does."""
@@ -38,7 +49,7 @@ class EngineConfig(Section):
     """Let vLLM schedule a step while the GPU works on the one before, so that it does not wait for
     Python (CUDA). Tokens and log-probabilities are the same; nothing is under way when the engine
     falls asleep or its weights change. None: on CUDA where rollout.deterministic is not true."""
-    agreement_threshold: Annotated[float, Field(gt=0)] | None = None
+    agreement_threshold: PositiveNumber | None = None
     """Largest |delta logp| in nats between sampler and learner on the same tokens before the run
     stops; in bfloat16 one in a thousand sampled tokens may be further apart. None: 1e-3 in float32,
     1.0 in bfloat16 (measured spread: 5e-5 and 0.43)."""
@@ -108,7 +119,7 @@ class BranchConfig(Section):
     alone where nothing branches. 0: no branching."""
     probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Of branching where the entropy is what it was in the rollout's first turn."""
-    entropy_weight: Annotated[float, Field(ge=0)] = 0.2
+    entropy_weight: NotNegativeNumber = 0.2
     """How much the probability grows with the entropy's growth, in units of ln(vocabulary)."""
     entropy_tokens: Positive = 20
     """Tokens of a turn over which the entropy is averaged."""
@@ -119,8 +130,12 @@ class BranchConfig(Section):
     budget: Literal["fixed", "aepo"] = "fixed"
     """aepo: how many begin alone is decided when the first of a group has seen a tool's answer:
     group_size * sigmoid(aepo_beta * (entropy of its first turn - of its turns after tools))."""
-    aepo_beta: Annotated[float, Field(ge=0)] = 1.0
+    aepo_beta: NotNegativeNumber = 1.0
     """See budget."""
+
+
+MOST_ROLLOUTS = 10**6
+"""Of one step."""
 
 
 class RolloutConfig(Section):
@@ -128,9 +143,9 @@ class RolloutConfig(Section):
 
     tasks_per_step: Positive = 12
     """Groups sampled before any refill."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2, le=10**6)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
-    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Of sampling in training; evaluations have their own (EvaluationConfig). vLLM knows none
     between 0 and 0.01."""
     max_turns: Positive = 3
@@ -161,8 +176,13 @@ class RolloutConfig(Section):
     """The same by tool; code runs under the name of its language: { python = 3 }."""
     max_malformed: Positive | None = None
     """Actions in a row whose form was wrong before the rollout ends. None: no limit."""
-    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    max_seconds: PositiveNumber | None = None
     """Wall-clock seconds of a rollout. A tool that runs is not interrupted: it has its own."""
+    call_timeout_s: Annotated[float, Field(gt=0)] | None = 300.0
+    """Seconds that one call of an environment, an agent or a reward may take. An environment's
+    rollout is then one that the machine broke: played again, or left out. The others end the run.
+    After 30 s a line says what is waited for. Above sandbox.timeout_s. None: no limit, as for a
+    sampler of your own, which plays a whole step in one call."""
     max_retries: NotNegative = 1
     """Times that a rollout is played again whose treatment is "retry"."""
     treatment: dict[Status, Treatment] = {}
@@ -206,6 +226,11 @@ class RolloutConfig(Section):
                 "rollout.treatment.infra_error must be 'drop' or 'retry', got "
                 f"{str(self.treatment[Status.INFRA_ERROR])!r}: the machine failed, not the policy"
             )
+        if self.tasks_per_step * self.group_size > MOST_ROLLOUTS:
+            raise ValueError(
+                f"rollout.tasks_per_step {self.tasks_per_step} x rollout.group_size "
+                f"{self.group_size}: a step may have {MOST_ROLLOUTS:,} rollouts at most"
+            )
         if self.history == "render" and self.branching.initial:
             raise ValueError(
                 "rollout.history 'render' and rollout.branching.initial "
@@ -231,7 +256,7 @@ class EvaluationConfig(Section):
     by up to -log(top_p) from what the learner computes. So they are for evaluation only.
     """
 
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that have this much probability together."""
@@ -239,7 +264,7 @@ class EvaluationConfig(Section):
     """0: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out tokens below this share of the most likely one's probability."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: PositiveNumber = 1.0
     """Above 1: tokens that came before, prompt included, become less likely."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Taken off the logit of a token that has been sampled."""
@@ -253,39 +278,75 @@ class EvaluationConfig(Section):
         return {name: value for name, value in values.items() if value != FILTERS[name]}
 
 
+class HostBudgetConfig(Section):
+    """What calls of functions of the host may use (sandbox/host_tools.py)."""
+
+    calls: Positive = 100
+    """Of a rollout."""
+    calls_per_step: Positive = 20
+    """Of one code step."""
+    call_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Wall-clock seconds of one call. The step's own sandbox.timeout_s goes on meanwhile, and ends
+    it too."""
+    seconds: Annotated[float, Field(gt=0)] = 120.0
+    """Wall-clock seconds of all calls of a rollout."""
+    argument_kib: Annotated[int, Field(ge=1, le=16384)] = 64
+    """Size of the arguments of one call."""
+    answer_kib: Annotated[int, Field(ge=1, le=16384)] = 256
+    """Size of what one call returns."""
+    total_kib: Positive = 8192
+    """Size of arguments and answers of a rollout together."""
+
+
 class SandboxConfig(Section):
     """Where the policy's code runs (sandbox/)."""
 
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Wall-clock seconds of one code step."""
-    memory_mib: Annotated[int, Field(ge=32)] = 256
+    memory_mib: Annotated[int, Field(ge=32, le=2**24)] = 256
     """Memory of one session."""
     max_live: Positive = 128
     """Sessions alive at once."""
     template: str | None = None
     """A template built by `agentgrpo sandbox template build`; None: plain Python. Of its
     limits, timeout_s and memory_mib are replaced by those above."""
-    site_dirs: tuple[str, ...] = ()
+    site_dirs: tuple[Place, ...] = ()
     """Directories of packages that sessions may import from, besides the template's."""
     env: dict[str, str] = {}
     """Environment variables of all code."""
-    tools: Path | None = None
+    tools: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.options.show_tools)."""
+    host_tools: tuple[str, ...] = ()
+    """Functions of this process, as `module:function`, that the policy's Python calls by their
+    names: a search with a key, a database (docs/sandbox.md). Arguments and answers are JSON,
+    checked; agents show the def line and the docstring."""
+    host_cache: Literal["no", "rollout", "run"] = "rollout"
+    """Whether the same arguments have the same answer without another call: within a rollout, or
+    within the whole run. With rollout.deterministic, functions that ask the world need "run"."""
+    host_budget: HostBudgetConfig = HostBudgetConfig()
     stateless: bool = False
     """Every code step starts from the beginning: no variables and no files of the step before."""
     allow_degraded: bool = False
     """Where this machine cannot isolate code, run it without namespaces rather than not at all."""
 
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> SandboxConfig:
+        for key in ("host_cache", "host_budget"):
+            refuse_unread(
+                self, "sandbox", key, unless=bool(self.host_tools), need="sandbox.host_tools"
+            )
+        return self
+
 
 class DataConfig(Section):
     """What is trained and evaluated on (data/tasks.py)."""
 
-    train: str = "word_problems"
+    train: Place = "word_problems"
     """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; a
     directory that Hugging Face's `save_to_disk` wrote; or `owner/name`, a dataset of the hub, from
     its cache where it is there (HF_HOME, HF_HUB_OFFLINE). What looks like a path is none."""
-    heldout: str = "auto"
+    heldout: Place = "auto"
     """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed; no row
     that asks what one of them does is trained on. auto: a `split` of a training file or dataset,
     else the same source as `train`."""
@@ -297,7 +358,7 @@ class DataConfig(Section):
     """Which of a hub's dataset's subsets; None: the one that it has."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
-    split_seed: NotNegative = 0
+    split_seed: Seed = 0
     """Another seed, another held-out `split`."""
     question: str = "question"
     """Column of a file that holds the question: text, or a list of chat messages."""
@@ -312,7 +373,7 @@ class DataConfig(Section):
     engine.max_model_len is an error."""
     levels: Annotated[tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)] = (1, 2)
     """Difficulty of the training tasks, easier ones first; for word_problems only."""
-    promote_at: float = 0.7
+    promote_at: Number = 0.7
     """Mean reward of the newest level's last 32 groups at which the next level joins."""
     heldout_levels: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4)], ...], Field(min_length=1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import pkgutil
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -21,11 +22,12 @@ import pydantic
 
 from agentgrpo.config import Section, TrainConfig
 from agentgrpo.config.elsewhere import said_elsewhere
+from agentgrpo.config.readers import RECIPE_SECTIONS, require_read, require_read_somewhere
+from agentgrpo.files import expanded, how_far, read_toml
+from agentgrpo.usercode import calling
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
-RECIPE_SECTIONS = ("endpoints", "flywheel", "sft", "curriculum", "measures")
-"""What config/recipe.py has besides the sections of a run."""
 
 
 def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -34,17 +36,23 @@ def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Trai
 
 
 def load_config_of(
-    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = ()
+    kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = (), command: str = ""
 ) -> Config:
     """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
 
-    `kind` says which sections there may be: those of a run (TrainConfig), or more.
+    Args:
+        kind: which sections there may be: those of a run (TrainConfig), or more.
+        name_or_path: of the file.
+        overrides: `section.key=value`.
+        command: that must read what is set; "": anything may.
 
     Raises:
         ValueError: no such file, not TOML, a circle of files, a key that does not exist (the
-            nearest is named), a value of the wrong type or out of range.
+            nearest is named) or that the command does not read, a value of the wrong type or out
+            of range.
     """
-    table = _read(_find(name_or_path, Path()))
+    path = _find(name_or_path, Path())
+    table = _read(path)
     # kinds first: what an override says of options is of the kind that an override names
     for override in sorted(overrides, key=lambda o: not o.partition("=")[0].endswith(".kind")):
         dotted, equals, text = override.partition("=")
@@ -60,7 +68,11 @@ def load_config_of(
         if leaf == "kind" and _is_another(name, section, value):
             section.pop("options", None)
         section[leaf] = value
-    return _validated(kind, table)
+    config = _validated(kind, table, str(path))
+    if command:
+        require_read(command, (override.partition("=")[0].strip() for override in overrides))
+        require_read_somewhere(read_toml(path), str(path))
+    return config
 
 
 def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
@@ -73,20 +85,22 @@ def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any
     Raises:
         ValueError: as of load_config_of().
     """
+    table, of = {}, "the call"
     if isinstance(given, TrainConfig):
         if not settings:
             return given
         table = given.model_dump(exclude_unset=True)
-    else:
-        table = {} if given is None else _read(_find(given, Path()))
-    return _validated(TrainConfig, _merged(table, settings))
+    elif given is not None:
+        path = _find(given, Path())
+        table, of = _read(path), str(path)
+    return _validated(TrainConfig, _merged(table, settings), of)
 
 
-def _validated(kind: type[Config], table: Mapping[str, Any]) -> Config:
+def _validated(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
     try:
         return kind.model_validate(table)
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_explained(error, kind))) from None
+        raise ValueError("\n".join(_explained(error, kind, of))) from None
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -97,10 +111,7 @@ def shipped_configs() -> dict[str, Path]:
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's table, merged into that of the file that it `extends`."""
-    try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    table = read_toml(path)
     base = table.pop("extends", None)
     if base is None:
         return table
@@ -136,16 +147,16 @@ def _is_another(section: str, table: Mapping[str, Any], kind: Any) -> bool:
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:
     """The file of that path, from the folder, or the shipped config of that name."""
-    path = folder / name_or_path
+    path = folder / expanded(str(name_or_path))
     shipped = shipped_configs()
-    if path.is_file():
+    if path.exists():
         return path
     if str(name_or_path) not in shipped:
         near = difflib.get_close_matches(path.stem, shipped, n=1)
         hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
         raise ValueError(
-            f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config; "
-            f"{hint}"
+            f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config"
+            f"{how_far(path)}; {hint}"
         )
     return shipped[str(name_or_path)]
 
@@ -153,7 +164,7 @@ def _find(name_or_path: str | Path, folder: Path) -> Path:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number of thousands of digits
         return text.strip()
 
 
@@ -161,7 +172,7 @@ _ALTERNATIVE = re.compile(r"bool|int|float|str|none|(literal|list|tuple|dict)\[.
 """How pydantic names, behind the key, which type of several a value was held against."""
 
 
-def _explained(error: pydantic.ValidationError, kind: type[Section]) -> list[str]:
+def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> list[str]:
     """A line for each key; what a key of several types may be stands in one."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in error.errors():
@@ -173,21 +184,26 @@ def _explained(error: pydantic.ValidationError, kind: type[Section]) -> list[str
     for where, several in found.items():
         first, *more = (str(one["msg"]) for one in reversed(several))
         said = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
-        lines.append(_explain(several[0] | {"loc": where, "msg": said}, kind))
+        shown = next((error for error in several if error["type"] in CHOICE), several[0])
+        lines.append(_explain(shown | {"loc": where, "msg": said}, kind, of))
     return lines
 
 
-def _explain(error: dict[str, Any], kind: type[Section]) -> str:
+CHOICE = ("literal_error", "enum")
+"""How pydantic calls what is none of the values that there are."""
+
+
+def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
         return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
     if error["type"] == "extra_forbidden":
         return f"unknown config key {where}{_hint(where, _all_keys(kind))}"
     if error["type"] == "missing":
-        return f"config key {where} is required"
+        return f"config key {where} is required, and {of} does not set it"
     if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
-    return f"config key {where}: {error['msg']}, got {error['input']!r}"
+    return told(error, "config key ")
 
 
 def _hint(wrong: str, keys: Sequence[str]) -> str:
@@ -209,6 +225,21 @@ def _hint(wrong: str, keys: Sequence[str]) -> str:
     if beside and not near:
         return f"; [{section}] has {', '.join(beside)}"
     return f"; did you mean {near[0]}?" if near else did_you_mean(wrong, keys)
+
+
+def told(error: Mapping[str, Any], prefix: str) -> str:
+    """What is wrong with a value by pydantic: the key behind `prefix`, the nearest choice at last.
+
+    Args:
+        error: one of ValidationError.errors().
+        prefix: of the key.
+    """
+    where = ".".join(str(part) for part in error["loc"])
+    choices = re.findall(r"'([^']*)'", str(error["msg"])) if error["type"] in CHOICE else ()
+    near = did_you_mean(str(error["input"]), choices)
+    got = repr(error["input"])
+    got = got if len(got) < 1000 else f"{got[:100]}... ({len(got)} characters)"
+    return f"{prefix}{where}: {error['msg']}, got {got}{near}"
 
 
 def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
@@ -277,22 +308,39 @@ def name_of(function: Callable[..., Any], *, key: str) -> str:
     )
 
 
+def _modules_beside(name: str) -> Iterator[str]:
+    """The modules that lie where one of this name was looked for."""
+    package, _, _ = name.rpartition(".")
+    above = sys.modules.get(package)
+    for found in pkgutil.iter_modules(getattr(above, "__path__", None)):
+        yield f"{package}.{found.name}".lstrip(".")
+
+
 def load_callable(name: str, *, key: str) -> Callable[..., Any]:
-    """What `module:attribute` names; `key` is the setting it came from, for the error message."""
+    """What `module:attribute` names; `key` is the setting it came from, for the error message.
+
+    Raises:
+        ValueError: there is no such module, or nothing in it that can be called; names the key.
+        UserCodeError: the module cannot be imported.
+    """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute.isidentifier()) or module_name.endswith(".py"):
         raise ValueError(
             f"{key}: expected 'module:function' (a module is its file's name without .py), "
             f"got {name!r}"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
-        raise ValueError(f"{key}: no module {error.name!r} (from {name!r})") from None
-    found = getattr(module, attribute, None)
+    with calling(None, f"{key}: the module {module_name!r}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, something that it imports is not
+            said = did_you_mean(error.name, _modules_beside(error.name))
+            raise ValueError(f"{key}: no module {error.name!r} (from {name!r}){said}") from None
+        found = getattr(module, attribute, None)
     if not callable(found):
         what = "no" if found is None else "no callable"
-        raise ValueError(f"{key}: module {module_name!r} has {what} {attribute!r}")
+        there = (name for name, value in vars(module).items() if callable(value))
+        said = did_you_mean(attribute, there)
+        raise ValueError(f"{key}: module {module_name!r} has {what} {attribute!r}{said}")
     return cast(Callable[..., Any], found)

@@ -7,11 +7,13 @@ share (model, agent, environment, engine, learner) is said once, in the sections
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
 
 from agentgrpo.config import NotNegative, Positive, Section, TrainConfig
+from agentgrpo.config.section import Place, PositiveNumber
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -28,7 +30,7 @@ class EndpointConfig(Section):
     """http: up to and with the version, http://localhost:8000/v1."""
     api_key_env: str = ""
     """http: name of the environment variable that holds the key."""
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: PositiveNumber = 120.0
     """http: seconds that one try may take in all, to the last byte of its answer."""
     retries: NotNegative = 3
     """http: further tries after a failure of the network or the server."""
@@ -44,7 +46,19 @@ class EndpointConfig(Section):
                 raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
             if self.kind != kind and getattr(self, key):
                 raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
+        if self.url:
+            _require_url(self.url)
         return self
+
+
+def _require_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:  # a port that is none
+        raise ValueError(f"url: {error}, got {url!r}") from None
+    if not fits:
+        raise ValueError(f"url: expected http://HOST:PORT/v1, got {url!r}")
 
 
 class FlywheelConfig(Section):
@@ -72,8 +86,8 @@ class FlywheelConfig(Section):
     """One is chosen at random and takes the place of a wrong answer."""
     marks: Annotated[tuple[str, ...], Field(min_length=1)] = ("<code>", "Answer:")
     """What a turn does begins with the first of these; the thought is what comes before."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    critic_temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    critic_temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     max_reply_tokens: Positive = 512
     """Of the reflector and the critic."""
     concurrency: Positive = 16
@@ -88,7 +102,7 @@ class FlywheelConfig(Section):
 class SftConfig(Section):
     """Fine-tuning (recipe/sft.py)."""
 
-    data: str = ""
+    data: Place = ""
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
     conversations: {"messages": [...]}. Empty: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"
@@ -96,7 +110,7 @@ class SftConfig(Section):
     epochs: Positive = 3
     batch_size: Positive = 16
     """Examples of one optimizer step."""
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | None = None
     """Left out: learner.learning_rate."""
     agent_prompt: bool = True
     """Conversations begin with the agent's own prompt, as rollouts do. False: as they are."""
@@ -112,7 +126,7 @@ class CurriculumConfig(Section):
     stages: Positive = 3
     candidates: Positive = 256
     """Training tasks that a stage's first policy plays, other ones in each stage."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=2, le=10**6)] = 8
     """Rollouts of each candidate."""
     select: Positive = 64
     """Candidates that are trained on; all that have both right and wrong rollouts if fewer."""
@@ -157,7 +171,7 @@ class MeasuresConfig(Section):
     """Endpoint that votes on redundant tool calls; empty: conciseness is not measured."""
     attempts: Positive = 1
     """Rollouts of each held-out task."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """0 is greedy."""
     pass_k: tuple[Positive, ...] = ()
     """pass@k and pass^k for these k, at most `attempts`."""

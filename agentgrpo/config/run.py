@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
@@ -18,19 +18,19 @@ from agentgrpo.config.playing import (
     RolloutConfig,
     SandboxConfig,
 )
-from agentgrpo.config.section import NotNegative, Positive, Section
+from agentgrpo.config.section import NotNegative, Place, Positive, Section, Seed
 
 
 class TrainConfig(Section):
     """A whole run."""
 
-    model: str
+    model: Place
     """Model directory, hub name, or package:NAME for a model inside an installed package."""
-    out_dir: Path
+    out_dir: Annotated[Path, AfterValidator(Path.expanduser)]
     """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
     steps: Positive = 200
     """Optimizer steps."""
-    seed: NotNegative = 0
+    seed: Seed = 0
     """Of the data's order and of what is sampled."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""
@@ -87,11 +87,24 @@ class TrainConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:
+        limit = self.rollout.call_timeout_s
+        if limit is not None and limit <= self.sandbox.timeout_s:
+            raise ValueError(
+                f"rollout.call_timeout_s must be above sandbox.timeout_s "
+                f"{self.sandbox.timeout_s:g}, got {limit:g}"
+            )
         if self.rollout.max_turn_tokens >= self.engine.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens must be below engine.max_model_len "
                 f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
             )
+        for key in ("cost_per_wall_s", "cost_per_cpu_s"):
+            if getattr(self.reward, key) and self.rollout.deterministic is not False:
+                raise ValueError(
+                    f"reward.{key} {getattr(self.reward, key)} and rollout.deterministic "
+                    f"{self.rollout.deterministic!r} exclude each other: a reward of measured time "
+                    "does not repeat"
+                )
         if self.loss.num_mini_batches > self.rollout.tasks_per_step:
             raise ValueError(
                 f"loss.num_mini_batches must be at most rollout.tasks_per_step "

@@ -10,8 +10,17 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
+from agentgrpo.files import expanded
+
+Place = Annotated[str, pydantic.AfterValidator(expanded)]
+"""A path, or a name of something else."""
+Positive = Annotated[int, Field(ge=1, le=10**7)]
+NotNegative = Annotated[int, Field(ge=0, le=10**7)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
+NotNegativeNumber = Annotated[float, Field(ge=0, le=1e6)]
+"""Every number has bounds, beyond which only a slip of the hand lies."""
 
 
 class AsWritten:

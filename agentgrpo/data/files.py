@@ -17,6 +17,8 @@ from typing import Any
 
 from agentgrpo.data.hub import hub_rows, is_from_hub
 from agentgrpo.data.tasks import RowTasks
+from agentgrpo.extras import needed
+from agentgrpo.files import missing, opened, read_table
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Task
 
@@ -94,7 +96,7 @@ def _numbered(name: str, rows: Iterable[Any]) -> Rows:
 
 def _reader(path: Path) -> Callable[[Path], Rows]:
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or directory")
+        raise FileNotFoundError(missing(path))
     if path.is_dir():
         return _saved_dataset
     if path.suffix == ".parquet":
@@ -110,6 +112,8 @@ def _json_lines(path: Path) -> Rows:
 
 def _parquet(path: Path) -> Rows:
     parquet = _arrow("parquet", path)
+    with opened(path):
+        pass
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:
@@ -125,20 +129,18 @@ def _saved_dataset(path: Path) -> Rows:
         raise ValueError(f"{path}: not a dataset that save_to_disk wrote{hint}")
     ipc = _arrow("ipc", path)
     number = 0
-    for file in json.loads(state.read_text())["_data_files"]:
-        with ipc.open_stream((path / file["filename"]).read_bytes()) as stream:
+    files = read_table(state).get("_data_files")
+    if not isinstance(files, list):
+        raise ValueError(f"{state}: not that of a dataset: no _data_files")
+    for name in [path / file["filename"] for file in files]:
+        with opened(name) as file, ipc.open_stream(file.read()) as stream:  # ArrowInvalid is named
             for row in stream.read_all().to_pylist():
                 number += 1
                 yield path, number, row
 
 
 def _arrow(module: str, path: Path) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(f"pyarrow.{module}")
-    except ImportError:
-        raise ValueError(f"{path}: reading it needs the package pyarrow") from None
+    return needed(f"pyarrow.{module}", str(path))
 
 
 def _digest(path: Path) -> str:

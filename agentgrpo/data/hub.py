@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.extras import needed
 from agentgrpo.files import looks_like_path
 
 
@@ -33,13 +34,7 @@ def hub_rows(
         ValueError: `datasets` is not installed or too old, or it cannot read this; names it.
         OSError: neither the hub nor the cache has it.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(
-            f"{name!r} is no file here, and reading a dataset of a hub needs the package "
-            "'datasets'; remedy: pip install 'agentgrpo[parquet]'"
-        ) from None
+    datasets = needed("datasets", f"{name!r} is no file here, and of a hub it is read by datasets")
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ValueError(
             f"{name!r} is no file here, and the package 'datasets' {datasets.__version__} would "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from agentgrpo.config import DataConfig
 from agentgrpo.config.read import did_you_mean
@@ -17,6 +17,7 @@ from agentgrpo.data.hub import is_from_hub
 from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Environment
 from agentgrpo.types import Task
+from agentgrpo.usercode import WrongResult, calling
 
 NAMES = ("word_problems", "env", "split")
 
@@ -98,8 +99,16 @@ def _rows(
         raise type(error)(f"data.{key}: {error}") from None
     begin = getattr(env, "begin", None)
     if begin is not None:
-        read.rows = [begin(task) for task in read.rows]
+        read.rows = [_begun(begin, task) for task in read.rows]
     return read
+
+
+def _begun(begin: Callable[[Task], Any], task: Task) -> Task:
+    with calling(begin, task=task.id):
+        made = begin(task)
+        if not isinstance(made, Task):
+            raise WrongResult(f"expected a Task, got {made!r:.80}")
+    return made
 
 
 def _of_env(env: Environment | None, split: str) -> Sequence[Task]:
@@ -109,5 +118,13 @@ def _of_env(env: Environment | None, split: str) -> Sequence[Task]:
             f"data.{split}: 'env', but the environment ({type(env).__name__}) has no tasks of its "
             "own; name a file"
         )
-    tasks: Sequence[Task] = give(split)
+    with calling(give):
+        given = give(split)
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise WrongResult(f"expected tasks, got {given!r:.80}")
+        tasks = [*given]
+        wrong = [task for task in tasks if not isinstance(task, Task)]
+        if wrong or not tasks:
+            got = f"{wrong[0]!r:.80} among them" if wrong else "none"
+            raise WrongResult(f"expected tasks for {split!r}, got {got}")
     return tasks

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.read import load_callable
 from agentgrpo.config.recipe import EndpointConfig
+from agentgrpo.extras import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
 
@@ -330,10 +331,11 @@ def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
     """The endpoint that a config describes, if it needs no engine.
 
     Raises:
-        ValueError: there is no such function; or it is of kind "engine".
+        ValueError: there is no such function; it is of kind "engine"; or openai is not installed.
     """
     if config.kind == "script":
         return ScriptedEndpoint(load_callable(config.function, key=f"endpoints.{name}.function"))
     if config.kind == "http":
+        require("openai", f"endpoints.{name}.kind = 'http'")
         return HttpEndpoint(config)
     raise ValueError(f"endpoints.{name}: an engine is needed, and there is none here")

@@ -42,6 +42,7 @@ from vllm.v1.request import RequestStatus
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
+from agentgrpo.kernels.products import linear
 from agentgrpo.machine.hardware import memory_bytes
 from agentgrpo.machine.memory import OutOfMemory, explained
 from agentgrpo.models.kinds import kinds_of
@@ -208,7 +209,7 @@ def to_sample(config: EngineConfig) -> str:
 
 def use_plain_weight(layer: torch.nn.Module) -> None:
     """Let a linear layer multiply by its own tensor, which may change."""
-    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+    layer.cpu_linear = linear  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from agentgrpo.actions import Action, Observation
 from agentgrpo.types import Task
-
-
-def needed(package: str) -> Any:
-    """A package that an environment cannot do without.
-
-    Raises:
-        ValueError: it is not installed, or does not import; names it.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        name = package.replace("_", "-")
-        raise ValueError(f"the package {name} is needed: {error}") from error
 
 
 class Episode(Protocol):

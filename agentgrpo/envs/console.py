@@ -11,12 +11,13 @@ import ast
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.envs.base import Episode
-from agentgrpo.envs.python import RESTARTED, the_machines_fault
+from agentgrpo.envs.python import RESTARTED, Used, the_machines_fault
 from agentgrpo.sandbox import Console as Terminal
-from agentgrpo.sandbox import SandboxPool, Session, StepResult, StepStatus
+from agentgrpo.sandbox import HostTools, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import Task
 
 OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
@@ -36,6 +37,7 @@ class ConsoleEnv:
         line_rewards: what a line is worth by its outcome: ok, error (an exception), syntax (a
             syntax error), timeout, died (the interpreter ended). Outcomes left out are worth
             nothing and leave no record.
+        host_tools: functions of this process that the code may call (sandbox.host_tools).
 
     Raises:
         ValueError: there is no such outcome, or a reward is not a number.
@@ -49,6 +51,7 @@ class ConsoleEnv:
         timeout_s: float,
         *,
         line_rewards: Mapping[str, float] | None = None,
+        host_tools: HostTools | None = None,
     ) -> None:
         for outcome, value in (line_rewards or {}).items():
             if outcome not in OUTCOMES:
@@ -56,6 +59,7 @@ class ConsoleEnv:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"line_rewards.{outcome}: expected a number, got {value!r}")
         self.pool, self.timeout_s = pool, timeout_s
+        self.host_tools = host_tools
         self.line_rewards = dict(line_rewards or {})
 
     def reset(self, task: Task) -> ConsoleEpisode:
@@ -71,6 +75,11 @@ class ConsoleEpisode(Episode):
         self._terminal: Terminal | None = None
         self._session: Session | None = None
         self._statement: list[str] = []
+        self._used = Used(env.host_tools)
+
+    def recall(self, memory: Any) -> None:
+        """The next step repeats one of another episode, which had this memory of it."""
+        self._used.recall(memory)
 
     def step(self, action: Action) -> Observation:
         """Type one line; what is shown ends with the next prompt."""
@@ -83,10 +92,11 @@ class ConsoleEpisode(Episode):
             raise InfrastructureError(typed.step.detail)
         self._statement.append(action.code)
         outcome = outcome_of(typed.step)
-        rewards, counts = {}, {f"lines_{outcome}": 1.0}
+        rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used.counts(typed.step)}
         if outcome in self._env.line_rewards:
             rewards["line"] = self._env.line_rewards[outcome]
         told = Observation(typed.shown + terminal.prompt, rewards=rewards, counts=counts)
+        told = replace(told, memory=typed.step.host_calls or None)
         if typed.step.more:
             return told
         statement, self._statement = "\n".join(self._statement), []
@@ -110,7 +120,7 @@ class ConsoleEpisode(Episode):
         return shown.rstrip("\n")
 
     def _start(self) -> Terminal:
-        self._session = session = self._env.pool.acquire()
+        self._session = session = self._used.begin(self._env.pool)
         defined = session.step(_DEFINE)
         if defined.status is not StepStatus.OK:
             raise InfrastructureError(f"a fresh session did not start: {defined.detail}")

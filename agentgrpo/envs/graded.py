@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
@@ -80,14 +80,20 @@ class UnitTestEnv(PythonEnv):
         pool: where the policy's own code runs.
         timeout_s: of one of its steps.
         test_timeout_s: wall-clock seconds of all tests of an answer.
+        host_tools: as for PythonEnv; tests have none.
     """
 
     judges = True
 
     def __init__(
-        self, pool: SandboxPool, timeout_s: float, *, test_timeout_s: float = 10.0
+        self,
+        pool: SandboxPool,
+        timeout_s: float,
+        *,
+        test_timeout_s: float = 10.0,
+        host_tools: HostTools | None = None,
     ) -> None:
-        super().__init__(pool, timeout_s)
+        super().__init__(pool, timeout_s, host_tools=host_tools)
         if not test_timeout_s > 0:
             raise ValueError(f"test_timeout_s: expected more than 0, got {test_timeout_s}")
         self.test_timeout_s = test_timeout_s

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
-from agentgrpo.envs.base import Episode, needed
+from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import Tool, calls_of
+from agentgrpo.extras import needed
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_000
@@ -65,7 +66,7 @@ class GymnasiumEnv:
 
     def make(self) -> Any:
         """A new world of its own."""
-        gymnasium = needed("gymnasium")
+        gymnasium = needed("gymnasium", "env.kind = 'gymnasium'")
         given = {**self._kwargs}
         try:
             spec = gymnasium.spec(self._id)

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, Schema, ToolCall
-from agentgrpo.envs.base import AsyncEpisode, needed
+from agentgrpo.envs.base import AsyncEpisode
 from agentgrpo.envs.tools import Answer, calls_of, observed, tool_schema, unknown_tool
+from agentgrpo.extras import needed
 from agentgrpo.types import Task
 
 
@@ -43,7 +44,7 @@ class McpEnv:
         call_timeout_s: float = 30.0,
     ) -> None:
         given = dict(env) if env is not None else None
-        self.parameters = needed("mcp").StdioServerParameters(
+        self.parameters = needed("mcp", "env.kind = 'mcp'").StdioServerParameters(
             command=command, args=list(args), env=given
         )
         self.timeout_s = call_timeout_s

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.envs.base import Episode
-from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool, Session
+from agentgrpo.sandbox import (
+    HostCall,
+    HostTools,
+    SandboxException,
+    SandboxInfraError,
+    SandboxPool,
+    Session,
+)
 from agentgrpo.sandbox.contexts import command_of, start_context
 from agentgrpo.sandbox.history import ReplayDiverged
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
@@ -31,6 +38,55 @@ def the_machines_fault() -> Iterator[None]:
         raise InfrastructureError(str(error)) from error
 
 
+class Used:
+    """What a rollout uses of the sandbox: sessions, one after another, and functions of the host.
+
+    Args:
+        host_tools: that its code may call; None: none.
+    """
+
+    def __init__(self, host_tools: HostTools | None) -> None:
+        self._host = None if host_tools is None else host_tools.begin()
+        self._session: Session | None = None
+        self._cpu = 0.0
+
+    def begin(self, pool: SandboxPool) -> Session:
+        """A session of the pool. Raises what acquire() does."""
+        session = pool.acquire(host=self._host)
+        self.has(session)
+        return session
+
+    def has(self, session: Session) -> None:
+        """The rollout's session is from now on this one."""
+        self._session, self._host, self._cpu = session, session.host, session.cpu_seconds()
+
+    def recall(self, calls: tuple[HostCall, ...] | None) -> None:
+        """The next step is told these answers of the host; no function runs."""
+        if self._host is not None:
+            self._host.recall(calls or ())
+
+    def counts(self, result: StepResult) -> dict[str, float]:
+        """What a step has used, by the names of Rollout.stats (docs/rollouts.md)."""
+        assert self._session is not None
+        before, self._cpu = self._cpu, self._session.cpu_seconds()
+        calls = result.host_calls
+        size = result.stdout_bytes + result.stderr_bytes + sum(call.size for call in calls)
+        counts = {
+            "sandbox_wall_s": result.wall_s,
+            "sandbox_cpu_s": max(result.cpu_s, self._cpu - before),
+            "sandbox_bytes": float(size),
+        }
+        if self._host is None:
+            return counts
+        self._host.recall(None)
+        failed = sum(call.kind == "raised" for call in calls) + result.host_refused
+        return counts | {
+            "host_calls": float(len(calls)),
+            "host_errors": float(failed),
+            "host_s": sum(call.seconds for call in calls),
+        }
+
+
 class PythonEnv:
     """Episodes whose actions are code steps, in Python, bash or Node.js.
 
@@ -42,6 +98,7 @@ class PythonEnv:
         style: "terminal": what a person at a terminal would have seen. "labelled": one line
             `stdout:`, `stderr:`, `value:`, `error:` or `timeout:` before each part.
         max_chars: of each part; a longer one keeps its head and its tail.
+        host_tools: functions of this process that the code may call (sandbox.host_tools).
 
     Raises:
         ValueError: an argument is out of range; names it.
@@ -57,12 +114,13 @@ class PythonEnv:
         stateless: bool = False,
         style: Style = "terminal",
         max_chars: int = 20_000,
+        host_tools: HostTools | None = None,
     ) -> None:
         if style not in ("terminal", "labelled"):
             raise ValueError(f"style: expected 'terminal' or 'labelled', got {style!r}")
         if not isinstance(max_chars, int) or max_chars < 2:
             raise ValueError(f"max_chars: expected a number of at least 2, got {max_chars!r}")
-        self.pool, self.timeout_s = pool, timeout_s
+        self.pool, self.timeout_s, self.host_tools = pool, timeout_s, host_tools
         self.stateless, self.style, self.max_chars = stateless, style, max_chars
 
     def require_language(self, language: str) -> None:
@@ -88,6 +146,11 @@ class PythonEpisode(Episode):
         self._env, self._task, self._spec = env, task, task.spec
         self._session: Session | None = None
         self._contexts: dict[str, Session] = {}
+        self._used = Used(env.host_tools)
+
+    def recall(self, memory: Any) -> None:
+        """The next step repeats one of another episode, which had this memory of it."""
+        self._used.recall(memory)
 
     def step(self, action: Action) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told so."""
@@ -100,6 +163,7 @@ class PythonEpisode(Episode):
             result = self._run(action)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
+        counts = self._used.counts(result)
         text = render(result, style=self._env.style, max_chars=self._env.max_chars)
         if result.state_lost and not self._env.stateless:
             text += f"\n{RESTARTED}"
@@ -107,7 +171,12 @@ class PythonEpisode(Episode):
             self.close()
         elif result.state_lost:
             self._contexts.pop(action.language).close()
-        return Observation(text, failed=result.status != "ok")
+        return Observation(
+            text,
+            failed=result.status != "ok",
+            counts=counts,
+            memory=result.host_calls or None,
+        )
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`files`: 1.0 if all expected files of the task's spec are there as they should be."""
@@ -136,7 +205,7 @@ class PythonEpisode(Episode):
     def _run(self, action: RunCode) -> StepResult:
         if self._session is None:
             with the_machines_fault():
-                self._session = self._env.pool.acquire()
+                self._session = self._used.begin(self._env.pool)
                 self._upload(self._session, self._spec.get("files", {}))
         try:
             session = self._interpreter(self._session, action.language)
@@ -175,6 +244,7 @@ class PythonEpisode(Episode):
             if self._contexts or self._task.spec.get("files"):
                 raise ReplayDiverged("files that were uploaded and other languages do not replay")
             other._session = self._env.pool.fork(self._session)
+            other._used.has(other._session)
         return other
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.base import needed
 from agentgrpo.envs.graded import Graders, worth
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
-from agentgrpo.sandbox import SandboxPool, StepStatus
+from agentgrpo.extras import needed
+from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
@@ -35,6 +35,7 @@ class ReasoningGymEnv(PythonEnv):
         config: further arguments of reasoning_gym.create_dataset.
         seed: of the training tasks; held-out ones have another.
         verify_timeout_s: wall-clock seconds of judging an answer; one that takes longer is wrong.
+        host_tools: as for PythonEnv.
 
     Raises:
         ValueError: there is no such dataset, its arguments are wrong, or the package is missing.
@@ -52,9 +53,10 @@ class ReasoningGymEnv(PythonEnv):
         config: Mapping[str, Any] | None = None,
         seed: int = 0,
         verify_timeout_s: float = 10.0,
+        host_tools: HostTools | None = None,
     ) -> None:
-        super().__init__(pool, timeout_s)
-        reasoning_gym = needed("reasoning_gym")
+        super().__init__(pool, timeout_s, host_tools=host_tools)
+        reasoning_gym = needed("reasoning_gym", "env.kind = 'reasoning_gym'")
         if not verify_timeout_s > 0:
             raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
         self._name, self._timeout_s = dataset, verify_timeout_s

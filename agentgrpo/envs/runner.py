@@ -1,20 +1,45 @@
 """Where episodes run: blocking ones on threads, asynchronous ones on one event loop.
 
 The loop is the process's: clients that outlive an episode, as a judge's, keep their connections.
+
+However an episode is written, its calls have one limit. One that takes longer, and one whose
+network fails (TimeoutError, ConnectionError), is an InfrastructureError: its rollout is played
+again or leaves its group. A coroutine is then cancelled. A thread cannot be: it is left to itself,
+another may begin in its place, and should it come back its episode is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Self
 
-from agentgrpo.actions import Action, Observation
-from agentgrpo.envs.base import AnyEpisode
+from agentgrpo.actions import (
+    Action,
+    InfrastructureError,
+    Observation,
+    checked_observation,
+    checked_rewards,
+)
+from agentgrpo.envs.base import AnyEpisode, Episode
+from agentgrpo.usercode import (
+    UserCodeError,
+    WrongResult,
+    calling,
+    end,
+    event_loop,
+    name_of,
+    said_of,
+)
+
+HEARD_S = 5.0
+Of = tuple[str | None, int | None]
+"""The id of a task, and the place of a rollout in its group."""
 
 
 class EpisodeRunner:
@@ -23,36 +48,59 @@ class EpisodeRunner:
     Args:
         max_threads: blocking steps that may run at once; others wait their turn. Coroutines have
             no such limit.
+        limit_s: seconds that one call of an episode may take; None: any.
     """
 
-    def __init__(self, max_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(max_threads, "episode")
+    def __init__(self, max_threads: int, limit_s: float | None = None) -> None:
+        self._places = threading.Semaphore(max_threads)
+        self._limit_s = limit_s
 
-    def step(self, episode: AnyEpisode, action: Action) -> Future[Observation]:
-        """Begin a step."""
-        return self._start(episode.step, action)
+    def step(self, episode: AnyEpisode, action: Action, of: Of = (None, None)) -> Future[Any]:
+        """Begin a step; gives its Observation."""
+        return self._start(episode, of, episode.step, action, read=checked_observation)
 
-    def replay(self, episode: AnyEpisode, actions: Sequence[Action]) -> Future[list[Observation]]:
-        """Begin to carry out actions one after another, as they were in another episode."""
+    def replay(
+        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]], of: Of = (None, None)
+    ) -> Future[list[Observation]]:
+        """Begin to carry out actions one after another, as they were in another episode.
+
+        Args:
+            episode: a fresh one. With a method recall() it is first told what comes with an action.
+            actions: each with the memory of its observation.
+            of: task and rollout.
+        """
         run = _replay_async if _is_async(episode.step) else _replay
-        return self._start(run, episode, actions)
+        return self._start(
+            episode, of, run, episode, actions, called=episode.step,
+            read=lambda told: [checked_observation(one) for one in told],
+        )  # fmt: skip
 
-    def finish(self, episode: AnyEpisode, answer: str | None) -> Future[Mapping[str, float]]:
+    def finish(
+        self, episode: AnyEpisode, answer: str | None, of: Of = (None, None)
+    ) -> Future[Mapping[str, float]]:
         """Begin the end of an episode: its rewards, then, whatever their outcome, its closing."""
         waits = _is_async(episode.finish) or _is_async(episode.close)
         run = _finish_async if waits else _finish
-        return self._start(run, episode, answer)
+        return self._start(
+            episode, of, run, episode, answer, called=episode.finish, read=checked_rewards
+        )
 
-    def close(self, episode: AnyEpisode) -> Future[None]:
+    def close(self, episode: AnyEpisode, of: Of = (None, None)) -> Future[None]:
         """Begin to close an episode that did not come to its end."""
-        return self._start(episode.close)
+        return self._start(episode, of, episode.close)
 
-    def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        if not _is_async(function):
-            return self._threads.submit(function, *args)
+    def _start(
+        self, episode: AnyEpisode, of: Of, function: Callable[..., Any], *args: Any,
+        called: Any = None, read: Callable[[Any], Any] = lambda result: result,
+    ) -> Future[Any]:  # fmt: skip
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # a coroutine has begun: it cannot be taken back
-        asyncio.run_coroutine_threadsafe(_settle(future, function(*args)), _event_loop())
+        work = _Work(future, episode, called or function, read, of, self._limit_s)
+        if _is_async(function):
+            future.set_running_or_notify_cancel()  # it has begun: it cannot be taken back
+            asyncio.run_coroutine_threadsafe(work.wait(function, *args), event_loop("episodes"))
+        else:
+            run = (self._places, function, *args)
+            threading.Thread(target=work.run, args=run, name="episode", daemon=True).start()
         return future
 
     def __enter__(self) -> Self:
@@ -60,27 +108,155 @@ class EpisodeRunner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for what has begun, then stop the threads."""
-        self._threads.shutdown()
+        """Nothing: who has begun something waits for it."""
 
 
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="episodes", daemon=True).start()
-    return loop
+class _Nothing(Episode):
+    """In place of an episode that is not made yet."""
+
+    def step(self, action: Action) -> Observation:
+        raise TypeError("there is no episode")
+
+
+NOTHING = _Nothing()
+
+
+def checked_episode(made: Any) -> AnyEpisode:
+    """What reset() returned.
+
+    Raises:
+        WrongResult: it is no episode.
+    """
+    if not all(callable(getattr(made, name, None)) for name in ("step", "finish", "close")):
+        raise WrongResult(f"expected an episode: step(), finish(), close(), got {made!r:.80}")
+    return made  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def networks_fault(called: Any) -> Iterator[None]:
+    """A TimeoutError or ConnectionError that an environment raises is an InfrastructureError."""
+    try:
+        yield
+    except UserCodeError as error:
+        if isinstance(error.__cause__, TimeoutError | ConnectionError):
+            raise InfrastructureError(str(error)) from error
+        raise
+    except (TimeoutError, ConnectionError) as error:  # of a shipped one
+        raise InfrastructureError(f"{name_of(called)} {said_of(error)}") from error
+
+
+class Abandoned(InfrastructureError):
+    """A call has not come back. Who has it closes the episode, should it ever come back."""
+
+
+class _Work:
+    """One call of an episode's.
+
+    Args:
+        future: told its outcome, once.
+        episode: whose.
+        called: what is called, of the user's.
+        read: checks what it gives.
+        of: whose it is.
+        limit_s: as of EpisodeRunner.
+    """
+
+    def __init__(
+        self, future: Future[Any], episode: AnyEpisode, called: Any, read: Callable[[Any], Any],
+        of: Of, limit_s: float | None,
+    ) -> None:  # fmt: skip
+        self._future, self._episode, self._called = future, episode, called
+        self._read = read
+        self._of, self._limit_s = of, limit_s
+        self._lock = threading.Lock()
+        self._leave: Callable[[], bool] = lambda: True
+
+    def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function, on a thread of its own."""
+        places.acquire()
+        self._leave = lambda: not places.release()  # type: ignore[func-returns-value]
+        if not self._future.set_running_or_notify_cancel():
+            places.release()
+            return
+        error = result = None
+        try:
+            with self._named():
+                result = self._read(function(*args))
+        except BaseException as raised:
+            error = raised
+        if self._end(result, error):
+            places.release()
+        elif function not in (_finish, self._episode.close):
+            self._episode.close()
+
+    async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
+        """Await a coroutine of this function."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        self._leave = partial(_cancel, loop, task)
+        error = result = None
+        try:
+            with self._named(task.get_coro()):
+                result = self._read(await function(*args))
+        except BaseException as raised:
+            error = raised
+        if not self._end(result, error) and function not in (_finish_async, self._episode.close):
+            await settled(self._episode.close())
+
+    @contextlib.contextmanager
+    def _named(self, coroutine: Any = None) -> Iterator[None]:
+        task, rollout = self._of
+        with (
+            networks_fault(self._called),
+            calling(
+                self._called, task=task, rollout=rollout, limit_s=self._limit_s, late=self._late,
+                coroutine=coroutine,
+            ),
+        ):  # fmt: skip
+            yield
+
+    def _late(self, said: str) -> None:
+        if self._end(None, Abandoned(said)) and not self._leave():
+            end(f"{said}: it keeps the event loop from all others")
+
+    def _end(self, result: Any, error: BaseException | None) -> bool:
+        """Tell the future, if it has not been told."""
+        with self._lock:
+            if self._future.done():
+                return False
+            if error is None:
+                self._future.set_result(result)
+            else:
+                self._future.set_exception(error)
+            return True
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> bool:
+    """Whether the loop has heard of it: a coroutine that does not await lets nothing else run."""
+    heard: Future[None] = Future()
+    loop.call_soon_threadsafe(task.cancel)
+    loop.call_soon_threadsafe(heard.set_result, None)
+    return bool(wait([heard], timeout=HEARD_S).done)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function)
 
 
-def _replay(episode: Any, actions: Sequence[Action]) -> list[Observation]:
-    return [episode.step(action) for action in actions]
+def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[Action]:
+    recall = getattr(episode, "recall", None)
+    for action, memory in actions:
+        if recall is not None:
+            recall(memory)
+        yield action
 
 
-async def _replay_async(episode: Any, actions: Sequence[Action]) -> list[Observation]:
-    return [await episode.step(action) for action in actions]
+def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+    return [episode.step(action) for action in _recalled(episode, actions)]
+
+
+async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+    return [await episode.step(action) for action in _recalled(episode, actions)]
 
 
 def _finish(episode: Any, answer: str | None) -> Any:
@@ -100,10 +276,3 @@ async def _finish_async(episode: Any, answer: str | None) -> Any:
 async def settled(value: Any) -> Any:
     """The value, awaited if need be: of an episode only some methods may be coroutines."""
     return await value if inspect.isawaitable(value) else value
-
-
-async def _settle(future: Future[Any], work: Awaitable[Any]) -> None:
-    try:
-        future.set_result(await work)
-    except BaseException as error:
-        future.set_exception(error)

@@ -6,12 +6,13 @@ What a call beyond a limit is told says so; nothing is made up in the policy's n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from agentgrpo.actions import Action, CallTools, Observation, RunCode
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.envs.search import Corpus, SearchEnv
 from agentgrpo.envs.tools import ToolEpisode
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.types import Task
 
 
@@ -27,6 +28,7 @@ class TaggedEnv:
         max_calls: both together.
         top_k: results of a search.
         max_chars: of a result's text.
+        host_tools: as for PythonEnv.
 
     Raises:
         FileNotFoundError, ValueError: as SearchEnv; or a limit is negative.
@@ -45,13 +47,14 @@ class TaggedEnv:
         max_calls: int = 6,
         top_k: int = 3,
         max_chars: int = 500,
+        host_tools: HostTools | None = None,
     ) -> None:
         limits = {"python": max_python, "search": max_search, "calls": max_calls}
         for name, limit in limits.items():
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
                 raise ValueError(f"max_{name}: expected a number of at least 0, got {limit!r}")
         self.limits = limits
-        self._python = PythonEnv(pool, timeout_s)
+        self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
         self._search = (
             None if corpus is None else SearchEnv(corpus, top_k=top_k, max_chars=max_chars)
         )
@@ -70,6 +73,10 @@ class TaggedEpisode:
     ) -> None:
         self._python, self._search, self._limits = python, search, limits
         self._used = {"python": 0, "search": 0}
+
+    def recall(self, memory: Any) -> None:
+        """As PythonEpisode's."""
+        self._python.recall(memory)
 
     def step(self, action: Action) -> Observation:
         """Run code (the value of its last expression is shown) or search, within the limits."""

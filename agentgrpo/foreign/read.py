@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.extras import needed
+from agentgrpo.files import opened, read_json
 from agentgrpo.foreign.trajectory import (
     Call,
     Origin,
@@ -75,10 +77,7 @@ def _read_file(path: Path) -> tuple[str, list[Trajectory]]:
         return "TRL's completions", [*_each(path, _parquet_rows(path), _of_trl)]
     rows: list[tuple[int, Any]]
     if path.suffix == ".json":
-        try:
-            rows = [(1, json.loads(path.read_text()))]
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from None
+        rows = [(1, read_json(path))]
     else:
         rows = list(numbered_rows(path, growing=True))
     if not rows:
@@ -120,9 +119,9 @@ def _conversation(prompt: Any, completion: Any) -> list[Piece]:
 
 
 def _parquet_rows(path: Path) -> list[tuple[int, Row]]:
-    from pyarrow import parquet  # type: ignore[import-untyped,unused-ignore]
-
-    table = parquet.read_table(path)
+    parquet = needed("pyarrow.parquet", str(path))
+    with opened(path):
+        table = parquet.read_table(path)
     if lacks := TRL_COLUMNS - set(table.column_names):
         raise ValueError(f"{path}: not TRL's completions: no column {', '.join(sorted(lacks))}")
     return list(enumerate(table.to_pylist(), start=1))

@@ -3,8 +3,9 @@
 A batch is one row of tokens in depth-first order; token q sees token k if and only if
 k <= q < tout[k]. What runs:
 
-* CPU: scaled_dot_product_attention per run of tokens without a branch, over the keys on its path
-  from the root: no T x T mask, and no work on what a token does not see.
+* CPU: scaled_dot_product_attention's kernels per run of tokens without a branch, for the queries
+  that see it: no T x T mask, and no work on what a token does not see. Layers with a sliding
+  window or a soft cap: for the queries of each run, over the keys on its path from the root.
 * CUDA: FlexAttention (flex.py) with a BlockMask made from the intervals (flex_blocks of
   packing.py); where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit
   numbers.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
@@ -75,6 +77,17 @@ def runs_of(tout_T: Int32) -> list[Run]:
     return runs
 
 
+class _Block(NamedTuple):
+    """Keys of one run, and queries that see them."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    """The queries are the run itself; otherwise what is below it, which sees all of it."""
+    first: bool
+    """Nothing was seen by the queries before."""
+
+
 class Tree:
     """What the attention layers of one forward pass must know of a batch.
 
@@ -99,6 +112,17 @@ class Tree:
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
+    @functools.cached_property
+    def blocks(self) -> list[_Block]:
+        """Which queries see which keys, in products that need no mask; ancestors first."""
+        blocks = []
+        for run in self.runs:
+            keys, end = slice(run.start, run.end), int(self.tout_T[run.start])
+            blocks.append(_Block(keys, keys, causal=True, first=not run.path))
+            if end > run.end:
+                blocks.append(_Block(slice(run.end, end), keys, causal=False, first=not run.path))
+        return blocks
+
     @property
     def shared(self) -> bool:
         """Whether any token is on the path of two runs; otherwise runs are whole sequences."""
@@ -122,10 +146,15 @@ class Tree:
             self._masks[key] = seen if window is None else seen & (query - at < window)
         return self._masks[key]
 
+    def cutting(self, window: int | None) -> int | None:
+        """A layer's window; None where it leaves nothing out."""
+        if window is not None and window > int(self.positions_T.max()):
+            return None
+        return window
+
     def block_mask(self, window: int | None) -> BlockMask:
         """The mask for FlexAttention."""
-        if window is not None and window > int(self.positions_T.max()):
-            window = None
+        window = self.cutting(window)
         if window not in self._block_masks:
             blocks = flex_blocks(
                 self.tout_T, flex.BLOCK, positions_T=self.positions_T, window=window
@@ -200,6 +229,10 @@ def tree_attention(
         raise ValueError(f"attention dropout must be 0, got {dropout}")
     if query.is_cuda:
         return _on_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
+    whole = tree.cutting(sliding_window) is None and softcap is None
+    if whole and key.shape[-1] == value.shape[-1]:
+        attended = _TreeAttention.apply(query, key, value, tree.blocks, scaling)  # type: ignore[no-untyped-call]
+        return attended, None
     key, value = _expanded(query, key, value)
     outputs = []
     # a run at a time: a T x T mask of a packed step would outgrow the activations
@@ -212,6 +245,76 @@ def tree_attention(
         part = query[:, :, run.start : run.end]
         outputs.append(_attend(part, keys, values, mask, scaling, softcap))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention without windows and soft caps on a CPU, by runs of keys and not of queries.
+
+    The tokens of a run are seen by those of its subtree, which lie behind it: two products of
+    slices, one causal and one full, without a mask, a copy or a path put together. Softmaxes of a
+    token's runs are merged by their sums. The backward pass takes each product with the whole
+    softmax's sum (as ring attention does, arXiv:2310.01889), and writes each gradient in its place:
+    autograd would fill a whole tensor with zeros for each slice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[_Block],
+        scaling: float | None,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = _by_group(query, key, value)
+        # [1, T, Hq, D] as is returned, and the groups' view of it; merging in 16 bit would round
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3], dtype=wide)
+        o = out[0].unflatten(1, q.shape[:2]).permute(1, 2, 0, 3)
+        lse = o.new_empty(o.shape[:3])
+        for queries, keys, causal, first in blocks:
+            part, sums = _FORWARD(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, causal, scale=scaling
+            )
+            if first:
+                o[:, :, queries], lse[:, :, queries] = part, sums
+                continue
+            here, so_far = o[:, :, queries], lse[:, :, queries]
+            here.lerp_(part.to(wide), torch.sigmoid(sums - so_far)[..., None])
+            torch.logaddexp(so_far, sums, out=so_far)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.blocks, ctx.scaling = blocks, scaling
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        q, k, v = _by_group(query, key, value)
+        o, g = (x[0].unflatten(1, q.shape[:2]).permute(1, 2, 0, 3) for x in (out, grad))
+        dq = torch.empty_like(q)
+        dk, dv = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v))
+        for queries, keys, causal, first in ctx.blocks:
+            q_part, k_part, v_part = _BACKWARD(
+                g[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys],
+                o[:, :, queries], lse[:, :, queries], 0.0, causal, scale=ctx.scaling,
+            )  # fmt: skip
+            if first:
+                dq[:, :, queries] = q_part
+            else:
+                dq[:, :, queries] += q_part
+            dk[:, :, keys] += k_part.sum(1, keepdim=True)
+            dv[:, :, keys] += v_part.sum(1, keepdim=True)
+        return dq.reshape(query.shape), dk.reshape(key.shape), dv.reshape(value.shape), None, None
+
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [Hkv, groups, T, D]: keys and values are not repeated for the queries of a group."""
+    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    q = query[0].unflatten(0, (heads, groups))
+    k, v = (x[0][:, None].expand(-1, groups, -1, -1) for x in (key, value))
+    return q, k, v
 
 
 def _attend(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
+from agentgrpo.extras import needed
 from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 
@@ -34,10 +35,7 @@ class Adapter:
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
-        try:
-            import peft
-        except ImportError as error:
-            raise ValueError(f"learner.lora needs the package peft: {error}") from error
+        peft = needed("peft", "learner.lora.rank")
         _require_layers(model, config.target_modules)
         model.requires_grad_(False)
         if saved is not None:

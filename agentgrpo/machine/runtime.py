@@ -51,4 +51,6 @@ def prepare_environment() -> None:
     gc.set_threshold(50_000)
     # what vLLM says about its own imports, before it has set its logging up
     logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
+    if not hardware.has_nvidia_gpu():  # a CUDA build of torch beside a CUDA toolkit says so
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")

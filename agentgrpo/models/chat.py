@@ -7,7 +7,9 @@ appended. So the engine, the learner and the records all hold the same ids, what
 would make of their text. What a message says is always text: it cannot end a turn or begin one.
 
 Templates rewrite history (they drop thoughts, move system prompts, add default ones), so nothing
-is learned from the history: messages are rendered behind a stand-in for the sampled turn.
+is learned from the history: messages are rendered behind a stand-in for the sampled turn. Some
+write a message by what was before it (Command R7B numbers all calls of a conversation): there, the
+history's roles and calls, without its words, are before that stand-in too.
 
 What ends a turn is learned from the template too, for turns of text and of calls apart. Most close
 a turn: its closer is the last control token of what they put behind it both at the end of a
@@ -22,6 +24,7 @@ import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import jinja2
@@ -32,6 +35,10 @@ from agentgrpo.types import Int32
 Message = Mapping[str, Any]
 _MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
 _USER = {"role": "user", "content": "x"}
+CHARACTERS = 8
+"""Of an end that is encoded, for each token that may be kept; more, where tokens are longer."""
+_LATER = (["user"], ["tool"], ["tool", "tool"])
+_PASTS = (["system", "user"], ["user", "assistant", "tool", "tool"], ["user", "assistant", "user"])
 
 Keep = Literal["ends", "head", "tail"]
 Form = Literal["object", "string", "text"]
@@ -80,6 +87,7 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._encoder = TextEncoder(tokenizer)
         self._inner: frozenset[str] = frozenset()
+        self._eos_ids = {*eos_token_ids, tokenizer.eos_token_id}
         plain = self._ending("text", _turn(_MARK))
         self._inner = self._within_turns() - {plain.final or plain.closer}
         self._endings = {
@@ -100,6 +108,7 @@ class ChatTemplate:
 
         self._shown_roles: set[tuple[str, ...]] = set()
         self.require_roles(["user"])
+        self._looks_back = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
 
     def require_roles(self, roles: Sequence[str]) -> None:
         """Check that messages of these roles, in this order, can follow an assistant turn.
@@ -145,8 +154,9 @@ class ChatTemplate:
         return self._encoder.encode(text + begun, mark)
 
     def observation_ids(
-        self, messages: Sequence[Message], *, last_id: int | None, tools: bool = False
-    ) -> Int32:
+        self, messages: Sequence[Message], *, last_id: int | None, tools: bool = False,
+        roles: Sequence[str] = (),
+    ) -> Int32:  # fmt: skip
         """The tokens between a sampled turn and the next one: messages, and the generation prompt.
 
         Tool messages follow a turn that called tools, one call for each, with the message's `name`
@@ -160,15 +170,17 @@ class ChatTemplate:
                 a budget or a stop string ended it, or a token that opens another role's message.
                 None: of the last kind.
             tools: the prompt shows tools. They are not shown again.
+            roles: those of all messages before the turn, for templates that look at them.
 
         Raises:
             ValueError: the template refuses the messages; the message has its reason.
         """
-        roles = [message["role"] for message in messages]
-        if tuple(roles) not in self._shown_roles:
-            self.require_roles(roles)
+        told = [message["role"] for message in messages]
+        if tuple(told) not in self._shown_roles:
+            self.require_roles(told)
         (said,), mark = self._encoder.shield(_numbered(messages))
-        _, before, text = self._after_turn(said, last_id, tools=tools)
+        past = roles if self._looks_back else ()
+        _, before, text = self._after_turn(said, last_id, tools=tools, roles=past)
         return self._encoder.encode_behind(text, mark, before)
 
     def closing_id(self, messages: Sequence[Message]) -> int:
@@ -195,25 +207,49 @@ class ChatTemplate:
         """Text of at most max_tokens: its head and tail, or the one of them; the cut is marked.
 
         Where the mark would take more than half of it, there is none, and of both ends the head.
+        Of a text that is longer than so many tokens can be, no more is encoded than its ends, and
+        the mark counts what is cut in characters.
         """
-        total = len(self.text_ids(text))
-        if total <= max_tokens:
+        near = self._near(text, max_tokens)
+        whole = near is None
+        total = len(self.text_ids(text)) if whole else len(text)
+        if whole and total <= max_tokens:
             return text
-        starts, ends = zip(*self._encoder.offsets(text), strict=True)
-        note = f" ... [{total - max_tokens} tokens cut] ... "
-        room = max_tokens - len(self.text_ids(note))
+        ends = [end for _, end in self._encoder.offsets(text[:near])]
+        tail_text = text if near is None else text[-near:]
+        starts = [start - len(tail_text) for start, _ in self._encoder.offsets(tail_text)]
+
+        def joined(room: int, tail: int, *, marked: bool) -> str:
+            head = text[: ends[room - tail - 1]] if room > tail else ""
+            last = text[starts[-tail] :] if tail else ""
+            left, unit = (room, "tokens") if whole else (len(head) + len(last), "characters")
+            note = f" ... [{total - left} {unit} cut] ... " if marked else ""
+            return head + note + last
+
+        room = max_tokens - len(self.text_ids(joined(0, 0, marked=True)))
         marked = 2 * room >= max_tokens
-        room = min(room if marked else max_tokens, len(ends))
+        room = min(room if marked else max_tokens, len(ends), len(starts))
         while room > 0:
             tail = room if keep == "tail" else room // 2 if keep == "ends" and marked else 0
-            note = f" ... [{total - room} tokens cut] ... " if marked else ""
-            head = text[: ends[room - tail - 1]] if room > tail else ""
-            clipped = head + note + (text[starts[-tail] :] if tail else "")
+            clipped = joined(room, tail, marked=marked)
             excess = len(self.text_ids(clipped)) - max_tokens
             if excess <= 0:
                 return clipped
             room -= excess
         return ""
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text is surely longer than so many tokens: no more than its head is encoded."""
+        return self._near(text, max_tokens) is not None
+
+    def _near(self, text: str, max_tokens: int) -> int | None:
+        """How many characters of either end have more than max_tokens; None: both ends meet."""
+        near = CHARACTERS * max_tokens + 256
+        while 2 * near < len(text):
+            if all(len(self.text_ids(t)) > max_tokens + 8 for t in (text[:near], text[-near:])):
+                return near
+            near *= 4
+        return None
 
     def decode(self, token_ids: Int32) -> str:
         """The text of a sampled turn, without the tokens that end it."""
@@ -225,23 +261,30 @@ class ChatTemplate:
     # --- behind a stand-in for the sampled turn ---
 
     def _after_turn(
-        self, messages: list[dict[str, Any]], last_id: int | None, *, tools: bool = False
-    ) -> tuple[str, str, str]:
+        self, messages: list[dict[str, Any]], last_id: int | None, *, tools: bool = False,
+        roles: Sequence[str] = (),
+    ) -> tuple[str, str, str]:  # fmt: skip
         """The token that ends a turn that these messages follow; behind what, and what is appended.
 
         The latter is a control token that the template writes there, or "".
         """
-        mark, tool, said = _MARK, "stand-in-tool", repr(messages) + str(messages)
-        while mark in said or tool in said:
-            mark, tool = mark + _MARK[0], tool + "s"
+        mark, word, said = _MARK, "stand-in-word", repr(messages) + str(messages)
+        while mark in said or word in said:
+            mark, word = mark + _MARK[0], word + "s"
         refused: dict[str, Form] = {}
         for form, turn in _turns_before(messages, mark):
-            try:
-                text = self._render([_USER, turn, *messages], _schemas(tool)[:tools], prompt=True)
-                if tools and tool in text.partition(mark)[2]:  # it would show them again
-                    text = self._render([_USER, turn, *messages], (), prompt=True)
-            except (jinja2.TemplateError, TypeError) as error:
-                refused.setdefault(str(error), form)
+            tried = [(p, t) for p in ([_past(roles, form, word)] if roles else []) + [[_USER]]
+                     for t in ([_schemas(word)] if tools else []) + [[]]]  # fmt: skip
+            for past, shown in tried:  # the first in which nothing of the stand-ins is shown again
+                try:
+                    text = self._render([*past, turn, *messages], shown, prompt=True)
+                except (jinja2.TemplateError, TypeError) as error:
+                    reason = str(error)
+                    continue
+                if word not in text.partition(mark)[2]:
+                    break
+            else:
+                refused.setdefault(reason, form)
                 continue
             after, closer = text.partition(mark)[2], self._endings[form].closer
             ends = [m for m in self._controls(after, inner=True) if m[0] == closer]
@@ -257,6 +300,15 @@ class ChatTemplate:
             (reason,) = refused
         raise ValueError(self._refusal(messages, "follow an assistant turn", reason))
 
+    def _depends_on(self, roles: Sequence[str], past: Sequence[str]) -> bool:
+        """Whether the template writes messages of these roles otherwise behind such a history."""
+        said = _numbered([{"role": role, "content": "x"} for role in roles])
+        try:
+            alone, behind = (self._after_turn(said, None, roles=r)[2] for r in ((), past))
+        except ValueError:  # it does not show them at all
+            return False
+        return alone != behind
+
     def _start(self, after: str, end: re.Match[str], form: Form, last_id: int | None) -> int:
         """Where in `after`, what follows a turn that `end` ends, begins what is appended to it."""
 
@@ -270,7 +322,7 @@ class ChatTemplate:
                 return control.end()
         head = after[: end.start()]
         if last_id is None or last_id not in self.stop_token_ids or last_id in self._opening_ids:
-            return 0 if form == "text" and bare(head) else len(head.rstrip())
+            return 0 if form == "text" else len(head.rstrip())
         return end.end() if self._endings[form].closer else len(head.rstrip())
 
     def _ending(self, form: Form, turn: dict[str, Any]) -> _Ending:
@@ -290,14 +342,17 @@ class ChatTemplate:
             after = self._tried([_USER, turn, *result], prompt=True).partition(_MARK)[2]
         final, shared = self._last(ended), _shared(ended, after)
         closing = [m for m in self._controls(after) if m.end() <= shared]
-        if closing:  # where they differ, both may go on with what opens a message
-            final, found = "", closing[-1 if shared >= len(ended.rstrip()) else 0]
+        if closing:  # else both go on with what opens a message
+            known = [m for m in closing if self._encoder.control_ids[m[0]] in self._eos_ids]
+            found = closing[-1] if shared >= len(ended.rstrip()) else (closing[:1] + known)[-1]
+            final = ""
         elif controls := self._controls(after, inner=bool(final)):
             found = controls[0]
         else:
             return _Ending(final)
         rest = after[found.end() :].lstrip()
-        opens = rest and not self._encoder.framing.match(rest)
+        closes = self._tried([_USER], prompt=False).rstrip().endswith(found[0])  # a user's, too
+        opens = rest and not closes and not self._encoder.framing.match(rest)
         return _Ending(final, "" if opens else found[0])
 
     def _openers(self) -> list[int]:
@@ -410,6 +465,23 @@ def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
         else dict(message)
         for index, message in enumerate(messages)
     ]
+
+
+def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
+    """A conversation of these roles that says only a word, in which calls have a turn's form."""
+    messages: list[Message] = []
+    for index, role in enumerate(roles):
+        said: dict[str, Any] = {"role": role, "content": word}
+        if role == "tool":
+            said |= {"name": word, "tool_call_id": f"past{index:05d}"}
+        elif role == "assistant":
+            results = list(takewhile(lambda role: role == "tool", roles[index + 1 :]))
+            ids = [f"past{index + 1 + call:05d}" for call in range(len(results))]
+            called = [{"role": "tool", "name": word, "tool_call_id": i} for i in ids]
+            forms: dict[Form, dict[str, Any]] = dict(_turns_before(called, word))
+            said = forms[form] if form in forms else forms["text"]
+        messages.append(said)
+    return messages
 
 
 def _turns_before(messages: Sequence[Message], mark: str) -> Iterator[tuple[Form, dict[str, Any]]]:

@@ -10,6 +10,8 @@ import importlib.util
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
+from agentgrpo.extras import remedy
+
 
 class Family(NamedTuple):
     """What of a model type Liger's kernels compute as its plain layers do."""
@@ -69,7 +71,7 @@ def _why_not(config: Any, device: str) -> str | None:
     if found != COMPARED:
         return (
             f"the layers were compared with liger-kernel {COMPARED}, and {found} is installed; "
-            f"remedy: pip install --no-deps liger-kernel=={COMPARED}"
+            f"remedy: {remedy('liger_kernel')}"
         )
     return unlike(config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import TrainConfig
+from agentgrpo.files import expanded, how_far, looks_like_path, read_table, require_as_sealed
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.kinds import kinds_of, router_coef, unsupported
 from agentgrpo.models.liger import why_plain
@@ -47,6 +47,11 @@ def check_model(
     layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
     if wanted is not None and wanted > layers:
         raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
+    rank, width = config.learner.lora.rank, shape.hidden_size
+    if trained and rank > width:
+        raise ValueError(
+            f"learner.lora.rank must be at most {width}, the width of the layers, got {rank}"
+        )
     if trained:
         router_coef(shape, config.loss.router_aux_loss_coef)
     positions = getattr(shape, "max_position_embeddings", None)
@@ -81,20 +86,40 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
             say(f"model: unpacked to {folder}")
         import_gguf(source, folder)
         return str(folder)
-    if Path(model).is_dir():
+    folder = Path(expanded(model))
+    if folder.is_dir():
+        model = str(folder)
         if saved_adapter(model) is not None:
             raise ValueError(
                 f"model {model!r}: the directory holds an adapter, which can be evaluated; to "
                 "train, name the model it is to, and learner.lora"
             )
-        if not (Path(model) / "config.json").is_file():
+        if not (folder / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
-        if not any(path.suffix in WEIGHTS for path in Path(model).iterdir()):
+        for path in folder.glob("*.json"):
+            if path.name.endswith(("config.json", ".index.json")):
+                read_table(path)
+        if not any(path.suffix in WEIGHTS for path in folder.iterdir()):
             raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
+        require_as_sealed(folder, whole=False)
         return model
-    if "/" not in model or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"model {model!r}: no such directory")
+    if folder.exists():
+        how = "; `agentgrpo gguf` makes a directory of it" if folder.suffix == ".gguf" else ""
+        raise ValueError(f"model {model!r}: a file, expected a directory{how}")
+    if "/" not in model or looks_like_path(model):
+        raise ValueError(f"model {model!r}: no such directory{how_far(folder)}")
+    _require_hub_name(model)
     return model
+
+
+def _require_hub_name(model: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError as error:
+        raise ValueError(f"model {model!r}: no such directory, and no hub name: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +152,15 @@ def saved_adapter(model: str) -> SavedAdapter | None:
     Raises:
         ValueError: its files are not as peft writes them; names what is missing.
     """
-    folder = Path(model)
-    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+    folder = Path(expanded(model))
+    if not (folder / ADAPTER_CONFIG).exists() or (folder / "config.json").is_file():
         return None
     if not (folder / ADAPTER_TENSORS).is_file():
         raise ValueError(f"model {model!r}: the adapter's {ADAPTER_TENSORS} is missing")
-    try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: not JSON: {error}") from error
+    require_as_sealed(folder, whole=False)
+    config = read_table(folder / ADAPTER_CONFIG)
     for key in ("base_model_name_or_path", "r", "lora_alpha"):
-        if not isinstance(config, dict) or not config.get(key):
+        if not config.get(key):
             raise ValueError(f"{folder / ADAPTER_CONFIG}: {key} is missing")
     return SavedAdapter(folder, config)
 
@@ -175,9 +198,6 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
     found = cached_file(
         model, "generation_config.json", _raise_exceptions_for_missing_entries=False
     )
-    try:
-        ends = json.loads(Path(found).read_text()).get("eos_token_id") if found else None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{found}: not JSON: {error}") from error
+    ends = read_table(Path(found)).get("eos_token_id") if found else None
     eos = [ends] if isinstance(ends, int) else ends or []
     return ChatTemplate(tokenizer, options, eos_token_ids=eos)

@@ -46,6 +46,7 @@ def end_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
         yield f"stats: {stats['turns']:g} turns, but the engine played {len(turns)}"
     if len(turns) > config.rollout.max_turns:
         yield f"{len(turns)} turns, of rollout.max_turns {config.rollout.max_turns}"
+    yield from _use_faults(rollout, config)
     yield from _length_faults(rollout, config)
     if not config.reward.functions:  # which reward what they like
         yield from _span_faults(rollout, whole=config.rollout.history == "append")
@@ -53,6 +54,23 @@ def end_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
         wrong = next(_wrong_ends(rollout, config), None)
         if wrong:
             yield f"status {status}: {wrong}"
+
+
+USED = ("sandbox_wall_s", "sandbox_cpu_s", "sandbox_bytes", "host_calls", "host_errors", "host_s")
+
+
+def _use_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
+    """What its code cannot have used of the sandbox and of the host's functions."""
+    used = {name: rollout.stats[name] for name in USED if name in rollout.stats}
+    if any(value < 0 for value in used.values()):
+        yield f"stats: less than nothing was used, {used}"
+    if used and not rollout.stats["tool_calls"]:
+        yield f"stats: no code was run, and it used {', '.join(used)}"
+    calls, most = used.get("host_calls"), config.sandbox.host_budget.calls
+    if calls is not None and not config.sandbox.host_tools:
+        yield "stats: calls of functions of the host, and sandbox.host_tools names none"
+    elif calls is not None and calls > most:
+        yield f"stats: {calls:g} calls, of sandbox.host_budget.calls {most}"
 
 
 def max_length(rollout: Rollout, config: TrainConfig) -> int:

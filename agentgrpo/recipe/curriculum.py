@@ -33,15 +33,20 @@ from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
+from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import quality_by
+from agentgrpo.plan import planned, said, to_be_trained_on
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
 from agentgrpo.rewards.scoring import score_all
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
+from agentgrpo.run.folder import require_folder
 from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.sandbox.doctor import Check
+from agentgrpo.stage import Stage
 from agentgrpo.types import Group, Task
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
@@ -70,18 +75,26 @@ def start_model(recipe: RecipeConfig, stage: int) -> str:
     return str(found)
 
 
+def require_stages(recipe: RecipeConfig) -> None:
+    """That stages can be made of the recipe's data.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if recipe.data.heldout_source == "split":
+        raise ValueError(
+            "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
+        )
+
+
 def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
     """The stage's run: on the selected tasks, from the model that it starts from.
 
     Raises:
         ValueError: the recipe's settings do not fit; or see start_model().
     """
-    folder = folder_of(recipe, stage)
-    heldout = recipe.data.heldout_source
-    if heldout == "split":
-        raise ValueError(
-            "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
-        )
+    require_stages(recipe)
+    folder, heldout = folder_of(recipe, stage), recipe.data.heldout_source
     kept = {
         key: value
         for key, value in recipe.data.model_dump(exclude_unset=True).items()
@@ -117,7 +130,7 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
     c, folder = recipe.curriculum, folder_of(recipe, stage)
     folder.mkdir(parents=True, exist_ok=True)
     if stage > 0:
-        done = json.loads((folder_of(recipe, stage - 1) / "select.json").read_text())
+        done = read_table(folder_of(recipe, stage - 1) / "select.json")
         stream.load_state_dict(done["stream"])
     groups: list[Group] = []
     for group_chunk in _chunks(recipe, stage, player, stream):
@@ -217,7 +230,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
     def trained(stage: int) -> bool:
         path = folder_of(recipe, stage) / "stage.json"
-        steps = json.loads(path.read_text())["steps"] if path.exists() else 0
+        steps = read_table(path)["steps"] if path.exists() else 0
         return bool(steps >= recipe.curriculum.steps_of(stage))
 
     return [
@@ -239,7 +252,7 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
         ValueError: the stage's last checkpoint is not there.
     """
     folder = folder_of(recipe, stage)
-    selected = json.loads((folder / "select.json").read_text())
+    selected = read_table(folder / "select.json")
     trained = Path(start_model(recipe, stage + 1))
     write_json(
         folder / "stage.json",
@@ -252,6 +265,37 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
             "selected": len(selected["selected"]),
         },
     )
+
+
+def require_same_curriculum(recipe: RecipeConfig, *, write: bool = True) -> None:
+    """Make the folder this curriculum's; errors as of require_same_recipe()."""
+    require_same_recipe(
+        recipe, "curriculum.json", include={"curriculum"}, may_change=MAY_CHANGE, write=write
+    )
+
+
+def stages(recipe: RecipeConfig) -> Iterator[Check]:
+    """What the stages would do.
+
+    Raises:
+        ValueError: their settings do not fit.
+    """
+    require_stages(recipe)
+    c = recipe.curriculum
+    steps = ", ".join(str(c.steps_of(stage)) for stage in range(c.stages))
+    yield said("stages", f"{c.stages}: {c.candidates} candidates x {c.group_size}, {steps} steps")
+
+
+def plan(recipe: RecipeConfig, _: object = None) -> str:
+    """What the curriculum would do, after all checks; errors as of prepared()."""
+    require_folder(recipe.out_dir)
+    require_same_curriculum(recipe, write=False)
+
+    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+        yield from stages(recipe)
+        yield from to_be_trained_on(config, stage)
+
+    return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines)
 
 
 @contextlib.contextmanager
@@ -268,8 +312,8 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str], part: str = "") -> 
         ValueError: the folder holds stages of other settings; as build.build().
     """
     if not part:
-        include = {"curriculum"}
-        require_same_recipe(recipe, "curriculum.json", include=include, may_change=MAY_CHANGE)
+        plan(recipe)
+        require_same_curriculum(recipe)
         yield lambda: run_curriculum(recipe, arguments)
         return
     number, _, what = part.partition(".")
@@ -315,7 +359,7 @@ def main(arguments: list[str]) -> int:
         "curriculum", __doc__, arguments,
         lambda recipe, args: prepared(recipe, [args.config, *args.overrides], args.part),
         lambda parser: parser.add_argument("--part", default="", help=argparse.SUPPRESS),
-        saved=SAVED,
+        plan=plan, saved=SAVED,
     )  # fmt: skip
 
 

@@ -27,11 +27,14 @@ from agentgrpo.command import Work
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import Endpoint, make_endpoint
 from agentgrpo.evaluate import evaluate
+from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
 from agentgrpo.measures.quality import conciseness, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
+from agentgrpo.plan import planned, to_be_evaluated
 from agentgrpo.recipe.parts import command
 from agentgrpo.run.atomic import write_json, write_text
+from agentgrpo.run.folder import require_folder
 from agentgrpo.run.progress import Progress
 from agentgrpo.types import Rollout
 
@@ -58,7 +61,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
     )
     if parallel.rank() > 0:
         return {}
-    judge, votes = _judges(config)
+    judge, votes = judges_of(config)
 
     def text_of(rollout: Rollout) -> str:
         told = [segment.token_ids for segment in rollout.segments[1:]]
@@ -73,7 +76,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
     return report(rows, model=player.model, seed=config.seed, **metrics)
 
 
-def _judges(config: RecipeConfig) -> list[Endpoint | None]:
+def judges_of(config: RecipeConfig) -> list[Endpoint | None]:
     """Who is asked for quality, and for conciseness; None where nobody is."""
     made: list[Endpoint | None] = []
     for key in ("judge", "conciseness_judge"):
@@ -93,8 +96,8 @@ def read_report(path: Path) -> dict[str, Any]:
         ValueError: it is none.
         OSError: it cannot be read.
     """
+    written = read_table(path)
     try:
-        written: dict[str, Any] = json.loads(path.read_text())
         markdown(written)
         rows_of(written)
         written["model"]
@@ -119,13 +122,30 @@ def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | No
     write_text(folder / "report.md", text)
 
 
+def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The earlier report, judges and folders checked.
+
+    Raises:
+        ValueError, OSError: what is asked for cannot be.
+    """
+    if args.compare and not args.report:
+        raise ValueError("--compare needs --report")
+    if args.report is not None:
+        require_folder(args.report, "--report")
+    judges_of(config)
+    return None if args.compare is None else read_report(args.compare)
+
+
+def plan(config: RecipeConfig, args: argparse.Namespace) -> str:
+    """What would be played, after all checks; errors as of prepared()."""
+    asked_for(config, args)
+    return planned(config, trained=False, lines=to_be_evaluated)
+
+
 @contextlib.contextmanager
 def prepared(config: RecipeConfig, args: argparse.Namespace) -> Iterator[Work]:
     """Start the engine; yields what plays, measures and reports."""
-    if args.compare and not args.report:
-        raise ValueError("--compare needs --report")
-    before = None if args.compare is None else read_report(args.compare)
-    _judges(config)
+    before = asked_for(config, args)
     parallel.start()
     try:
         console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
@@ -155,7 +175,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, play, print. Returns the exit status."""
-    return command("evaluate", __doc__, arguments, prepared, _options)
+    return command("evaluate", __doc__, arguments, prepared, _options, plan=plan)
 
 
 if __name__ == "__main__":

@@ -36,17 +36,19 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.build import start_engine
 from agentgrpo.command import Work
-from agentgrpo.config import BranchConfig
+from agentgrpo.config import BranchConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
+from agentgrpo.plan import planned, played, said
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.recipe.parts import command, require_endpoints
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import require_same_settings
+from agentgrpo.run.folder import require_folder, require_same_settings
 from agentgrpo.run.progress import Progress
+from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage, set_stage
 from agentgrpo.types import Task
 
@@ -157,20 +159,27 @@ def _learned(record: Mapping[str, Any]) -> list[list[int]]:
     return [segment["token_ids"] for segment, author in written if author is not None]
 
 
-def require_same_flywheel(recipe: RecipeConfig, tasks: Sequence[Task]) -> None:
-    """Make the folder this flywheel's.
+def require_same_flywheel(
+    recipe: RecipeConfig, tasks: Sequence[Task], *, write: bool = True
+) -> None:
+    """Make the folder this flywheel's; if not `write`, only say whether it is.
 
     Raises:
         ValueError: it holds another flywheel's work, or tasks share an id.
     """
-    if len({task.id for task in tasks}) != len(tasks):
-        raise ValueError("flywheel: tasks must have different ids")
+    if (differ := len({task.id for task in tasks})) != len(tasks):
+        raise ValueError(
+            f"flywheel.tasks: {len(tasks)} are asked for, and the data has {differ} that have "
+            "different ids"
+        )
     table = recipe.flywheel.model_dump(mode="json")
     path = recipe.out_dir / "flywheel" / "flywheel.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not any(recipe.out_dir.glob(SAVED[0])):  # one that stopped before it had done anything
+    settings = {"model": recipe.model, "seed": recipe.seed, **table}
+    if not any(recipe.out_dir.glob(SAVED[0])):  # or by one that stopped before it had done anything
+        if not write:
+            return
         path.unlink(missing_ok=True)
-    require_same_settings(path, {"model": recipe.model, "seed": recipe.seed, **table}, MAY_CHANGE)
+    require_same_settings(path, settings, MAY_CHANGE, write=write)
 
 
 def turn(
@@ -282,7 +291,8 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
-    with EpisodeRunner(3 * config.concurrency) as worlds, ThreadPoolExecutor(1, "flywheel") as side:
+    runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
+    with runner as worlds, ThreadPoolExecutor(1, "flywheel") as side:
         shop = Workshop(
             player=TrajectoryPlayer(
                 loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits
@@ -297,6 +307,33 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
         return work.result()
 
 
+def settings_of(recipe: RecipeConfig) -> TrainConfig:
+    """The run whose tasks are played, the flywheel's own settings checked.
+
+    Raises:
+        ValueError: sessions are too few, or an endpoint's function is not there.
+    """
+    recipe.require_sessions()
+    require_endpoints(recipe)
+    require_folder(recipe.out_dir)
+    return recipe.of_run()
+
+
+def plan(recipe: RecipeConfig, _: object = None) -> str:
+    """What the flywheel would do, after all checks; errors as of prepared()."""
+
+    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
+        require_same_flywheel(recipe, tasks, write=False)
+        yield from played(config, stage, tasks)
+        c = recipe.flywheel
+        yield said(
+            "the work", f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
+        )
+
+    return planned(settings_of(recipe), trained=False, lines=lines)
+
+
 @contextlib.contextmanager
 def prepared(recipe: RecipeConfig) -> Iterator[Work]:
     """Make all parts; yields the flywheel's work.
@@ -304,9 +341,7 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
     Raises:
         ValueError, OSError, SandboxUnavailable: as build.build().
     """
-    recipe.require_sessions()
-    require_endpoints(recipe)
-    config = recipe.of_run()
+    config = settings_of(recipe)
     with contextlib.ExitStack() as undo:
         stage = set_stage(config, trained=False)
         undo.callback(stage.close)
@@ -324,7 +359,9 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, run the flywheel. Returns the exit status."""
-    return command("flywheel", __doc__, arguments, lambda recipe, _: prepared(recipe), saved=SAVED)
+    return command(
+        "flywheel", __doc__, arguments, lambda recipe, _: prepared(recipe), plan=plan, saved=SAVED
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ themselves. out_dir/recipe.json has the parts that ended well, with their second
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -17,9 +16,9 @@ from functools import partial
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
-from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import make_endpoint
+from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import flat, require_same_settings
 
@@ -48,6 +47,7 @@ def require_same_recipe(
     *,
     include: set[str] | None = None,
     may_change: set[str] | frozenset[str] = frozenset(),
+    write: bool = True,
 ) -> None:
     """Make the folder this recipe's.
 
@@ -56,13 +56,13 @@ def require_same_recipe(
         settings: the file in out_dir that holds the settings with which its work was begun.
         include: the sections that must stay as they were begun; None: all but out_dir.
         may_change: settings within these that may be otherwise now.
+        write: else they are only compared.
 
     Raises:
         ValueError: the folder holds work of other settings.
     """
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
     table = recipe.model_dump(mode="json", include=include, exclude={"out_dir"})
-    require_same_settings(recipe.out_dir / settings, flat(table), may_change)
+    require_same_settings(recipe.out_dir / settings, flat(table), may_change, write=write)
 
 
 def run_parts(
@@ -77,12 +77,12 @@ def run_parts(
         Stopped: a part did not end well.
     """
     path = recipe.out_dir / "recipe.json"
-    seconds: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    seconds: dict[str, float] = read_table(path) if path.exists() else {}
     for part in parts:
         if not part.left(seconds):
             continue
         print(f"== {part.name}", flush=True)  # noqa: T201
-        command = [sys.executable, "-m", part.module, *arguments, *part.more()]
+        command = [sys.executable, "-m", part.module, *arguments, "--of-recipe", *part.more()]
         started = time.perf_counter()
         output = subprocess.DEVNULL if part.quiet else None
         status = subprocess.run(command, stdout=output, check=False).returncode
@@ -104,10 +104,5 @@ def require_endpoints(recipe: RecipeConfig) -> None:
             make_endpoint(endpoint, name)
 
 
-def _as_run(recipe: RecipeConfig) -> TrainConfig:
-    require_endpoints(recipe)
-    return recipe.of_run()
-
-
-command = partial(run_command, kind=RecipeConfig, as_run=_as_run)
+command = partial(run_command, kind=RecipeConfig)
 """One command of a recipe, as agentgrpo.command has it."""

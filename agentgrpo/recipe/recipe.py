@@ -16,19 +16,23 @@ who played which role, and where the time went.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.command import Work
+from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
-from agentgrpo.recipe import curriculum, flywheel, sft
+from agentgrpo.plan import planned, said, to_be_trained_on
+from agentgrpo.recipe import curriculum, evaluate, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
-from agentgrpo.run.atomic import write_json, write_text
+from agentgrpo.run.atomic import numbered_rows, write_json, write_text
+from agentgrpo.sandbox.doctor import Check
+from agentgrpo.stage import Stage
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""
@@ -58,6 +62,31 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
     ]
 
 
+def plan(recipe: RecipeConfig, _: object = None) -> str:
+    """What the whole recipe would do, after the checks of all its parts; errors as of prepared().
+
+    Fine-tuning's data and what stages begin with are made on the way, and checked there.
+    """
+    if recipe.curriculum.start != "sft":
+        raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
+    require_same_recipe(recipe, "settings.json", write=False)
+    curriculum.require_same_curriculum(recipe, write=False)
+    evaluate.judges_of(recipe)
+    sft.settings_of(recipe)
+
+    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
+        flywheel.require_same_flywheel(recipe, tasks, write=False)
+        yield said("flywheel", f"{len(tasks)} questions, {recipe.flywheel.rounds} rounds")
+        yield said(
+            "sft", f"{recipe.sft.epochs} epochs in steps of {recipe.sft.batch_size} examples"
+        )
+        yield from curriculum.stages(recipe)
+        yield from to_be_trained_on(config, stage)
+
+    return planned(flywheel.settings_of(recipe), lines=lines)
+
+
 @contextlib.contextmanager
 def prepared(recipe: RecipeConfig, arguments: Sequence[str]) -> Iterator[Work]:
     """Yields what does the parts that are left, with these command-line arguments, and reports.
@@ -65,8 +94,7 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str]) -> Iterator[Work]:
     Raises:
         ValueError: the folder holds another recipe's work, or the stages start from elsewhere.
     """
-    if recipe.curriculum.start != "sft":
-        raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
+    plan(recipe)
     require_same_recipe(recipe, "settings.json")
 
     def work() -> None:
@@ -87,9 +115,7 @@ def _measures(recipe: RecipeConfig, part: str) -> Path:
 
 def report(recipe: RecipeConfig, seconds: dict[str, float]) -> dict[str, Any]:
     """All that report.md says, as JSON values."""
-    reports = {
-        part: json.loads((_measures(recipe, part) / "report.json").read_text()) for part in MEASURED
-    }
+    reports = {part: read_table(_measures(recipe, part) / "report.json") for part in MEASURED}
     return {
         "model": recipe.model,
         "seed": recipe.seed,
@@ -100,7 +126,7 @@ def report(recipe: RecipeConfig, seconds: dict[str, float]) -> dict[str, Any]:
             "reflector": _role(recipe, recipe.flywheel.reflector),
         },
         "reports": reports,
-        "flywheel": json.loads((recipe.out_dir / "flywheel" / "summary.json").read_text()),
+        "flywheel": read_table(recipe.out_dir / "flywheel" / "summary.json"),
         "stages": [_stage(folder_of(recipe, k)) for k in range(recipe.curriculum.stages)],
         "seconds": seconds,
     }
@@ -117,10 +143,10 @@ def _role(recipe: RecipeConfig, name: str) -> str:
 
 def _stage(folder: Path) -> dict[str, Any]:
     """stage.json, with how many of its training rollouts branched off another."""
-    with (folder / "rl" / "rollouts.jsonl").open() as lines:
-        played = [r for r in map(json.loads, lines) if r["split"] == "train"]
+    rows = numbered_rows(folder / "rl" / "rollouts.jsonl")
+    played = [row for _, row in rows if row["split"] == "train"]
     branched = sum(rollout["parent"] is not None for rollout in played)
-    stage: dict[str, Any] = json.loads((folder / "stage.json").read_text())
+    stage: dict[str, Any] = read_table(folder / "stage.json")
     return {**stage, "rollouts": len(played), "branched": branched}
 
 
@@ -174,7 +200,8 @@ def main(arguments: list[str]) -> int:
     """Parse the command line, do the parts, print the report. Returns the exit status."""
     return command(
         "recipe", __doc__, arguments,
-        lambda recipe, args: prepared(recipe, [args.config, *args.overrides]), saved=SAVED,
+        lambda recipe, args: prepared(recipe, [args.config, *args.overrides]),
+        plan=plan, saved=SAVED,
     )  # fmt: skip
 
 

@@ -31,14 +31,18 @@ from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.learn.updates import plan_updates
+from agentgrpo.machine.packages import require
+from agentgrpo.machine.room import room_checks
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.plan import planned, said
 from agentgrpo.recipe.parts import command
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
-from agentgrpo.run.folder import locked, require_same_run
+from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import Head, RunLog
 from agentgrpo.run.records import read_rollout
-from agentgrpo.stage import set_stage
+from agentgrpo.sandbox.doctor import Check
+from agentgrpo.stage import Stage, set_stage
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports torch, which a faulty config does without
@@ -140,6 +144,7 @@ def conversation(
     prefill = agent.prefill(task) if agent_prompt else ""
     if prefill:
         segments.append(_segment(chat.text_ids(prefill, own=True), trained=False))
+    roles = [message["role"] for message in shown]
     for index, (text, told) in enumerate(turns):
         said = chat.text_ids(text.removeprefix(prefill) if index == 0 else text, own=True)
         acts = any(text.endswith(stop) for stop in agent.stop)
@@ -150,7 +155,8 @@ def conversation(
             segments.append(_segment(chat.text_ids(told), trained=False))
         elif told:
             last_id = int(said[-1]) if len(said) else None
-            ids = chat.observation_ids(list(told), last_id=last_id, tools=bool(tools))
+            ids = chat.observation_ids(list(told), last_id=last_id, tools=bool(tools), roles=roles)
+            roles += ["assistant", *(message["role"] for message in told)]
             segments.append(_segment(ids, trained=False))
     return segments
 
@@ -256,6 +262,32 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
     )
 
 
+def examples_of(recipe: RecipeConfig, stage: Stage) -> list[Rollout]:
+    """The examples of a recipe; arguments and errors as of read_examples()."""
+    sft = recipe.sft
+    data = Path(sft.data) if sft.data else recipe.out_dir / "flywheel" / "sft.jsonl"
+    limit = recipe.engine.max_model_len
+    return read_examples(data, sft, stage.chat, stage.agent, max_tokens=limit)
+
+
+def steps_of(sft: SftConfig, examples: int) -> int:
+    """Optimizer steps on so many examples."""
+    return sft.epochs * math.ceil(examples / sft.batch_size)
+
+
+def plan(recipe: RecipeConfig, _: object = None) -> str:
+    """What fine-tuning would do, after all checks; errors as of prepared()."""
+
+    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+        sft, examples = recipe.sft, examples_of(recipe, stage)
+        longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
+        yield said("data", f"{len(examples)} examples, the longest has {longest} tokens")
+        steps = f"{steps_of(sft, len(examples))} steps of {sft.batch_size}"
+        yield said("the run", f"{sft.epochs} epochs: {steps}, saved every {config.save_every}")
+
+    return planned(settings_of(recipe), sampled=False, lines=lines)
+
+
 @contextlib.contextmanager
 def prepared(recipe: RecipeConfig) -> Iterator[Work]:
     """Make the learner, from the newest checkpoint in out_dir/sft if there is one.
@@ -268,15 +300,14 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
         OSError: something cannot be read or written.
     """
     config, sft = settings_of(recipe), recipe.sft
-    data = Path(sft.data) if sft.data else recipe.out_dir / "flywheel" / "sft.jsonl"
     with locked(config.out_dir):
         require_same_run(config)
-        resumed = checkpoint.newest(config.out_dir)
+        resumed = whole_checkpoint(config)
         parts = set_stage(config, model=str(resumed) if resumed else None)
         parts.close()
-        limit = config.engine.max_model_len
-        examples = read_examples(data, sft, parts.chat, parts.agent, max_tokens=limit)
-        steps = sft.epochs * math.ceil(len(examples) / sft.batch_size)
+        require(room_checks(config, parts.model, trained=True), parts.progress.say)
+        examples = examples_of(recipe, parts)
+        steps = steps_of(sft, len(examples))
         learner = make_learner(parts.model, config, steps)
         log, say = RunLog(config.out_dir), parts.progress.say
         about = {"examples": len(examples), **sft.model_dump(mode="json")}
@@ -316,7 +347,9 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
-    return command("sft", __doc__, arguments, lambda recipe, _: prepared(recipe), saved=SAVED)
+    return command(
+        "sft", __doc__, arguments, lambda recipe, _: prepared(recipe), plan=plan, saved=SAVED
+    )
 
 
 if __name__ == "__main__":

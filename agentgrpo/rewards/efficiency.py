@@ -12,7 +12,8 @@ What the factors add or take away is a part of its own, `efficiency`, so that `a
 whether the answer was right. The part `partial`, where a reward has one, counts with `answer`.
 
 Unlike the released code, only what the policy sampled is counted: a tool call is one that was
-parsed and carried out, and a long document that a search returned makes no rollout long.
+parsed and carried out (one of sandbox.host_tools by the policy's code is another), and a long
+document that a search returned makes no rollout long.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def add_efficiency(
     rollouts = [r for r in group.rollouts if r.scored]
     if not rollouts:
         return
-    mean_calls = fmean(rollout.stats["tool_calls"] for rollout in rollouts)
+    mean_calls = fmean(rollout.num_calls for rollout in rollouts)
     lengths = [rollout.num_sampled for rollout in rollouts]
     mean_length, deviation = fmean(lengths), pstdev(lengths)
     for rollout in rollouts:
@@ -63,7 +64,7 @@ def add_efficiency(
                 f"got {sorted(rollout.rewards)}"
             )
         z = (rollout.num_sampled - mean_length) / deviation if deviation else 0.0
-        factor = _factor(sigma_tool * (rollout.stats["tool_calls"] - mean_calls))
+        factor = _factor(sigma_tool * (rollout.num_calls - mean_calls))
         factor *= _factor(sigma_length * z)
         worth = rollout.rewards["answer"] + rollout.rewards.get("partial", 0.0)
         rollout.rewards["efficiency"] = worth * (factor - 1.0)

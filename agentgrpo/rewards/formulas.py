@@ -23,6 +23,8 @@ import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from agentgrpo.extras import require
+
 CPU_SECONDS = 3
 MEMORY_BYTES = 2 << 30
 READY = "ready"
@@ -111,7 +113,8 @@ class Child:
         assert process.stdout is not None
         if process.stdout.readline().strip() != READY:
             self.stop()
-            raise ValueError("the package math-verify is needed, and could not be imported")
+            require("math_verify", "reward.kind = 'math'")
+            raise ValueError("reward.kind = 'math': the package math-verify does not import")
         return process
 
 

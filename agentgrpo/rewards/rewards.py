@@ -6,11 +6,16 @@ answer, status, counts) and returns {part: value}. Rollouts that the machine bro
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
+from agentgrpo.config import RewardConfig
 from agentgrpo.rewards.answers import (
     accepted_answers,
     expected_number,
@@ -21,20 +26,18 @@ from agentgrpo.rewards.answers import (
     words,
 )
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named_numbers
+from agentgrpo.usercode import UserCodeError, WrongResult, calling, defined_at, event_loop, name_of
 
-Reward = Callable[[Rollout], Mapping[str, float]]
-"""See the module's docstring."""
-
-
-class RewardError(Exception):
-    """A reward function failed; the message says which, on what, and how."""
+Made = TypeVar("Made")
+Reward = Callable[[Rollout], Any]
+"""See the module's docstring; of the user's own it may be a coroutine function."""
 
 
 def try_reward(reward: Reward, task: Task) -> None:
     """Score two attempts at a task that were never made: without an answer, and with the right one.
 
     Raises:
-        ValueError: what the reward raised or gave, so that a run knows before it starts.
+        UserCodeError: what the reward raised or gave, so that a run knows before it starts.
     """
     for answer in (None, str(task.spec.get("answer", ""))):
         prompt = Segment(np.zeros(1, np.int32))
@@ -47,32 +50,84 @@ def try_reward(reward: Reward, task: Task) -> None:
         )
         try:
             score(Group(task=task, rollouts=[attempt]), reward)
-        except RewardError as error:
-            raise ValueError(str(error)) from error
+        except UserCodeError as error:
+            error.rollout = None
+            error.said += f" for the answer {answer!r:.80}"
+            raise
 
 
 def score(group: Group, reward: Reward) -> None:
+    """As score_async(), waited for."""
+    work = score_async(group, reward)
+    asyncio.run_coroutine_threadsafe(work, event_loop("rewards")).result()
+
+
+async def score_async(group: Group, reward: Reward, *, limit_s: float | None = None) -> None:
     """Add the rewards of every rollout that the machine did not break to what the world gave it.
 
+    Args:
+        group: played.
+        reward: of the run.
+        limit_s: seconds that it may take for one rollout.
+
     Raises:
-        ValueError: the reward returned no mapping of names to finite numbers, or a name that the
-            environment has used; names the task.
+        UserCodeError: a reward of the user's failed, or returned no mapping of names to finite
+            numbers.
+        ValueError: a shipped one cannot score a task, or a part has the name of one that the
+            environment has given; names the task.
     """
-    for rollout in group.rollouts:
+    for index, rollout in enumerate(group.rollouts):
         if rollout.status is Status.INFRA_ERROR:
             continue
-        parts = reward(rollout)
-        given = named_numbers(parts)
-        if given is None:
-            raise ValueError(
-                f"task {group.task.id}: the reward must be {{name: finite number}}, got {parts!r}"
-            )
+        call, task = functools.partial(reward, rollout), group.task.id
+        given = await ask(call, task, index, _given, limit_s=limit_s)
         if given.keys() & rollout.rewards.keys():
             raise ValueError(
                 f"task {group.task.id}: both the environment and the reward give "
                 f"{sorted(given.keys() & rollout.rewards.keys())}"
             )
         rollout.rewards |= given
+
+
+def _given(parts: Any) -> dict[str, float]:
+    given = named_numbers(parts)
+    if given is None:
+        raise WrongResult(f"expected {{name: finite number}}, got {parts!r:.80}")
+    return given
+
+
+async def ask(
+    function: Callable[[], Any], task: str, index: int | None, read: Callable[[Any], Made], *,
+    what: str = "", limit_s: float | None = None,
+) -> Made:  # fmt: skip
+    """What a reward function, a coroutine or not, says of a rollout, or of a group.
+
+    Args:
+        function: of the user's or shipped, with what it is given (functools.partial).
+        task: its id.
+        index: of the rollout in its group; None: it is asked for all of them.
+        read: what is made of it; may raise a WrongResult.
+        what: the function in words.
+        limit_s: seconds that it may take. A coroutine is cancelled then; what blocks ends the run.
+
+    Raises:
+        UserCodeError: see calling().
+    """
+    what = what or f"the reward {name_of(function)}"
+    with calling(function, what, task=task, rollout=index, limit_s=limit_s):
+        value = function()
+        if not inspect.isawaitable(value):
+            return read(value)
+    longest = None if limit_s is None else 2 * limit_s  # of one that keeps the loop for itself
+    with calling(function, what, task=task, rollout=index, limit_s=longest, coroutine=value):
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return read(await value)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            said = f"has not come back after {limit_s:g} s"
+            raise UserCodeError(what, said, defined_at(function) or "") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +224,32 @@ class TextReward:
         }
 
 
-def with_tool_cost(reward: Reward, cost: float) -> Reward:
-    """The reward, less `cost` for every call of a tool, as a part of its own."""
-    if not cost:
+def with_costs(reward: Reward, config: RewardConfig) -> Reward:
+    """The reward, less what the rollout's calls and its use of the sandbox cost, as parts."""
+    rates = {
+        "sandbox_wall_s": config.cost_per_wall_s,
+        "sandbox_cpu_s": config.cost_per_cpu_s,
+        "sandbox_bytes": config.cost_per_mib / (1 << 20),
+    }
+    if not config.tool_cost and not any(rates.values()):
         return reward
 
-    def costed(rollout: Rollout) -> dict[str, float]:
-        return {**reward(rollout), "tool_cost": -cost * rollout.stats.get("tool_calls", 0.0)}
+    def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+        parts = dict(given)
+        if config.tool_cost:
+            parts["tool_cost"] = -config.tool_cost * rollout.num_calls
+        if any(rates.values()):
+            used = rollout.stats.get
+            parts["sandbox_cost"] = -sum(rate * used(name, 0.0) for name, rate in rates.items())
+        return parts
+
+    @functools.wraps(reward)
+    def costed(rollout: Rollout) -> Any:
+        parts = reward(rollout)
+        return later(parts, rollout) if inspect.isawaitable(parts) else with_cost(parts, rollout)
+
+    async def later(parts: Any, rollout: Rollout) -> dict[str, float]:
+        return with_cost(await parts, rollout)
 
     return costed
 

@@ -28,27 +28,22 @@ run's own thread, after all have ended: for functions that only work there, as t
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
-import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import found
 from agentgrpo.rewards.efficiency import add_efficiency, decay
-from agentgrpo.rewards.rewards import Reward, RewardError, score
-from agentgrpo.rewards.trl import arguments_for, checked, is_trl_form, require_columns
+from agentgrpo.rewards.rewards import Reward, ask, score, score_async
+from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
 from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
-
-if TYPE_CHECKING:  # seconds, for a run that has no use for it
-    from transformers import TrainerState
+from agentgrpo.usercode import UserCodeError, WrongResult, calling, event_loop, said_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +54,10 @@ class _Function:
     of_group: bool
     """It is in TRL's form."""
 
-
-NOT_APPLICABLE = object()
-"""What a function in TRL's form says of a rollout with None."""
+    @property
+    def said(self) -> str:
+        """In words."""
+        return f"the reward function {self.name}"
 
 
 def score_all(
@@ -89,15 +85,18 @@ class Scoring:
         config: `functions` and `on_error`.
         decode: for RolloutView.
         total_steps: of the run, over which the efficiency sigmas fall.
+        limit_s: seconds that a reward may take for one rollout; None: any.
 
     Raises:
         ValueError: a function that is not there, or two of one name.
     """
 
     def __init__(
-        self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1
-    ) -> None:
+        self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1,
+        limit_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._base, self._decode, self._raise = base, decode, config.on_error == "raise"
+        self._limit_s = limit_s
         self._config, self._total_steps = config, total_steps
         self._functions = [_load(name, weight) for name, weight in config.functions.items()]
         self._logged: defaultdict[str, list[float]] = defaultdict(list)
@@ -115,7 +114,7 @@ class Scoring:
         """Set the rewards of every rollout that the machine did not break.
 
         Raises:
-            RewardError: a function failed and reward.on_error says so.
+            UserCodeError: a function failed and reward.on_error says so, or it left by sys.exit().
             ValueError: the built-in reward cannot score a task; names it.
         """
         work = self._score(groups, step)
@@ -154,7 +153,7 @@ class Scoring:
             for group in groups
         ]
         for group in groups:
-            score(group, self._base)
+            await score_async(group, self._base, limit_s=self._limit_s)
         if self._functions:
             await asyncio.gather(*(self._apply_all(rollouts) for rollouts in sound if rollouts))
         if self._config.solved_at is not None:
@@ -178,78 +177,70 @@ class Scoring:
 
     async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """Apply all functions to the sound rollouts of a group, in order."""
-        views = [RolloutView(rollout, self._decode) for _, rollout in rollouts]
+        views = [self.view(rollout) for _, rollout in rollouts]
         of_group = {
-            function.name: asyncio.ensure_future(self._of_group(function, views))
+            function.name: asyncio.ensure_future(
+                values_of_group(
+                    function.call, views, what=function.said, limit_s=self._limit_s,
+                    step=self.steps_done(), total_steps=self._total_steps, logged=self._logged,
+                )
+            )
             for function in self._functions
             if function.of_group
-        }
+        }  # fmt: skip
 
-        async def value_of(function: _Function, place: int) -> Any:
-            if function.of_group:
-                return (await of_group[function.name])[place]
-            value = function.call(views[place])
-            return await value if inspect.isawaitable(value) else value
+        async def parts_of(function: _Function, place: int) -> dict[str, float] | None:
+            index, rollout = rollouts[place]
+            task, read = rollout.task.id, partial(_parts, rollout, function)
+            if not function.of_group:
+                call = partial(function.call, views[place])
+                return await ask(call, task, index, read, what=function.said, limit_s=self._limit_s)
+            value = (await of_group[function.name])[place]
+            if value is None:
+                rollout.not_applicable.append(function.name)
+                return {}
+            with calling(function.call, function.said, task=task, rollout=index):
+                return read(value)
 
         try:
             await asyncio.gather(
-                *(self._apply(i, r, place, value_of) for place, (i, r) in enumerate(rollouts))
+                *(self._apply(i, r, place, parts_of) for place, (i, r) in enumerate(rollouts))
             )
         finally:
             for asked in of_group.values():
                 asked.cancel()
             await asyncio.gather(*of_group.values(), return_exceptions=True)
 
-    async def _of_group(self, function: _Function, views: Sequence[RolloutView]) -> list[Any]:
-        """What a function in TRL's form gives for each rollout of a group."""
-        log = self._logged
-
-        def log_metric(name: str, value: float) -> None:
-            number = as_number(value)
-            if number is None:
-                raise ValueError(f"log_metric({name!r}): expected a finite number, got {value!r}")
-            log[name].append(number)
-
-        with _ends_no_loop():
-            state = self._trainer_state()
-            returned = function.call(**arguments_for(function.call, views, state, log_metric))
-            if inspect.isawaitable(returned):
-                returned = await returned
-            values = checked(returned, len(views))
-        return [NOT_APPLICABLE if value is None else value for value in values]
-
-    def _trainer_state(self) -> TrainerState:
-        from transformers import TrainerState
-
-        return TrainerState(global_step=self.steps_done(), max_steps=self._total_steps)
-
     async def _apply(
         self, index: int, rollout: Rollout, place: int,
-        value_of: Callable[[_Function, int], Coroutine[Any, Any, Any]],
+        parts_of: Callable[[_Function, int], Coroutine[Any, Any, dict[str, float] | None]],
     ) -> None:  # fmt: skip
+        task = rollout.task.id
         for function in self._functions:
             try:
-                with _ends_no_loop():
-                    value = await value_of(function, place)
-                if value is NOT_APPLICABLE:
-                    rollout.not_applicable.append(function.name)
-                    continue
-                if value is not None:
-                    _add(rollout, function, value)
-                    continue
-                said = "it returned None: the rollout cannot be scored"
-            except _Left as error:
-                raise RewardError(_message(rollout, index, function, str(error))) from error
+                parts = await parts_of(function, place)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                if self._raise:
-                    raise RewardError(_message(rollout, index, function, said)) from error
-            rollout.status = Status.INFRA_ERROR
-            rollout.error = _message(rollout, index, function, said)
+                if not isinstance(error, UserCodeError):  # a shipped one
+                    failed = UserCodeError(function.said, said_of(error), task=task, rollout=index)
+                else:  # of a group it is every rollout's
+                    failed = UserCodeError(
+                        error.what, error.said, error.where, task=task, rollout=index
+                    )
+                # sys.exit() and its like were never meant for one rollout
+                left = not isinstance(error.__cause__, Exception | None)
+                if self._raise or left:
+                    raise failed from error.__cause__
+            else:
+                if parts is not None:
+                    rollout.rewards |= parts
+                    continue
+                said = "gave None: this rollout cannot be scored"
+                failed = UserCodeError(function.said, said, task=task, rollout=index)
+            rollout.status, rollout.error = Status.INFRA_ERROR, str(failed)
             return
         if rollout.not_applicable and not rollout.rewards and not rollout.span_rewards:
             rollout.status = Status.INFRA_ERROR  # as in TRL: no zero, and no part of the baseline
-            rollout.error = f"task {rollout.task.id}, rollout {index}: no reward function applies"
+            rollout.error = f"task {task!r}, rollout {index}: no reward function applies"
 
 
 class Beside:
@@ -295,38 +286,7 @@ class Beside:
 
 def in_background(work: Coroutine[Any, Any, None]) -> Future[None]:
     """Start work on the event loop of all rewards, which is the process's."""
-    return asyncio.run_coroutine_threadsafe(work, _event_loop())
-
-
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
-
-
-class _Left(Exception):
-    """A function called sys.exit(), or raised KeyboardInterrupt."""
-
-
-@contextlib.contextmanager
-def _ends_no_loop() -> Iterator[None]:
-    """Either would end the event loop, and with it the wait for all others.
-
-    Raises:
-        _Left: in place of either, but for Ctrl-C itself.
-    """
-    try:
-        yield
-    except (SystemExit, KeyboardInterrupt) as error:
-        main = threading.current_thread() is threading.main_thread()
-        if main and isinstance(error, KeyboardInterrupt):
-            raise  # Ctrl-C; on another thread it can only be the function's own
-        raise _Left(f"it raised {type(error).__name__}: {error}") from error
-
-
-def _message(rollout: Rollout, index: int, function: _Function, said: str) -> str:
-    return f"task {rollout.task.id}, rollout {index}: reward function {function.name}: {said}"
+    return asyncio.run_coroutine_threadsafe(work, event_loop("rewards"))
 
 
 def reward_function(name: str) -> Callable[[RolloutView], Any]:
@@ -343,29 +303,35 @@ def _load(name: str, weight: float) -> _Function:
     return _Function(name.rpartition(":")[2], weight, function, is_trl_form(function))
 
 
-def _add(rollout: Rollout, function: _Function, value: Any) -> None:
-    """Put what a function returned where it belongs, times its weight."""
+def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float] | None:
+    """The parts of the reward that a function returned, times its weight; spans are put in place.
+
+    Raises:
+        WrongResult: it returned something else.
+    """
+    if value is None:
+        return None
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         parts = dict(value)
     elif isinstance(value, Sequence) and all(isinstance(span, SpanReward) for span in value):
         rollout.span_rewards += [_weighted(rollout, span, function.weight) for span in value]
-        return
+        return {}
     else:
         parts = {function.name: value}
     made = {}
     for name, part in parts.items():
         number = as_number(part)
         if number is None:
-            raise ValueError(f"expected a finite number as {name}, got {part!r}")
+            raise WrongResult(f"expected a finite number as {name}, got {part!r:.80}")
         if name in rollout.rewards:
-            raise ValueError(f"the reward has a part {name!r} already")
+            raise WrongResult(f"the reward has a part {name!r} already")
         made[name] = function.weight * number
-    rollout.rewards |= made
+    return made
 
 
 def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
     total = sum(len(segment.token_ids) for segment in rollout.all_segments)
     value = as_number(span.value)
     if value is None or not 0 <= span.start < span.end <= total:
-        raise ValueError(f"expected a finite value on tokens within [0, {total}), got {span}")
+        raise WrongResult(f"expected a finite value on tokens within [0, {total}), got {span}")
     return SpanReward(span.start, span.end, span.name, weight * value)

@@ -27,10 +27,13 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from agentgrpo.types import Rollout
+from agentgrpo.rewards.rewards import ask
+from agentgrpo.types import Rollout, as_number
+from agentgrpo.usercode import WrongResult
 
 GIVEN = (
     "prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra",
@@ -99,6 +102,38 @@ def require_columns(
         )
 
 
+async def values_of_group(
+    function: Callable[..., Any], views: Sequence[View], *, what: str, limit_s: float | None,
+    step: int, total_steps: int, logged: Mapping[str, list[float]],
+) -> list[Any]:  # fmt: skip
+    """What a function gives for each rollout of a group; None: it does not apply.
+
+    Args:
+        function: in TRL's form.
+        views: of the group's rollouts, at least one.
+        what: the function in words.
+        limit_s: seconds that the call may take.
+        step: optimizer steps so far.
+        total_steps: of the run.
+        logged: a list for any name, to which log_metric adds.
+
+    Raises:
+        UserCodeError: it failed, or gave no list of that many; names the task.
+    """
+    from transformers import TrainerState  # seconds, for a run that has no use for it
+
+    def log_metric(name: str, value: float) -> None:
+        number = as_number(value)
+        if number is None:
+            raise ValueError(f"log_metric({name!r}): expected a finite number, got {value!r}")
+        logged[name].append(number)
+
+    state = TrainerState(global_step=step, max_steps=total_steps)
+    call = partial(function, **arguments_for(function, views, state, log_metric))
+    read = partial(checked, count=len(views))
+    return await ask(call, views[0].rollout.task.id, None, read, what=what, limit_s=limit_s)
+
+
 def arguments_for(
     function: Callable[..., Any],
     views: Sequence[View],
@@ -150,14 +185,15 @@ def checked(returned: Any, count: int) -> list[Any]:
     NaN is None: TRL does not tell them apart.
 
     Raises:
-        ValueError: it is no list of that many.
+        WrongResult: it is no list of that many.
     """
     try:
         values = list(returned)
     except TypeError:
-        raise ValueError(f"expected a list of {count} numbers or None, got {returned!r}") from None
+        said = f"expected a list of {count} numbers or None, got {returned!r:.80}"
+        raise WrongResult(said) from None
     if len(values) != count:
-        raise ValueError(f"expected {count} values, one per completion, got {len(values)}")
+        raise WrongResult(f"expected {count} values, one per completion, got {len(values)}")
     return [None if isinstance(value, float) and math.isnan(value) else value for value in values]
 
 

@@ -74,8 +74,8 @@ class RolloutView:
 
 
 def tool_cost(view: RolloutView) -> float:
-    """Minus one for every tool call."""
-    return -view.cost("tool_calls")
+    """Minus one for every tool call, those of sandbox.host_tools by the policy's code included."""
+    return -view.cost("tool_calls") - view.stats.get("host_calls", 0.0)
 
 
 def tool_errors(view: RolloutView) -> float:

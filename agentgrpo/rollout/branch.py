@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentgrpo.actions import Action, Observation
 from agentgrpo.config import BranchConfig
@@ -66,11 +67,13 @@ class Step:
 
     action: Action
     digest: bytes
+    memory: Any = field(default=None, compare=False)
+    """See Observation."""
 
     @classmethod
     def of(cls, action: Action, observation: Observation) -> Step:
         """The step, its observation remembered by hash."""
-        return cls(action, digest(observation))
+        return cls(action, digest(observation), observation.memory)
 
 
 def digest(observation: Observation) -> bytes:

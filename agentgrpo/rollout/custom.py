@@ -26,6 +26,7 @@ from agentgrpo.rollout.play import Watch
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task, as_number
+from agentgrpo.usercode import WrongResult, calling
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
@@ -93,33 +94,35 @@ class CustomSampler(AnySampler):
             filters=filters,
         )
         try:
-            played = self._user.rollout(self._engine, tasks, group_size, params)
+            with calling(self._user.rollout):
+                played = self._user.rollout(self._engine, tasks, group_size, params)
+                groups = self._groups(played, tasks, group_size)
         except BaseException:  # raised on, an interrupt too; else the engine could not go to sleep
             self._engine.abort_all()
             raise
-        if self._engine.num_in_flight:
-            raise ValueError(
-                f"rollout.sampler returned with {self._engine.num_in_flight} requests in flight"
-            )
-        groups = self._groups(played, tasks, group_size)
         sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
         return groups, SamplerStats(total_sampled_tokens=sampled)
 
     def _groups(
         self, played: Sequence[Sequence[Rollout]], tasks: Sequence[Task], group_size: int
     ) -> list[Group]:
+        if self._engine.num_in_flight:
+            raise WrongResult(f"{self._engine.num_in_flight} requests are still in flight")
+        if not isinstance(played, Sequence) or not all(isinstance(r, Sequence) for r in played):
+            raise WrongResult(f"expected lists of rollouts, got {played!r:.80}")
         sizes = [len(rollouts) for rollouts in played]
         if sizes != [group_size] * len(tasks):
-            raise ValueError(
-                f"rollout.sampler: expected {len(tasks)} lists of {group_size} rollouts, got lists "
-                f"of {sizes}"
+            raise WrongResult(
+                f"expected {len(tasks)} lists of {group_size} rollouts, got lists of {sizes}"
             )
         seen: set[int] = set()
         for task, rollouts in zip(tasks, played, strict=True):
             for index, rollout in enumerate(rollouts):
-                where = f"rollout.sampler: task {task.id!r}, rollout {index}"
+                where = f"task {task.id!r}, rollout {index}"
+                if not isinstance(rollout, Rollout):
+                    raise WrongResult(f"{where}: expected a Rollout, got {rollout!r:.80}")
                 if id(rollout) in seen:
-                    raise ValueError(
+                    raise WrongResult(
                         f"{where}: is returned twice; each must be an object of its own"
                     )
                 seen.add(id(rollout))
@@ -136,31 +139,31 @@ class CustomSampler(AnySampler):
 
 def _check(rollout: Rollout, task: Task, max_model_len: int, where: str) -> None:
     if rollout.task is not task:
-        raise ValueError(f"{where}: is of task {rollout.task.id!r}")
+        raise WrongResult(f"{where}: is of task {rollout.task.id!r}")
     total = 0
     for row in rollout.rows:
         if not row or row[0].sampled:
-            raise ValueError(f"{where}: must begin with a prompt, a segment without logprobs")
+            raise WrongResult(f"{where}: must begin with a prompt, a segment without logprobs")
         length = sum(len(segment.token_ids) for segment in row)
         if length > max_model_len:
-            raise ValueError(
+            raise WrongResult(
                 f"{where}: {length} tokens exceed engine.max_model_len {max_model_len}"
             )
         for segment in row:
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
-                raise ValueError(f"{where}: a sampled token's log-probability is nan or infinite")
+                raise WrongResult(f"{where}: a sampled token's log-probability is nan or infinite")
         total += length
     for name, value in rollout.rewards.items():
         number = as_number(value)
         if number is None:
-            raise ValueError(f"{where}: its reward {name!r} is {value}")
+            raise WrongResult(f"{where}: its reward {name!r} is {value}")
         rollout.rewards[name] = number
     for place, span in enumerate(rollout.span_rewards):
         if not 0 <= span.start < span.end <= total:
-            raise ValueError(f"{where}: {span} is not within its {total} tokens")
+            raise WrongResult(f"{where}: {span} is not within its {total} tokens")
         number = as_number(span.value)
         if number is None:
-            raise ValueError(f"{where}: {span} is not finite")
+            raise WrongResult(f"{where}: {span} is not finite")
         rollout.span_rewards[place] = replace(span, value=number)
 
 

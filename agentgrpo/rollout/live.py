@@ -34,6 +34,8 @@ class Live:
     """Branchings in a row that led here."""
     messages: list[Message] = field(default_factory=list)
     """The conversation so far, where it is rendered again for each turn."""
+    roles: list[str] = field(default_factory=list)
+    """Those of the messages before the turn that is being sampled."""
     asked_for: Action | None = None
     """The policy's action for which the engine is speaking in a second role."""
 
@@ -59,7 +61,7 @@ class Live:
         return replace(
             self, rollout=rollout, transcript=transcript, attempt=0, since=time.perf_counter(),
             spent=replace(self.spent, calls=self.spent.calls.copy()), history=list(self.history),
-            after_tool=True, messages=[],
+            after_tool=True, messages=[], roles=list(self.roles),
         )  # fmt: skip
 
     def took(self, name: str) -> None:

@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from agentgrpo.actions import (
     Action,
@@ -26,22 +26,21 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     Observation,
-    checked_observation,
-    checked_rewards,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import Environment
-from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.envs.base import AnyEpisode, Environment
+from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner, checked_episode, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
-from agentgrpo.rollout.telling import count, tell
+from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
+from agentgrpo.usercode import calling
 
 
 class Decoder(Protocol):
@@ -114,10 +113,7 @@ class Play:
         self._queue: deque[Pending] = deque()
         self._live: dict[int, Live] = {}
         self._decoding: dict[str, int] = {}
-        self._waiting = Waiting(
-            together=bool(config.deterministic),
-            task_of=lambda index: self._tasks[index // group_size],
-        )
+        self._waiting = Waiting(together=bool(config.deterministic))
         self._played: dict[int, Rollout] = {}
         self._groups: dict[int, Group] = {}
         self.stats = SamplerStats()
@@ -166,8 +162,10 @@ class Play:
         """Wait for the worlds that work, close those that are open."""
         self._waiting.wait()
         ending = {i for i, then in begun.items() if then == self._finished}
+        left = self._waiting.abandoned
         closing = [  # those that end close themselves
-            self._worlds.close(self._live[index].episode) for index in self._live.keys() - ending
+            self._worlds.close(self._live[index].episode, self._of(index))
+            for index in self._live.keys() - ending - left
         ]
         wait(closing)
         for closed in closing:
@@ -185,18 +183,18 @@ class Play:
     # --- beginnings
 
     def _start(self, pending: Pending) -> None:
-        if pending.fork is None:
-            self._start_alone(pending)
-        else:
-            self._start_fork(pending, pending.fork)
+        try:
+            if pending.fork is None:
+                self._start_alone(pending)
+            else:
+                self._start_fork(pending, pending.fork)
+        except InfrastructureError as error:  # of reset()
+            self._broken(pending.index, error, closed=True)
 
     def _start_alone(self, pending: Pending) -> None:
-        task = self._task_of(pending)
-        messages = self._agent.messages(task)
-        prompt = self._chat.prompt_ids(messages, self._agent.tools(task))
-        prefill = self._agent.prefill(task)
-        if prefill:
-            prompt = np.concatenate([prompt, self._chat.text_ids(prefill, own=True)])
+        task = self._tasks[pending.index // self._group_size]
+        users = partial(self._users, pending.index)
+        prompt, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
             raise ValueError(
@@ -213,27 +211,43 @@ class Play:
         )
         live = self._live[pending.index] = Live(
             rollout=rollout,
-            episode=self._env.reset(task),
+            episode=NOTHING,
             transcript=transcript,
             spent=Spent(self._config, len(prompt), limit),
             attempt=pending.attempt,
             since=pending.since,
-            messages=list(messages),
+            messages=messages,
+            roles=[message["role"] for message in messages],
         )
+        live.episode = self._reset(pending.index, task)
         live.took("queue_s")
         self._ask(pending.index)
 
     def _start_fork(self, pending: Pending, live: Live) -> None:
         """Bring a fresh episode to where the parent's was, then go on from there."""
+        live.episode = NOTHING  # and not its parent's
         self._live[pending.index] = live
-        live.episode = self._env.reset(live.rollout.task)
+        live.episode = self._reset(pending.index, live.rollout.task)
         live.spent.started = time.monotonic()
         live.took("queue_s")
-        future = self._worlds.replay(live.episode, [step.action for step in live.history])
+        actions = [(step.action, step.memory) for step in live.history]
+        future = self._worlds.replay(live.episode, actions, self._of(pending.index))
         self._waiting.add(pending.index, future, self._replayed)
 
-    def _task_of(self, pending: Pending) -> Task:
-        return self._tasks[pending.index // self._group_size]
+    def _of(self, index: int) -> tuple[str, int]:
+        """Task and place in its group of a rollout."""
+        task, member = divmod(index, self._group_size)
+        return self._tasks[task].id, member
+
+    def _users(self, index: int, function: Any) -> AbstractContextManager[Any]:
+        """Within this a function of the agent's or the environment's is called."""
+        task, rollout = self._of(index)
+        limit = self._config.call_timeout_s
+        return calling(function, task=task, rollout=rollout, limit_s=limit)
+
+    def _reset(self, index: int, task: Task) -> AnyEpisode:
+        with networks_fault(self._env.reset), self._users(index, self._env.reset):
+            return checked_episode(self._env.reset(task))
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
@@ -255,6 +269,8 @@ class Play:
             self._end(index, end)
             return
         request_id = f"{index}.{live.attempt}.{live.spent.turns}"
+        with self._users(index, type(self._agent)):
+            stop = self._agent.stop  # may be a property
         live.took("own_s")
         self._engine.add_request(
             request_id,
@@ -262,7 +278,7 @@ class Play:
             max_tokens=live.spent.turn_tokens(len(live.transcript)),
             temperature=self._config.temperature,
             seed=self._draw(index, "turn") if self._config.temperature else None,
-            stop=self._agent.stop,
+            stop=stop,
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=self._config.branching.top_logprobs if self._branches else 0,
             filters=self._filters,
@@ -289,8 +305,9 @@ class Play:
         done = self._engine.step()
         self.stats.decode_s += time.perf_counter() - started
         self.stats.engine_steps += 1
-        for completion in sorted(done, key=lambda c: self._decoding[c.request_id]):
-            self._turn_ended(self._decoding.pop(completion.request_id), completion)
+        turns = {self._decoding.pop(completion.request_id): completion for completion in done}
+        for index in sorted(turns):  # none of them is the engine's any more, whatever one does
+            self._turn_ended(index, turns[index])
 
     def _turn_ended(self, index: int, turn: Completion) -> None:
         live = self._live[index]
@@ -314,14 +331,9 @@ class Play:
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
-            self._act(index, self._parsed(turn))
-
-    def _parsed(self, turn: Completion) -> Action:
-        action: Any = self._agent.parse(self._chat.decode(turn.token_ids))
-        if isinstance(action, Action):
-            return action
-        name = type(self._agent).__name__
-        raise TypeError(f"{name}.parse: expected an action of agents/base.py, got {action!r:.80}")
+            with self._users(index, self._agent.parse):
+                action = parsed(self._agent, self._chat.decode(turn.token_ids))
+            self._act(index, action)
 
     def _act(self, index: int, action: Action) -> None:
         live = self._live[index]
@@ -349,7 +361,7 @@ class Play:
         live.took("own_s")
         self._waiting.add(
             index,
-            self._worlds.step(live.episode, does),
+            self._worlds.step(live.episode, does, self._of(index)),
             lambda index, observation: self._answered_to(index, does, action, observation),
         )
 
@@ -357,7 +369,10 @@ class Play:
 
     def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
         """Have the engine say what an episode asks for before it answers the policy's action."""
-        live = self._live[index]
+        live, limit = self._live[index], self._engine.max_model_len
+        if any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages):
+            self._end(index, Status.TRUNCATED_LENGTH)
+            return
         prompt = self._chat.prompt_ids(ask.messages)
         room = self._engine.max_model_len - len(prompt)
         if room < 1:
@@ -423,7 +438,8 @@ class Play:
             try:
                 answer = future.result()
             except InfrastructureError as error:
-                self._broken(index, error, closed=then == self._finished)
+                closed = then == self._finished or isinstance(error, Abandoned)
+                self._broken(index, error, closed=closed)
             else:
                 then(index, answer)
 
@@ -431,7 +447,6 @@ class Play:
         self, index: int, done: Action, action: Action, observation: Observation
     ) -> None:
         live = self._live[index]
-        observation = checked_observation(observation, live.episode)
         live.took("tools_s")
         if self._branches:
             live.history.append(Step.of(done, observation))
@@ -448,10 +463,13 @@ class Play:
 
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
         """Tell the policy, and ask for its next turn."""
-        end = tell(
-            self._live[index], action, observation,
-            agent=self._agent, chat=self._chat, config=self._config,
-        )  # fmt: skip
+        started = time.perf_counter()
+        with self._users(index, self._agent.observe):
+            end = tell(
+                self._live[index], action, observation,
+                agent=self._agent, chat=self._chat, config=self._config,
+            )  # fmt: skip
+        self.stats.observe_s += time.perf_counter() - started
         if end is None:
             self._ask(index)
         else:
@@ -467,12 +485,11 @@ class Play:
             self._drop(index, Pending(index=index, attempt=live.attempt + 1))
             return
         live.took("own_s")
-        future = self._worlds.finish(live.episode, live.rollout.answer)
+        future = self._worlds.finish(live.episode, live.rollout.answer, self._of(index))
         self._waiting.add(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
         live = self._live.pop(index)
-        rewards = checked_rewards(rewards, f"{type(live.episode).__name__}.finish")
         live.took("finish_s")
         rollout = live.rollout
         rollout.environment = getattr(live.episode, "environment", None)
@@ -501,7 +518,7 @@ class Play:
         """Forget a rollout that is under way and its episode; perhaps play another instead."""
         live = self._live.pop(index)
         if not closed:
-            self._worlds.close(live.episode).result()
+            self._worlds.close(live.episode, self._of(index)).result()
         if again is not None:
             self.stats.retries += 1
             self._queue.append(again)

@@ -17,6 +17,8 @@ class SamplerStats:
     """In the engine."""
     idle_s: float = 0.0
     """Waiting for tools with nothing to decode."""
+    observe_s: float = 0.0
+    """Making tokens of what worlds answered."""
     engine_steps: int = 0
     total_sampled_tokens: int = 0
     prompt_tokens: int = 0

@@ -53,6 +53,8 @@ class Stream:
     """Which task, and which of its rollouts."""
     spent: Spent
     transcript: Transcript
+    roles: list[str]
+    """Those of the messages before the one that is being decoded."""
     token_ids: list[int] = field(default_factory=list)
     """What was sampled since the prompt, or since something was put in."""
     tag: str = ""
@@ -93,7 +95,8 @@ class Stream:
             return Status.COMPLETED
         last_id = self.token_ids[-1] if self.token_ids else None
         if not isinstance(said, str):
-            ids = self.chat.observation_ids(said, last_id=last_id)
+            ids = self.chat.observation_ids(said, last_id=last_id, roles=self.roles)
+            self.roles += ["assistant", *(message["role"] for message in said)]
         elif last_id in self.chat.stop_token_ids:  # the message it would have gone into is closed
             return Status.COMPLETED
         else:
@@ -153,7 +156,8 @@ class Streams:
         played = []
         decoding: dict[str, Stream] = {}
         for index, task in enumerate(tasks):
-            prompt = self._chat.prompt_ids(messages(task))
+            said = messages(task)
+            prompt = self._chat.prompt_ids(said)
             if len(prompt) >= engine.max_model_len:
                 raise ValueError(
                     f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len "
@@ -167,7 +171,9 @@ class Streams:
                     stats=dict.fromkeys(COUNTS, 0.0),
                 )  # fmt: skip
                 spent = Spent(self._config, len(prompt), engine.max_model_len)
-                stream = Stream(rollout, self._chat, (index, member), spent, transcript)
+                roles = [message["role"] for message in said]
+                place = (index, member)
+                stream = Stream(rollout, self._chat, place, spent, transcript, roles)
                 self._ask(engine, stream, params, on_token, decoding)
                 played.append(rollout)
         while decoding:

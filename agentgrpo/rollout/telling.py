@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from agentgrpo.actions import Action, CallTools, Message, Observation
+import numpy as np
+
+from agentgrpo.actions import Action, CallTools, Message, Observation, Schema
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.live import Live
-from agentgrpo.types import Rollout, SpanReward, Status
+from agentgrpo.types import Int32, Rollout, SpanReward, Status, Task
+from agentgrpo.usercode import WrongResult
+
+Users = Callable[[Any], AbstractContextManager[Any]]
+"""Of a function of an agent's: within what it is called (usercode.calling)."""
+
+
+def prompt_of(
+    agent: Agent, chat: ChatTemplate, task: Task, users: Users
+) -> tuple[Int32, list[Message], Sequence[Schema]]:
+    """A task before the policy's first token: its ids, the messages, and the tools shown."""
+    with users(agent.tools):
+        tools = _listed(agent.tools(task), "tools")
+    with users(agent.messages):
+        messages = _listed(agent.messages(task), "messages")
+        prompt = chat.prompt_ids(messages, tools)
+    with users(agent.prefill):
+        prefill: Any = agent.prefill(task)
+        if not isinstance(prefill, str):
+            raise WrongResult(f"expected a text, got {prefill!r:.80}")
+    if prefill:
+        prompt = np.concatenate([prompt, chat.text_ids(prefill, own=True)])
+    return prompt, messages, tools
+
+
+def parsed(agent: Agent, text: str) -> Action:
+    """What a turn means."""
+    action: Any = agent.parse(text)
+    if not isinstance(action, Action):
+        raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
+    return action
+
+
+def said_by(agent: Agent, action: Action, shown: Observation) -> str | list[Message]:
+    """What an agent makes of an observation."""
+    said: Any = agent.observe(action, shown)
+    return said if isinstance(said, str) else _listed(said, "a text or messages")
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
+        raise WrongResult(f"expected {what}, got {given!r:.80}")
+    return [*given]
 
 
 def count(live: Live, observation: Observation) -> None:
@@ -38,7 +83,7 @@ def tell(
     shown = replace(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
-    said: Any = agent.observe(action, shown)
+    said = said_by(agent, action, shown)
     end = _append(live, said, agent, chat, config)
     if end is None:
         calls = action.calls + action.refused if isinstance(action, CallTools) else ()
@@ -47,22 +92,23 @@ def tell(
 
 
 def _append(
-    live: Live, said: Any, agent: Agent, chat: ChatTemplate, config: RolloutConfig
+    live: Live, said: str | list[Message], agent: Agent, chat: ChatTemplate, config: RolloutConfig
 ) -> Status | None:
+    texts = [said] if isinstance(said, str) else [m.get("content") for m in said]
+    if any(isinstance(t, str) and chat.exceeds(t, live.spent.max_length) for t in texts):
+        return Status.TRUNCATED_LENGTH  # whatever the agent made of what was cut
     last_id = int(live.transcript.ids[-1])
     if isinstance(said, str):
         if last_id in chat.stop_token_ids:  # that closed what the text would have gone into
             return Status.COMPLETED
         ids = chat.text_ids(said)
-    elif not isinstance(said, Sequence):
-        name = type(agent).__name__
-        raise TypeError(f"{name}.observe: expected a text or messages, got {said!r:.80}")
     elif config.history == "render":
         return _render(live, said, agent, chat)
     else:
         ids = chat.observation_ids(
-            said, last_id=last_id, tools=bool(agent.tools(live.rollout.task))
+            said, last_id=last_id, tools=bool(agent.tools(live.rollout.task)), roles=live.roles
         )
+        live.roles += ["assistant", *(message["role"] for message in said)]
     if not live.spent.fits(len(live.transcript) + len(ids)):
         return Status.TRUNCATED_LENGTH
     live.transcript.give(ids)

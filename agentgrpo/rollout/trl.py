@@ -24,6 +24,7 @@ from agentgrpo.models.encoding import ids_from_list
 from agentgrpo.rollout.custom import RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.play import request_seed
 from agentgrpo.types import Completion, Int32, Rollout, Status, Task, as_number
+from agentgrpo.usercode import WrongResult, calling
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
@@ -120,7 +121,8 @@ class RolloutFuncSampler:
         """One call of the function for all tasks.
 
         Raises:
-            ValueError: a key is missing, or a value has another number of entries than prompts.
+            UserCodeError: it failed, a key is missing, or a value has another number of entries
+                than prompts.
         """
         args = SimpleNamespace(
             temperature=params.temperature,
@@ -130,14 +132,15 @@ class RolloutFuncSampler:
         trainer = RolloutTrainer(engine, self._chat, params, args)
         repeated = [task for task in tasks for _ in range(n)]
         prompts = [[dict(message) for message in task.messages] for task in repeated]
-        returned = self._function(prompts, trainer)
-        for key in (*TOKENS, *returned):
-            if key not in returned or len(returned[key]) != len(repeated):
-                got = len(returned[key]) if key in returned else "no such key"
-                raise ValueError(
-                    f"rollout_func: {key!r}: expected {len(repeated)} values, got {got}"
-                )
-        rollouts = [self._one(task, returned, i) for i, task in enumerate(repeated)]
+        with calling(self._function):
+            returned = self._function(prompts, trainer)
+            if not isinstance(returned, Mapping):
+                raise WrongResult(f"expected a dict of lists, got {returned!r:.80}")
+            for key in (*TOKENS, *returned):
+                if key not in returned or len(returned[key]) != len(repeated):
+                    got = len(returned[key]) if key in returned else "no such key"
+                    raise WrongResult(f"{key!r}: expected {len(repeated)} values, got {got}")
+            rollouts = [self._one(task, returned, i) for i, task in enumerate(repeated)]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
     def _one(self, task: Task, returned: Mapping[str, Sequence[Any]], index: int) -> Rollout:

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.types import Task
+from agentgrpo.envs.runner import Abandoned
 
 Then = Callable[[int, Any], None]
 """What is to be done with a world's answer, and to which rollout."""
@@ -20,11 +20,10 @@ class Waiting:
 
     Args:
         together: take all answers at once, when the last one is there.
-        task_of: a rollout's, for what is said of an error.
     """
 
-    def __init__(self, *, together: bool, task_of: Callable[[int], Task]) -> None:
-        self._together, self._task_of = together, task_of
+    def __init__(self, *, together: bool) -> None:
+        self._together = together
         self._futures: dict[int, tuple[Future[Any], Then]] = {}
         self._answered: SimpleQueue[int] = SimpleQueue()
         self._begun: dict[int, Then] = {}
@@ -51,7 +50,6 @@ class Waiting:
             future, then = self._futures[index]
             error = future.exception()
             if error is not None and not isinstance(error, InfrastructureError):
-                error.add_note(f"from the environment, in task {self._task_of(index).id!r}")
                 raise error
             del self._futures[index]
             yield index, future, then
@@ -74,6 +72,12 @@ class Waiting:
             if not future.cancel():
                 self._begun[index] = then
         return self._begun
+
+    @property
+    def abandoned(self) -> set[int]:
+        """Of all that was waited for: those whose worlds have not come back, after wait()."""
+        done = {i: f for i, (f, _) in self._futures.items() if f.done() and not f.cancelled()}
+        return {i for i, future in done.items() if isinstance(future.exception(), Abandoned)}
 
     def wait(self) -> None:
         """For all that cancel() could not take back."""

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.files import opened, writing
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under another name, then, when it is on disk, rename it."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
+    with writing(path), partial.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -30,9 +32,8 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The rows of a JSON-lines file."""
-    with path.open() as file:
-        return list(map(json.loads, file))
+    """The rows of a JSON-lines file; errors as of numbered_rows()."""
+    return [row for _, row in numbered_rows(path)]
 
 
 def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
@@ -43,9 +44,10 @@ def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, A
         growing: a last line without its end is being written, and left out.
 
     Raises:
-        ValueError: a line is not JSON; names file and line.
+        ValueError: a line is not JSON; names file and line. Or as of files.opened().
+        OSError: it cannot be read; names the file.
     """
-    with path.open("rb") as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip() or (growing and not line.endswith(b"\n")):
                 continue
@@ -58,7 +60,7 @@ def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, A
 
 def append_lines(path: Path, rows: Iterable[Any]) -> None:
     """Add rows to a JSON-lines file; they have reached the disk when this returns."""
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())

@@ -6,7 +6,6 @@ every `checkpoints/step_000010` is whole, whenever the process was killed.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from agentgrpo.files import CHECKSUMS, flush_folder, opened, require_as_sealed, seal
 
 STATE = "agentgrpo_state.pt"
 """Optimizer, data position, log offsets: what a model directory does not hold."""
@@ -31,13 +32,15 @@ def newest(out_dir: Path) -> Path | None:
 def require_whole(checkpoint: Path, *, adapter: bool) -> None:
     """Refuse what is named like a checkpoint and is none, before anything is loaded from it.
 
+    All of it is read, and held against the checksums that it was saved with.
+
     Raises:
-        ValueError: naming the files that are missing or empty, and what can be done.
+        ValueError: naming the files that are missing, empty or changed, and what can be done.
     """
     wanted = ("adapter_config.json", "adapter_model.safetensors") if adapter else ("config.json",)
     missing = [
         name
-        for name in (STATE, *wanted)
+        for name in (STATE, CHECKSUMS, *wanted)
         if not (checkpoint / name).is_file() or not (checkpoint / name).stat().st_size
     ]
     if not adapter and not any(checkpoint.glob("*.safetensors")):
@@ -47,11 +50,10 @@ def require_whole(checkpoint: Path, *, adapter: bool) -> None:
             f"{checkpoint} is not a checkpoint that this run can continue from: "
             f"{', '.join(missing)} missing or empty; {REMEDY}"
         )
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        try:
-            shapes_in(path)
-        except ValueError as error:
-            raise ValueError(f"{error}; {REMEDY}") from None
+    try:
+        require_as_sealed(checkpoint, whole=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}; {REMEDY}") from None
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
@@ -61,7 +63,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         ValueError: it is no such file, or not as long as its header says; names it.
     """
     try:
-        with safe_open(path, framework="np") as file:
+        with opened(path), safe_open(path, framework="np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from None
@@ -112,12 +114,14 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
     """
     final = folder_of(out_dir, step)
     partial = final.with_name(f".partial-{final.name}")
+    if not out_dir.is_dir():
+        raise OSError(f"{out_dir} is gone: it was removed while the run was writing there")
     for rest in (*final.parent.glob(".partial-*"), *final.parent.glob(".removed-*")):
         shutil.rmtree(rest)  # of a process that was killed
     partial.mkdir(parents=True)
     try:
         write(partial)
-        _flush(partial)
+        seal(partial)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         # safetensors and torch have errors of their own for a full disk
@@ -128,7 +132,7 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
         raise
     _remove(final)
     partial.rename(final)
-    _flush_folder(final.parent)
+    flush_folder(final.parent)
     for old in _complete(out_dir)[:-keep]:
         _remove(old)
     return final
@@ -149,19 +153,3 @@ def _remove(checkpoint: Path) -> None:
         doomed = checkpoint.with_name(f".removed-{checkpoint.name}")
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

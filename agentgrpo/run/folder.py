@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
+from agentgrpo.files import read_table
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
 
-@contextlib.contextmanager
-def locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this run's; the lock goes with rank 0's file object."""
+def locked(out_dir: Path) -> IO[str]:
+    """Make out_dir this run's, until the file is closed; ranks but 0 get one that locks nothing."""
     if parallel.rank() > 0:
-        with Path(os.devnull).open("w") as file:
-            yield file
-        return
+        return Path(os.devnull).open("w")
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
     try:
@@ -30,8 +26,7 @@ def locked(out_dir: Path) -> Iterator[IO[str]]:
     except BlockingIOError:
         file.close()
         raise ValueError(f"out_dir {str(out_dir)!r} is in use by another run") from None
-    with file:
-        yield file
+    return file
 
 
 MAY_CHANGE = {
@@ -44,8 +39,22 @@ MAY_CHANGE = {
 """Settings that a resumed run may have otherwise than it was started with."""
 
 
+def require_folder(out_dir: Path, key: str = "out_dir") -> None:
+    """That out_dir, or what `key` names, can be written to, or made.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"{key} {str(out_dir)!r}: {there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{key} {str(out_dir)!r}: {there} cannot be written to")
+
+
 def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
+    require_folder(config.out_dir)
     records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
         return
@@ -53,22 +62,33 @@ def require_same_run(config: TrainConfig) -> None:
         raise ValueError(
             f"{records} was not written by agentgrpo (no run.json): choose another out_dir"
         )
-    then = flat(json.loads(described.read_text())["config"])
+    about = read_table(described)
+    if not isinstance(about.get("config"), dict):
+        raise ValueError(f"{described}: not that of a training run: no config")
+    then = flat(about["config"])
     now = flat(config.model_dump(mode="json"))
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 
 def require_same_settings(
-    path: Path, now: Mapping[str, Any], may_change: Collection[str] = ()
+    path: Path, now: Mapping[str, Any], may_change: Collection[str] = (), *, write: bool = True
 ) -> None:
     """Write the settings that a folder's work is done with; later, refuse others.
+
+    Args:
+        path: of the file that holds them.
+        now: the settings.
+        may_change: keys that may be otherwise now.
+        write: else they are only compared.
 
     Raises:
         ValueError: a key that may not change has changed; names it.
     """
     if path.exists():
-        _require_same(f"{path} was written with", json.loads(path.read_text()), now, may_change)
-    write_json(path, dict(now))
+        _require_same(f"{path} was written with", read_table(path), now, may_change)
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dict(now))
 
 
 def _require_same(

@@ -1,16 +1,152 @@
-"""Ctrl-C, once: finish the step, save, stop. Twice: stop at once."""
+"""Ctrl-C, once: finish the step, save, stop. Twice: stop at once, whatever hangs.
+
+A thread that hangs cannot be stopped, and code that keeps Python's lock lets no other line of this
+process run. So each command has a guard, a small process of its own. The kernel's handler of a
+signal writes its number to the guard, whatever this process does. The guard says it back, to a
+thread that ends the process when it does not end by itself after the second one; and where even
+that thread cannot run, it kills the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import FrameType
 
+from agentgrpo import usercode
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, what a scheduler sends before it takes the machine away, a terminal that is closed."""
+GRACE_S = 3.0
+"""For ending by itself, after the second signal and after a call that takes too long."""
+KILL_S = 4.5
+"""From the second signal until the guard kills."""
+OVERDUE = signal.SIGRTMIN + 7
+"""Sent by this process to its main thread where a call has taken too long."""
+INTERRUPTED, FAILED = 130, 3
+GUARD = f"""
+import os, select, signal, time
+for number in {tuple(map(int, SIGNALS))}:
+    signal.signal(number, signal.SIG_IGN)
+parent, asked, kill_at = os.getppid(), 0, None
+while os.getppid() == parent:
+    if kill_at and time.monotonic() > kill_at:
+        os.write(2, b"interrupted: code that keeps Python's lock was killed\\n")
+        os.kill(parent, signal.SIGKILL)
+        break
+    if select.select([0], [], [], 0.2 if kill_at else 1.0)[0]:
+        asked += sum(number in {tuple(map(int, SIGNALS))} for number in os.read(0, 64))
+        if asked > 1 and not kill_at:
+            kill_at = time.monotonic() + {KILL_S}
+            os.write(1, b"2")
+"""
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Within this a second signal ends the process in GRACE_S, and what takes too long does too.
+
+    Ctrl-C raises Interrupted, so that no KeyboardInterrupt of the user's code is taken for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert guard.stdin is not None
+    os.set_blocking(guard.stdin.fileno(), False)
+    wakes = signal.set_wakeup_fd(guard.stdin.fileno(), warn_on_full_buffer=False)
+    ended = threading.Event()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        raise usercode.Interrupted
+
+    def end_overdue(said: str) -> None:
+        if not ended.wait(GRACE_S):
+            _end(f"error: {said}", FAILED)
+
+    def end_after_two() -> None:
+        assert guard.stdout is not None
+        with guard.stdout as told:
+            asked_twice = told.read(1)
+        if asked_twice and not ended.wait(GRACE_S):
+            hangs = "".join(f", in {call.described()}" for call in usercode.under_way()[:1])
+            _end(f"interrupted{hangs}", INTERRUPTED)
+
+    nobodys = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if nobodys:
+        signal.signal(signal.SIGINT, on_interrupt)
+    threading.Thread(target=end_after_two, daemon=True).start()
+    try:
+        with overdue_raised(end_overdue):
+            yield
+    finally:
+        ended.set()
+        if nobodys:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(wakes)
+        guard.kill()
+        guard.stdin.close()
+        guard.wait()
+
+
+@contextlib.contextmanager
+def overdue_raised(then: Callable[[str], None]) -> Iterator[None]:
+    """Within this a call that takes too long raises Overdue in the main thread, which this is.
+
+    Args:
+        then: told of it after that, on another thread.
+    """
+    main, overdue = threading.get_ident(), SimpleQueue[str]()
+
+    def on_overdue(number: int, frame: FrameType | None) -> None:
+        raise usercode.Overdue(overdue.get())
+
+    def end_overdue(said: str) -> None:
+        overdue.put(said)
+        signal.pthread_kill(main, OVERDUE)
+        then(said)
+
+    signal.signal(OVERDUE, on_overdue)
+    usercode.ends.append(end_overdue)
+    try:
+        yield
+    finally:
+        usercode.ends.remove(end_overdue)
+        signal.signal(OVERDUE, signal.SIG_IGN)  # one may be on its way
+
+
+@contextlib.contextmanager
+def timeouts() -> Iterator[None]:
+    """The same in a program of somebody else's, such as a notebook, which nothing of ours ends.
+
+    Raises:
+        TimeoutError: a call has taken too long. Its thread is left to itself.
+    """
+    if usercode.ends or threading.current_thread() is not threading.main_thread():
+        yield  # a command's; or no signal can be handled
+        return
+    try:
+        with overdue_raised(lambda said: None):
+            yield
+    except usercode.Overdue as error:
+        usercode.event_loop.cache_clear()  # the next one's calls must not wait for this one
+        raise TimeoutError(str(error)) from None
+
+
+def _end(said: str, status: int) -> None:
+    """End the process as it stands: every line of its records is on its way to the disk."""
+    print(said, file=sys.stderr, flush=True)  # noqa: T201
+    sys.stdout.flush()
+    os._exit(status)
 
 
 @contextlib.contextmanager

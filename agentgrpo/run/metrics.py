@@ -16,11 +16,16 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from agentgrpo import parallel
+from agentgrpo.files import read_table, writing
 from agentgrpo.run.atomic import read_lines, write_text
 from agentgrpo.run.records import rollout_record
 from agentgrpo.run.trackers import Tracker
 from agentgrpo.types import Group, Metrics
 
+REMEDY = (
+    "Put back the whole file from a copy; or move this checkpoint away, to continue from an older "
+    "one; or choose another out_dir (model = the checkpoint's folder starts a new run from it)"
+)
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 HASHES = ("previous_hash", "rollouts_hash")
 """What a line of metrics.jsonl holds besides the step and numbers."""
@@ -114,10 +119,11 @@ class RunLog:
 
     def offsets(self) -> dict[str, Head]:
         """Where the files end, after all of it has reached the disk; empty on other ranks."""
+        self.require_there()
         for name in self._heads:
             path = self._out_dir / name
             if path.exists():
-                with path.open("a") as file:
+                with writing(path), path.open("a") as file:
                     os.fsync(file.fileno())
         return dict(self._heads)
 
@@ -133,12 +139,13 @@ class RunLog:
             size = path.stat().st_size if path.exists() else 0
             if size < kept["bytes"]:
                 raise ValueError(
-                    f"{path}: {size} bytes, but the checkpoint's record had {kept['bytes']}"
+                    f"{path}: {f'{size:,} bytes are left' if size else 'it is gone or empty'}; "
+                    f"when the checkpoint was saved it had {kept['bytes']:,}. {REMEDY}"
                 )
             if head_of(path, kept["bytes"]) != kept:
                 raise ValueError(
-                    f"{path}: its line that ends at byte {kept['bytes']} is not the one that the "
-                    "checkpoint was saved after"
+                    f"{path}: its line that ends at byte {kept['bytes']:,} is not the one that the "
+                    f"checkpoint was saved after. {REMEDY}"
                 )
             self._heads[name] = kept
         self._seal()  # first: lines behind the seal are those of a run that was ended
@@ -146,17 +153,34 @@ class RunLog:
             if (path := self._out_dir / name).exists():
                 os.truncate(path, head["bytes"])
 
+    def require_there(self) -> None:
+        """That the records are as long as this run left them.
+
+        Raises:
+            OSError: somebody removed, cut or wrote to one while the run was on.
+        """
+        for name, head in self._heads.items():
+            path = self._out_dir / name
+            size = path.stat().st_size if path.exists() else 0
+            if size != head["bytes"]:
+                raise OSError(
+                    f"{path}: {f'it has {size:,} bytes' if path.exists() else 'it is gone'}, this "
+                    f"run left it with {head['bytes']:,}: somebody removed or changed it meanwhile"
+                )
+
     def _seal(self) -> None:
         """Write into run.json, once it is there, where the records end."""
         path = self._out_dir / "run.json"
         if self._heads and path.exists():
-            described = json.loads(path.read_text())
+            described = read_table(path)
             write_text(path, json.dumps({**described, "records": self._heads}, indent=1) + "\n")
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         if parallel.rank() > 0:
             return
-        with (self._out_dir / name).open("ab") as file:
+        self.require_there()
+        path = self._out_dir / name
+        with writing(path), path.open("ab") as file:
             for row in rows:
                 head = self._heads[name]
                 line = json.dumps({**row, "previous_hash": head["hash"]}).encode() + b"\n"

@@ -22,6 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from agentgrpo.config.arguments import parser_of
+from agentgrpo.extras import needed
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Rollout, Task
 
@@ -83,10 +84,9 @@ def write_parquet(path: Path, rollouts: Iterable[tuple[dict[str, Any], Rollout]]
     `record`: all else, as JSON.
 
     Raises:
-        ImportError: pyarrow is not installed.
+        ValueError: pyarrow is not installed.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pa, pq = needed("pyarrow", str(path)), needed("pyarrow.parquet", str(path))
 
     columns: dict[str, list[Any]] = {}
     for place, rollout in rollouts:
@@ -107,9 +107,7 @@ def write_parquet(path: Path, rollouts: Iterable[tuple[dict[str, Any], Rollout]]
 
 def read_parquet(path: Path) -> Iterator[tuple[dict[str, Any], Rollout]]:
     """The (place, rollout) pairs that write_parquet() wrote."""
-    import pyarrow.parquet as pq
-
-    for batch in pq.ParquetFile(path).iter_batches(256):
+    for batch in needed("pyarrow.parquet", str(path)).ParquetFile(path).iter_batches(256):
         for row in batch.to_pylist():
             place = {key: row[key] for key in PLACE if key in row}
             yield place, read_rollout({**json.loads(row["record"]), **_segments(row)})
@@ -212,7 +210,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         write_parquet(args.output, read_rollouts(args.run / "rollouts.jsonl"))
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return 0

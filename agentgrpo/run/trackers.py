@@ -6,13 +6,12 @@ place.
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentgrpo import parallel
+from agentgrpo import extras, parallel
 from agentgrpo.types import Metrics
 
 PROJECT = "agentgrpo"
@@ -110,10 +109,4 @@ def open_trackers(
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"trackers: {name!r} needs a package that is not installed ({error}); "
-            f"remedy: pip install {name}"
-        ) from error
+    return extras.needed(name, f"trackers: {name!r}")

@@ -27,6 +27,7 @@ from agentgrpo.sandbox.execution import (
     Result,
 )
 from agentgrpo.sandbox.history import Recorded, ReplayDiverged
+from agentgrpo.sandbox.host_tools import HostBudget, HostCall, HostTools
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
@@ -44,6 +45,9 @@ __all__ = [
     "Execution",
     "ExecutionError",
     "FileNotFoundException",
+    "HostBudget",
+    "HostCall",
+    "HostTools",
     "InvalidArgumentException",
     "Limits",
     "Logs",

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Never, Self
 from weakref import WeakValueDictionary
@@ -26,6 +26,7 @@ from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotFoundException,
     NotSupportedException,
+    SandboxInfraError,
     SandboxNotFoundException,
     TemplateUnavailable,
     TimeoutException,
@@ -37,6 +38,7 @@ from agentgrpo.sandbox.execution import (
     Result,
     execution_of,
 )
+from agentgrpo.sandbox.host_tools import HostTools
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import text_decoder
@@ -162,6 +164,7 @@ class Sandbox(Held):
         pool: SandboxPool | None = None,
         allow_degraded: bool = False,
         session: Session | None = None,
+        host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
     ) -> None:
         """A new sandbox.
 
@@ -179,6 +182,8 @@ class Sandbox(Held):
             allow_degraded: must be False, as commands and files need a real jail; for bare code
                 there is ``SandboxPool(allow_degraded=True)``.
             session: one of the pool that was acquired already; the sandbox closes it.
+            host_tools: functions of this process that code in the sandbox may call by their names
+                (HostTools has budget and cache). Python only.
 
         Raises:
             SandboxUnavailable: this machine cannot isolate.
@@ -190,8 +195,13 @@ class Sandbox(Held):
             raise not_supported("Sandbox without a jail (allow_degraded=True)")
         check_environment("envs", envs or {})
         pool = pool or _pool_for(template, limits)
+        if host_tools and not isinstance(host_tools, HostTools):
+            host_tools = HostTools(host_tools)
+        host = host_tools.begin() if isinstance(host_tools, HostTools) else None
         self._session = session or pool.acquire(env=envs)
         try:
+            if host is not None and self._session.offer(host).status is not StepStatus.OK:
+                raise SandboxInfraError("a fresh session did not take the functions of the host")
             self._begin(pool, timeout, envs or {}, metadata or {})
         except BaseException:
             self._session.close()

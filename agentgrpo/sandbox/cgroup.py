@@ -166,6 +166,15 @@ class ControlGroup:
         """
         return _C.sandbox_group_counts(self._events, self._count)
 
+    def cpu_s(self) -> float | None:
+        """CPU seconds of all that ever ran in it; None where the kernel does not tell."""
+        with contextlib.suppress(KeyError, OSError, ValueError):
+            if self._layout is V1:
+                return int((self._directories["cpu"] / "cpuacct.usage").read_text()) / 1e9
+            stat = (self._directories["memory"] / "cpu.stat").read_text().split()
+            return int(stat[stat.index("usage_usec") + 1]) / 1e6
+        return None
+
     def peak_kib(self) -> int | None:
         """The largest amount of memory charged, None where the kernel does not tell."""
         with contextlib.suppress(FileNotFoundError):

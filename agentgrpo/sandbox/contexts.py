@@ -103,4 +103,6 @@ def start_context(
         raise SandboxException(
             f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
         )
+    if session.host is not None and language == "python":
+        context.offer(session.host)
     return context

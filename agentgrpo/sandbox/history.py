@@ -4,6 +4,7 @@ import re
 from typing import NamedTuple
 
 from agentgrpo.sandbox.errors import SandboxException
+from agentgrpo.sandbox.host_tools import HostCall
 from agentgrpo.sandbox.result import StepResult, StepStatus
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
@@ -26,6 +27,8 @@ class Recorded(NamedTuple):
     status: StepStatus
     state_lost: bool
     digest: int
+    calls: tuple[HostCall, ...] = ()
+    """Of functions of the host."""
 
     @property
     def repeatable(self) -> bool:

@@ -1,13 +1,23 @@
 """Steps of many sessions, run by one thread and handed back as they end."""
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
 
 from agentgrpo import _C
 from agentgrpo.sandbox.boundary import Held, public
+from agentgrpo.sandbox.calls import Conversation
+from agentgrpo.sandbox.outcome import RawStep
 from agentgrpo.sandbox.result import StepResult
 from agentgrpo.sandbox.session import Session
+
+CALLS_S = 0.005
+"""How soon a step goes on after a call of a function of the host."""
 
 
 @public
@@ -30,6 +40,9 @@ class StepLoop(Held):
         self._running: dict[int, Session] = {}
         self._busy: set[int] = set()
         self._ready: deque[tuple[int, StepResult]] = deque()
+        self._talks: dict[int, Conversation] = {}
+        self._answered: SimpleQueue[tuple[int, tuple[Any, ...] | None]] = SimpleQueue()
+        self._calling = 0
         self._next = 0
 
     def submit(
@@ -62,6 +75,8 @@ class StepLoop(Held):
             session.abandon()
             raise
         self._running[self._next] = session
+        if session.host is not None:
+            self._talks[self._next] = session.conversation(arguments)
         self._busy.add(id(session))
         return self._next
 
@@ -70,15 +85,52 @@ class StepLoop(Held):
 
         Empty if nothing runs or timeout_s have passed.
         """
-        limit = math.inf if timeout_s is None else timeout_s
-        raw = _C.sandbox_loop_wait(self._loop, 0.0 if self._ready else limit)
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = 0.0 if self._ready else max(0.0, until - time.monotonic())
+            calling = self._calling
+            raw = _C.sandbox_loop_wait(self._loop, min(left, CALLS_S) if calling else left)
+            for tag, step in raw:
+                self._take(tag, step)
+            moved = calling and self._go_on(min(left, CALLS_S))
+            if self._ready or left == 0 or not (raw or moved or self._calling):
+                break
         ended = list(self._ready)
         self._ready.clear()
-        for tag, step in raw:
-            session = self._running.pop(tag)
-            self._busy.discard(id(session))
-            ended.append((tag, session.conclude(step)))
         return ended
+
+    def _take(self, tag: int, step: RawStep) -> None:
+        """What the C side says of a step: it is over, or calls a function of the host."""
+        talk = self._talks.get(tag)
+        if talk is None or not talk.goes_on(step):
+            self._end(tag, step if talk is None else talk.raw)
+            return
+        self._calling += 1
+        put = self._answered.put
+        Thread(target=lambda: put((tag, talk.answer())), name="host-call", daemon=True).start()
+
+    def _go_on(self, patience: float) -> bool:
+        """Go on with the steps whose calls are answered; whether there are any. Waits for one only
+        where nothing else could end.
+        """
+        others = len(self._running) > self._calling
+        found = False
+        with suppress(Empty):
+            while self._calling:
+                wait = not (others or found) and patience > 0
+                tag, arguments = self._answered.get(wait, patience if wait else None)
+                found = True
+                self._calling -= 1
+                if arguments is None:
+                    self._end(tag, self._talks[tag].raw)
+                else:
+                    _C.sandbox_loop_submit(self._loop, tag, arguments)
+        return found
+
+    def _end(self, tag: int, step: RawStep) -> None:
+        session = self._running.pop(tag)
+        self._busy.discard(id(session))
+        self._ready.append((tag, session.conclude(step, self._talks.pop(tag, None))))
 
     def close(self) -> None:
         """End the sessions whose steps have not ended."""
@@ -86,6 +138,7 @@ class StepLoop(Held):
         while self._running:
             self._running.popitem()[1].abandon()
         self._busy.clear()
+        self._talks, self._calling, self._answered = {}, 0, SimpleQueue()
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ready)

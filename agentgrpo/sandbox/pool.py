@@ -18,6 +18,7 @@ from agentgrpo.sandbox.errors import (
     SandboxInfraError,
     SandboxUnavailable,
 )
+from agentgrpo.sandbox.host_tools import HostCalls
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
@@ -158,12 +159,19 @@ class SandboxPool(Held):
             self._wanted.set()
             self._refiller.start()
 
-    def acquire(self, timeout_s: float = 60.0, *, env: Mapping[str, str] | None = None) -> Session:
+    def acquire(
+        self,
+        timeout_s: float = 60.0,
+        *,
+        env: Mapping[str, str] | None = None,
+        host: HostCalls | None = None,
+    ) -> Session:
         """A fresh session, waiting up to timeout_s while max_live sessions are in use.
 
         Args:
             timeout_s: how long to wait for a place.
             env: environment variables of the session, besides the template's.
+            host: functions of this process that the session's code may call.
 
         Raises:
             SandboxBusy: none became free in time.
@@ -182,6 +190,9 @@ class SandboxPool(Held):
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
+        if host is not None and session.offer(host).status is not StepStatus.OK:
+            session.close()
+            raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session
 
     def run(
@@ -207,13 +218,15 @@ class SandboxPool(Held):
         """A fresh session in the state of another, reached by repeating its steps.
 
         Args:
-            session: of a pool with the same template and limits; it is left as it is.
+            session: of a pool with the same template and limits; it is left as it is. Functions of
+                the host that it has called are not called again; the fork has what it had left of
+                its budget.
             timeout_s: how long to wait for a place.
 
         Raises:
             ReplayDiverged: its steps cannot be repeated, see ``Session.replay()``.
         """
-        fresh = self.acquire(timeout_s)
+        fresh = self.acquire(timeout_s, host=session.host and session.host.fork())
         try:
             fresh.replay(list(session.history))
         except BaseException:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from agentgrpo.sandbox.host_tools import HostCall
+
 
 class StepStatus(StrEnum):
     """How a step ended.
@@ -86,5 +88,9 @@ class StepResult:
     """The session was not isolated by namespaces: ``allow_degraded=True`` and no better rung."""
     state_lost: bool = False
     """The session is over: variables and files are gone."""
+    host_calls: tuple[HostCall, ...] = ()
+    """The calls of functions of the host that were made, in order."""
+    host_refused: int = 0
+    """Those that were not, as the budget was used up."""
     detail: str = ""
     """For statuses other than ok: one sentence for a human or a log."""

@@ -11,12 +11,14 @@ from typing import Any, Self
 
 from agentgrpo import _C
 from agentgrpo.sandbox.boundary import Held, public, theirs
+from agentgrpo.sandbox.calls import Conversation
 from agentgrpo.sandbox.cgroup import ControlGroup
-from agentgrpo.sandbox.channels import Channels, Root, pid_of
+from agentgrpo.sandbox.channels import Channels, Root, pid_of, tree_cpu_seconds
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedException
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.history import HISTORY_BYTES, Recorded, ReplayDiverged, digest
+from agentgrpo.sandbox.host_tools import HostCall, HostCalls, within_a_call_of
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import Ending, RawStep, how_it_ended, show_answer, show_output
 from agentgrpo.sandbox.program import Orders
@@ -27,6 +29,8 @@ MIB = 1 << 20
 FRAME_OVERHEAD = 4096
 CLOSED = "the session was closed"
 EXCHANGE = (b"put", b"ask", b"get")
+CALLING = (b"run", b"cell", b"push", b"ask")
+"""Requests that run code of the session's, which may call functions of the host."""
 ASK_MIB = 32
 """Of an answer to Session.ask()."""
 ANSWERED = int(Ending.ANSWERED)
@@ -78,8 +82,13 @@ class Session(Held):
         self._oom_before = group.counts()[0] if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
-        self._steps = self._exchanged = 0
+        self._steps = self._exchanged = self._sent = 0
         self._remembered = 0
+        self._answer_max = (
+            10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2
+        )
+        self.host: HostCalls | None = None
+        """The functions of the host that its code may call, see offer()."""
         self._ended: StepResult | None = None
         self._busy = threading.RLock()
         self._running = False
@@ -88,6 +97,8 @@ class Session(Held):
         self._asked = self._cpu_before = 0.0
         self._asking: list[bytes] = []
         self._over_memory: tuple[str, int | None] | None = None
+        self._machine_failed = ""
+        self._cpu_at_end = 0.0
         self.pid = pid_of(channels.interpreter)
         """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
         self.init_pid = pid_of(channels.init)
@@ -167,6 +178,33 @@ class Session(Held):
         check_environment("env", env)
         return self._request([b"env", *_flat(env)], None)
 
+    def offer(self, host: HostCalls) -> StepResult:
+        """Let its code call functions of the host, by their names, from now on.
+
+        Args:
+            host: of the rollout that the session is for.
+
+        Raises:
+            TypeError: it is none.
+        """
+        if not isinstance(host, HostCalls):
+            raise TypeError(f"host must be HostCalls, as HostTools.begin() gives, got {host!r:.80}")
+        self.host = host
+        most_asked, most_told = host.tools.sizes
+        self._answer_max = max(self._answer_max, most_asked + FRAME_OVERHEAD)
+        fields = [b"tools", b"%d" % most_asked, b"%d" % most_told]
+        for tool in host.tools.by_name.values():
+            fields += [tool.name.encode(), f"{tool.line}\n{tool.doc}".rstrip("\n:").encode()]
+        told = self._run(fields, self.limits.timeout_s, None)
+        del self.history[-1:]  # a fork is offered its own
+        self._steps -= 1
+        return told
+
+    @property
+    def closing(self) -> bool:
+        """Whether somebody has begun to close it."""
+        return self._closed
+
     def request_of(
         self, code: str, timeout_s: float | None, env: Mapping[str, str] | None = None
     ) -> tuple[list[bytes], float] | StepResult:
@@ -216,7 +254,20 @@ class Session(Held):
         """Of limits.session_s."""
         return self._started + self.limits.session_s - time.monotonic()
 
+    def cpu_seconds(self) -> float:
+        """CPU time of all its processes, on a clock that began before it. Where it has no control
+        group, of those that live or that a living one has waited for.
+        """
+        if self._ended is not None:
+            return self._cpu_at_end
+        told = self.group.cpu_s() if self.group is not None else None
+        if told is None:
+            told = tree_cpu_seconds(self.init_pid, self.pid) + self._cpu_seconds()
+        return told
+
     def _end(self, status: StepStatus, detail: str) -> StepResult:
+        if self.group is not None:  # which may be another session's in a moment
+            self._cpu_at_end = self.group.cpu_s() or 0.0
         self._ended = self._result(status=status, state_lost=True, detail=detail)
         self.close()
         return replace(self._ended)
@@ -242,14 +293,26 @@ class Session(Held):
             assert over is not None
             return over
         try:
-            raw = _C.sandbox_run_step(*arguments)
+            if self.host is None or fields[0] not in CALLING:
+                raw, talk = _C.sandbox_run_step(*arguments), None
+            else:
+                talk = self.conversation(arguments)
+                rest: tuple[Any, ...] | None = arguments
+                while rest is not None and talk.goes_on(_C.sandbox_run_step(*rest)):
+                    rest = talk.answer()
+                raw = talk.raw
         except BaseException:  # a signal's handler (Ctrl-C): nobody waits for the code any more
             self.abandon()
             raise
-        result = self.conclude(raw)
+        result = self.conclude(raw, talk)
         if raised:
             raise raised[0]
         return result
+
+    def conversation(self, arguments: tuple[Any, ...]) -> Conversation:
+        """For whoever runs steps: one that may call functions of the host."""
+        assert self.host is not None
+        return Conversation(self, self.host, arguments, self.limits)
 
     def abandon(self) -> None:
         """For whoever runs steps: the end of a prepare() whose step did not run to its end."""
@@ -277,6 +340,8 @@ class Session(Held):
             ValueError: this thread runs a step of it already (in a loop, or that has called a
                 listener or a signal's handler).
         """
+        if self.host is not None and within_a_call_of(self):
+            raise InvalidArgumentException("the session waits for the function that would step it")
         self._busy.acquire()
         if self._running:
             self._busy.release()
@@ -287,27 +352,39 @@ class Session(Held):
             return None
         self._running = True
         self._steps += 1
+        self._sent += 1
         self._exchanged += fields[0] in EXCHANGE
         self._asked, self._cpu_before, self._asking = timeout, self._cpu_seconds(), fields
         return (
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
-            encode(self._steps, fields),
-            self._steps,
+            encode(self._sent, fields),
+            self._sent,
             max(1e-3, min(timeout, self.seconds_left())),
             limits.grace_s,
             limits.output_kib << 9,
             limits.output_max_mib * MIB,
-            10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2,
+            self._answer_max,
             listener,
         )
 
-    def conclude(self, raw: RawStep) -> StepResult:
-        """What ``_C.sandbox_run_step`` returned, in words."""
+    def conclude(self, raw: RawStep, talk: Conversation | None = None) -> StepResult:
+        """What ``_C.sandbox_run_step`` returned, in words.
+
+        Args:
+            raw: that.
+            talk: the step's parts, if it could call functions of the host.
+        """
+        calls: tuple[HostCall, ...] = ()
         try:
+            if talk is not None:
+                self._sent, calls = talk.last_number, tuple(talk.calls)
+                self._machine_failed = talk.failed
             result = self._interpret(raw)
+            if talk is not None and (calls or talk.refused):
+                result.host_calls, result.host_refused = calls, talk.refused
             step = (tuple(self._asking), self._asked, result.status, result.state_lost)
-            self._remember(Recorded(*step, digest(result)))
+            self._remember(Recorded(*step, digest(result), calls))
             return result
         finally:
             self._done()
@@ -315,9 +392,9 @@ class Session(Held):
     def _remember(self, step: Recorded) -> None:
         """A part of what cannot be repeated as a whole is of no use."""
         self.history.append(step)
-        self._remembered += sum(map(len, step.fields or ()))
+        self._remembered += sum(map(len, step.fields or ())) + sum(c.size for c in step.calls)
         if self._remembered > HISTORY_BYTES:
-            self.history[:] = [old._replace(fields=None) for old in self.history]
+            self.history[:] = [old._replace(fields=None, calls=()) for old in self.history]
             self._remembered = 0
 
     def _interpret(self, raw: RawStep) -> StepResult:
@@ -325,7 +402,9 @@ class Session(Held):
         result = self._result(status=StepStatus.OK, wall_s=raw[2])
         show_output(raw, result)
         self._count_processes(result)
-        if ending == ANSWERED:
+        if self._machine_failed:
+            status, detail = StepStatus.INFRA_ERROR, self._machine_failed
+        elif ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
                 show_answer(raw, result)
@@ -372,7 +451,8 @@ class Session(Held):
         """Bring this fresh session to the state that another had after these steps.
 
         Every step must show what it showed then (addresses aside): code that asks for the time or
-        for random numbers cannot be repeated.
+        for random numbers cannot be repeated. Functions of the host are not called again: their
+        answers are those that were given then.
 
         Raises:
             ReplayDiverged: a step cannot be run again (it was interrupted, or ended the session),
@@ -386,7 +466,13 @@ class Session(Held):
             if not step.repeatable:
                 raise ReplayDiverged(f"step {number} ended by {step.status}; it cannot be repeated")
         for number, step in enumerate(history, 1):
-            result = self._request(list(step.fields or ()), 2 * step.timeout_s + 1)
+            if self.host is not None:
+                self.host.recall(step.calls)
+            try:
+                result = self._request(list(step.fields or ()), 2 * step.timeout_s + 1)
+            finally:
+                if self.host is not None:
+                    self.host.recall(None)
             if digest(result) != step.digest:
                 raise ReplayDiverged(f"step {number} showed something else than before: {result}")
 
@@ -431,7 +517,7 @@ class Session(Held):
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
         self._started = time.monotonic()
-        self._steps = self._exchanged = 0
+        self._steps = self._exchanged = self._sent = 0
         self.history.clear()
         self._remembered = 0
         release = self._on_close

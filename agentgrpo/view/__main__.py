@@ -1,16 +1,18 @@
 """Write a run as one HTML file: open it in any browser, send it to anyone.
 
-Curves, steps, groups and every rollout token by token, of one run or of two side by side. The file
-needs no server and no network, and holds everything it shows.
+Curves, steps, groups and every rollout token by token, of one run or of several. The file needs no
+server and no network, and holds everything it shows.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.view.collect import read_foreign, read_run
+from agentgrpo.view.group import short_names
 from agentgrpo.view.page import make_page
 
 
@@ -18,37 +20,47 @@ def main(arguments: list[str]) -> int:
     """Parse the command line, write the page. Returns the exit status."""
     parser = parser_of("view", __doc__)
     parser.add_argument(
-        "run",
+        "runs",
         type=Path,
-        help="a run's folder (out_dir), or another program's rollouts: file or folder",
+        nargs="+",
+        metavar="RUN",
+        help="a run's folder (out_dir), or another program's rollouts: file or folder; of several "
+        "runs, those with the same settings but for the seed are shown as mean and band",
     )
-    parser.add_argument("other", type=Path, nargs="?", help="a second run to compare it with")
-    parser.add_argument("-o", "--output", type=Path, help="default: view.html in the first folder")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="default: view.html in the run's folder, compare.html in the first of several",
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
         help="of another program's rollouts: a model's folder, no hub name",
     )
+    parser.add_argument(
+        "--curves",
+        action="store_true",
+        help="leave the rollouts out: graphs, steps and settings of many or large runs",
+    )
     args = parser.parse_args(arguments)
-    folder = args.run if args.run.is_dir() else args.run.parent
-    output = args.output or folder / ("view.html" if args.other is None else "compare.html")
+    first = args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent
+    output = args.output or first / ("view.html" if len(args.runs) == 1 else "compare.html")
     try:
-        runs = [
-            read_run(path)
-            if (path / "metrics.jsonl").is_file()
-            else read_foreign(path, args.tokenizer)
-            for path in (args.run, args.other)
-            if path is not None
-        ]
+        runs = []
+        for path, name in zip(args.runs, short_names(args.runs), strict=True):
+            ours = (path / "metrics.jsonl").is_file()
+            how = read_run if ours else functools.partial(read_foreign, tokenizer=args.tokenizer)
+            runs.append(how(path, name=name, rollouts=not args.curves))
         page = make_page(runs)
         output.write_text(page, encoding="utf-8")
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    played = " and ".join(f"{len(run.index['rollouts']):,}" for run in runs)
+    played = sum(len(run.index["rollouts"]) for run in runs)
     print(  # noqa: T201
-        f"{output}: {played} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
+        f"{output}: {played:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
     )
     return 0
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.files import read_table
 from agentgrpo.foreign.read import read
 from agentgrpo.foreign.trajectory import Words
 from agentgrpo.run.atomic import numbered_rows
@@ -82,23 +83,28 @@ class RunData:
     chunks: list[bytes]
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) -> RunData:
     """Read a run's folder.
+
+    Args:
+        folder: a run's out_dir.
+        name: to show; None: the folder's.
+        rollouts: whether to read them.
 
     Raises:
         ValueError: it holds no run, or a record that cannot be read; names the file and the line.
     """
-    metrics, rollouts = folder / "metrics.jsonl", folder / "rollouts.jsonl"
+    metrics, played = folder / "metrics.jsonl", folder / "rollouts.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl, so this is not a run's folder (out_dir)")
     described = _described(folder / "run.json")
     columns = _Columns()
-    if rollouts.is_file():
-        for number, row in _lines(rollouts):
+    if rollouts and played.is_file():
+        for number, row in _lines(played):
             try:
                 columns.add(row, read_rollout(row))
             except (KeyError, ValueError, TypeError) as error:
-                raise ValueError(f"{rollouts}:{number}: not a rollout: {error!r}") from error
+                raise ValueError(f"{played}:{number}: not a rollout: {error!r}") from error
     metrics_rows = [
         {name: value for name, value in row.items() if name not in HASHES}
         for _, row in _lines(metrics)
@@ -109,16 +115,20 @@ def read_run(folder: Path) -> RunData:
         "metrics": metrics_rows,
     }
     tokenizer = find_tokenizer(_tokenizer_places(folder, described))
-    return columns.data(folder.resolve().name, facts, Vocabulary(tokenizer))
+    return columns.data(name or folder.resolve().name, facts, Vocabulary(tokenizer))
 
 
-def read_foreign(path: Path, tokenizer: Path | None) -> RunData:
+def read_foreign(
+    path: Path, tokenizer: Path | None, name: str | None = None, *, rollouts: bool = True
+) -> RunData:
     """Read rollouts that another program recorded.
 
     Args:
         path: a file or folder that foreign.read.read() knows.
         tokenizer: the model's folder; None: ids are shown as numbers. What was recorded as text
             alone is shown word by word.
+        name: to show; None: the path's.
+        rollouts: whether to show them, or their rewards alone.
 
     Raises:
         FileNotFoundError, ValueError: as foreign.read.read().
@@ -127,7 +137,7 @@ def read_foreign(path: Path, tokenizer: Path | None) -> RunData:
     columns, words = _Columns(), Words()
     groups: dict[tuple[int, str], dict[str, int]] = {}
     sizes = Counter[tuple[int, str, int]]()
-    for each in trajectories:
+    for each in trajectories if rollouts else ():
         tasks = groups.setdefault((each.step, each.split), {})
         group = tasks.setdefault(each.task.spec["key"], len(tasks))
         place = each.step, each.split, group
@@ -148,7 +158,7 @@ def read_foreign(path: Path, tokenizer: Path | None) -> RunData:
         ],
     }
     found = None if tokenizer is None else find_tokenizer([tokenizer])
-    return columns.data(path.resolve().name, facts, Vocabulary(found, words))
+    return columns.data(name or path.resolve().name, facts, Vocabulary(found, words))
 
 
 class _Columns:
@@ -247,10 +257,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _described(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    return read_table(path)
 
 
 def _tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:

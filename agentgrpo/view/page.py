@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from importlib import resources
 
 from agentgrpo.view.collect import STREAMS, RunData
+from agentgrpo.view.group import group_runs
 
 SCRIPTS = (
     "dom.js",
     "data.js",
+    "curves.js",
     "charts.js",
     "overview.js",
     "list.js",
@@ -26,17 +28,21 @@ SCRIPTS = (
 
 
 def make_page(runs: Sequence[RunData]) -> str:
-    """The page of one run, or of two side by side.
+    """The page of one run or several.
 
     Raises:
-        ValueError: not one or two runs.
+        ValueError: none.
     """
-    if len(runs) not in (1, 2):
-        raise ValueError(f"expected one run, or two to compare, got {len(runs)}")
+    if not runs:
+        raise ValueError("expected at least one run, got none")
     assets = resources.files("agentgrpo.view") / "assets"
     text = (assets / "page.html").read_text()
     parts = {
-        "title": html.escape(" and ".join(run.index["name"] for run in runs)),
+        "title": html.escape(
+            f"{len(runs)} runs"
+            if len(runs) > 2
+            else " and ".join(run.index["name"] for run in runs)
+        ),
         "style": (assets / "style.css").read_text(),
         "script": "\n".join((assets / name).read_text() for name in SCRIPTS),
         "data": "\n".join(_elements(runs)),
@@ -49,13 +55,16 @@ def make_page(runs: Sequence[RunData]) -> str:
 
 
 def _elements(runs: Sequence[RunData]) -> list[str]:
-    elements = []
+    elements = [_element("groups", _packed(group_runs([run.index for run in runs])))]
     for number, run in enumerate(runs):
         index = {**run.index, "streams": STREAMS}
-        packed = json.dumps(finite(index), ensure_ascii=False, separators=(",", ":")).encode()
-        elements.append(_element(f"run{number}", packed))
+        elements.append(_element(f"run{number}", _packed(index)))
         elements += [_element(f"run{number}-chunk{n}", c) for n, c in enumerate(run.chunks)]
     return elements
+
+
+def _packed(value: object) -> bytes:
+    return json.dumps(finite(value), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _element(name: str, content: bytes) -> str:

@@ -93,7 +93,7 @@ def test_S3_1_results_are_given_within_the_message_and_never_trained(
     ],
 )
 def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
-    pool: SandboxPool, corpus: Path, limits: dict[str, int], said: str
+    pool: SandboxPool, corpus: Path, limits: dict[str, Any], said: str
 ) -> None:
     call = "<python>1</python>" if "max_python" in limits else "<search>engine</search>"
     turns = [call, call, END]

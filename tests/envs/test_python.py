@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -52,7 +53,12 @@ class FakePool:
         self.results = list(results)
         self.acquired = self.closed = 0
 
-    def acquire(self) -> FakePool:
+    host = None
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def acquire(self, host: None) -> FakePool:
         if isinstance(self.results[0], Exception):
             raise self.results.pop(0)  # type: ignore[misc]
         self.acquired += 1
@@ -64,6 +70,11 @@ class FakePool:
 
     def close(self) -> None:
         self.closed += 1
+
+
+def said(observation: Observation) -> Observation:
+    """Without what the step cost."""
+    return replace(observation, counts={})
 
 
 def episode(pool: FakePool) -> PythonEpisode:
@@ -90,11 +101,11 @@ def test_a_session_that_died_is_replaced_and_the_policy_is_told() -> None:
     lost = StepResult(status=StepStatus.TIMEOUT_KILLED, state_lost=True)
     pool = FakePool(lost, StepResult(status=StepStatus.OK, value="1"))
     played = episode(pool)
-    assert played.step(RunCode("while 1: pass")) == Observation(
+    assert said(played.step(RunCode("while 1: pass"))) == Observation(
         "Error: timeout killed\n(the interpreter was restarted: its variables are gone)",
         failed=True,
     )
-    assert played.step(RunCode("1")) == Observation("1")
+    assert said(played.step(RunCode("1"))) == Observation("1")
     assert (pool.acquired, pool.closed) == (2, 1)
 
 
@@ -143,14 +154,14 @@ def test_a_real_interpreter_remembers_between_steps_and_not_between_rollouts(
 ) -> None:
     first, second = env.reset(TASK), env.reset(TASK)
     try:
-        assert first.step(RunCode("x = 6")) == Observation("(no output)")
-        assert first.step(RunCode("print(x)\nx * 7")) == Observation("6\n42")
-        assert second.step(RunCode("x")) == Observation(
+        assert said(first.step(RunCode("x = 6"))) == Observation("(no output)")
+        assert said(first.step(RunCode("print(x)\nx * 7"))) == Observation("6\n42")
+        assert said(second.step(RunCode("x"))) == Observation(
             "NameError: name 'x' is not defined", failed=True
         )
         assert first.step(RunCode("1/0")).text.endswith("ZeroDivisionError: division by zero")
         assert first.step(RunCode("def f(:")).failed
-        assert first.step(RunCode("x")) == Observation("6")
+        assert said(first.step(RunCode("x"))) == Observation("6")
     finally:
         first.close()
         second.close()
@@ -161,7 +172,7 @@ def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
     played = PythonEnv(env.pool, 1.0, stateless=True).reset(TASK)
     try:
         assert played.step(RunCode("x = open('f', 'w').write('kept')")).text == "(no output)"
-        seen = played.step(RunCode("import os; 'x' in globals(), os.listdir('.')"))
+        seen = said(played.step(RunCode("import os; 'x' in globals(), os.listdir('.')")))
         assert seen == Observation("(False, [])")
         died = played.step(RunCode("import os; os._exit(3)"))
         assert (died.failed, "restarted" in died.text) == (True, False)
@@ -174,15 +185,15 @@ def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
 @pytest.mark.nsjail
 def test_a_fork_has_the_state_and_goes_its_own_way(env: PythonEnv) -> None:
     first = env.reset(TASK)
-    assert first.fork().step(RunCode("1")) == Observation("1")
+    assert said(first.fork().step(RunCode("1"))) == Observation("1")
     first.step(RunCode("x = [1]\nopen('f', 'w').write('kept')"))
     first.step(RunCode("x.append(2)"))
     second = first.fork()
     try:
-        assert second.step(RunCode("x.append(3); x, open('f').read()")) == Observation(
+        assert said(second.step(RunCode("x.append(3); x, open('f').read()"))) == Observation(
             "([1, 2, 3], 'kept')"
         )
-        assert first.step(RunCode("x")) == Observation("[1, 2]")
+        assert said(first.step(RunCode("x"))) == Observation("[1, 2]")
     finally:
         first.close()
         second.close()
@@ -195,7 +206,7 @@ def test_a_real_interpreter_that_died_starts_anew(env: PythonEnv) -> None:
         died = played.step(RunCode("import os\nx = 1\nos._exit(3)"))
         assert died.failed
         assert died.text.endswith("(the interpreter was restarted: its variables are gone)")
-        assert played.step(RunCode("'x' in globals()")) == Observation("False")
+        assert said(played.step(RunCode("'x' in globals()"))) == Observation("False")
     finally:
         played.close()
 

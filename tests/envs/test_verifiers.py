@@ -304,7 +304,10 @@ def test_an_id_is_loaded_as_its_own_package_does(
 
 @pytest.mark.parametrize(
     ("package", "message"),
-    [(None, "the package verifiers is needed"), ("0.4.0", "is 0.4.0, .* a version before 0.3")],
+    [
+        (None, "the package verifiers is not installed"),
+        ("0.4.0", "is 0.4.0, .* a version before 0.3"),
+    ],
 )
 def test_another_package_of_that_name_is_refused(
     package: str | None, message: str, monkeypatch: pytest.MonkeyPatch

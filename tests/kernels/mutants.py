@@ -10,6 +10,7 @@ TESTS = {
     "rows.py": ["kernels/test_logp.py", "kernels/test_linear_logp.py"],
     "logp.py": ["kernels/test_logp.py"],
     "linear_logp.py": ["kernels/test_linear_logp.py"],
+    "products.py": ["kernels/test_products.py"],
     "delta_pack.py": ["kernels/test_delta_pack.py"],
     "grpo_loss.py": ["kernels/test_grpo_loss.py", "kernels/test_masked_grpo.py"],
     "grpo_reference.py": ["kernels/test_grpo_loss.py", "kernels/test_masked_grpo.py"],
@@ -20,6 +21,16 @@ TESTS = {
 }
 
 MUTANTS = [
+    # products by oneDNN
+    Mutant("products.py", '"GenuineIntel" not in first', "True"),
+    Mutant("products.py", '"avx512f" in first.split()', "True"),
+    Mutant("products.py", '.partition("\\n\\n")[0]', ""),
+    Mutant("products.py", "a.dtype == b.dtype == torch.float32", "True"),
+    Mutant("products.py", "a.numel() * b.shape[1] >= _WORTH", "True"),
+    Mutant("products.py", "y if bias is None else y.add_(bias)", "y"),
+    Mutant("products.py", "x if wants_weight else None", "None"),
+    Mutant("products.py", "else matmul(grad, weight)", "else matmul(grad, -weight)"),
+    Mutant("linear_logp.py", "hidden.split(_PART)", "hidden.flip(0).split(_PART)"),
     # the Triton forward
     Mutant("rows.py", "others *= decay", "others *= 1.0"),
     Mutant("rows.py", "tl.where(lanes == 0, num_peaks, 0.0)", "0.0"),
@@ -225,6 +236,6 @@ MUTANTS = [
     Mutant("liger.py", "old - is_ratio.clamp(min=1e-8).log()", "old + is_ratio.clamp(min=1e-8).log()"),
     Mutant("objective.py", "not 0 <= smallest <= highest", "not smallest <= highest"),
     Mutant("objective.py", '_above("vllm_importance_sampling_clip_max", largest, 0.0)', "pass"),
-    Mutant("objective.py", '"entropy_coef", "off_policy_mask_threshold"', '"entropy_coef"'),
+    Mutant("objective.py", "for name, value in vars(self).items():", "for name, value in ():"),
     Mutant("objective.py", "epsilon=0.4, ", ""),
 ]  # fmt: skip

@@ -549,3 +549,20 @@ def test_an_id_that_the_model_has_not_is_refused() -> None:
     (batch,) = pack_tree([Group(task=TASK, rollouts=[played])], max_tokens=9)
     with pytest.raises(ValueError, match=f"token id {VOCAB}: the model has {VOCAB}"):
         Scorer(make("qwen3").float())(batch, 1.0)
+
+
+def test_a_backward_pass_makes_no_tensor_for_each_slice() -> None:
+    """On a CPU each would be of the whole batch's size, filled with zeros."""
+    model = make("qwen3").float()
+    (batch,) = pack_tree(branching_groups(), max_tokens=1000)
+    assert len(runs_of(batch.tout_T)) > 5
+    loss = loss_of(Scorer(model), [batch])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        loss.backward()
+    counts = {event.key: event.count for event in seen.key_averages()}
+    layers = len(model.model.layers)
+    # of each layer: the halves of q and k that the rotation turns, and of each norm none
+    assert counts.get("aten::slice_backward", 0) <= 4 * layers, counts
+    assert counts.get("CatBackward0", 0) <= 2 * layers, counts
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    assert counts[kernel] > 5 * layers

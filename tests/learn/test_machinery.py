@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from agentgrpo.config import LearnerConfig
+from agentgrpo.engine.start import use_plain_weight
+from agentgrpo.kernels import products
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.loading import hollow
 from agentgrpo.learn.optimizer import make_optimizer
@@ -149,7 +151,7 @@ def test_8_bit_moments_are_the_librarys(
     (group,) = made._adamw.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match="adamw_8bit' needs the package bitsandbytes"):
+    with pytest.raises(ValueError, match="adamw_8bit': the package bitsandbytes is not"):
         make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
 
 
@@ -219,3 +221,30 @@ def test_what_is_written_stops_where_what_was_read_does(tmp_path: Path, tiny_mod
 
 def test_one_token_has_no_log_probabilities(make_learner: Callable[..., Learner]) -> None:
     assert make_learner().score(np.array([3], np.int32)).shape == (0,)
+
+
+def test_every_layer_of_both_sides_multiplies_by_the_same_products(
+    make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the trained ones; frozen ones are packed by vLLM (Engine.pack_frozen)."""
+    monkeypatch.setattr(products, "by_onednn", lambda: True)
+    monkeypatch.setattr(products, "_WORTH", 0)
+    assert make_learner().describe()["products"] == "PyTorch's", "in float64"
+    monkeypatch.setattr(Holder, "dtype", "float32")
+    learner = make_learner()
+    layers = [m for m in learner.model.get_decoder().modules() if isinstance(m, torch.nn.Linear)]
+    assert learner.describe()["products"] == f"oneDNN's, of {len(layers) + 1} layers in float32"
+    seen: list[int] = []
+
+    def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return a @ b
+
+    monkeypatch.setattr(products, "matmul", matmul)
+    learner.score(np.arange(3, 9, dtype=np.int32))
+    assert len(seen) == len(layers)
+    monkeypatch.setattr(products, "by_onednn", lambda: False)
+    assert make_learner().describe()["products"] == "PyTorch's"
+    layer = torch.nn.Linear(2, 3)
+    use_plain_weight(layer)
+    assert layer.cpu_linear is products.linear

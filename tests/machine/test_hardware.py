@@ -68,7 +68,7 @@ def test_missing_packages(missing: str, name: str) -> None:
     versions = {key: value for key, value in CPU.items() if key != missing}
     (check,) = wrong(versions, gpu=False)
     assert (check.name, check.found, check.essential) == (name, "not installed", True)
-    assert "requirements-cpu.txt" in check.remedy
+    assert "agentgrpo[cpu]" in check.remedy
 
 
 def test_a_run_is_refused_with_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,48 @@ def test_a_clipped_text_uses_all_of_its_budget(tokenizer: Any, keep: Keep) -> No
     assert [len(head), len(tail)] == {"ends": [42, 42], "head": [84, 0], "tail": [0, 84]}[keep]
     assert text.startswith(head)
     assert text.endswith(tail)
+
+
+@pytest.mark.parametrize("keep", ["ends", "head", "tail"])
+def test_of_a_text_of_50_mb_only_its_ends_are_encoded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, keep: Keep
+) -> None:
+    """All of it took minutes; how much is encoded depends on the budget alone."""
+    chat, encoded = ChatTemplate(tokenizer), [0]
+    for name in ("offsets", "encode_behind"):
+        whole = getattr(chat._encoder, name)
+
+        def counted(text: str, *rest: Any, whole: Any = whole) -> Any:
+            encoded[0] += len(text)
+            return whole(text, *rest)
+
+        monkeypatch.setattr(chat._encoder, name, counted)
+    text = "begin " + "0123456789 \U0001f642\udc00" * 3_900_000 + " end"
+    assert len(text) > 50_000_000
+    clipped = chat.clip(text, 500, keep)
+    assert encoded[0] < 50_000
+    assert 490 <= len(chat.text_ids(clipped)) <= 500
+    head, cut, tail = re.split(r" \.\.\. \[(\d+) characters cut\] \.\.\. ", clipped)
+    assert len(head) + int(cut) + len(tail) == len(text)
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert [bool(head), bool(tail)] == [keep != "tail", keep != "head"]
+
+
+@pytest.mark.parametrize("length", [5000, 50_000, 500_000])
+def test_a_text_of_long_tokens_is_not_cut_before_it_is_too_long(length: int) -> None:
+    """256 spaces are a token here: as characters they look too many."""
+    pairs = [("\u0120" * 2**i, "\u0120" * 2**i) for i in range(8)]
+    chat = ChatTemplate(make_tokenizer(merges=pairs))
+    text = " " * length
+    tokens = len(chat.text_ids(text))
+    assert tokens < length / 200
+    assert chat.clip(text, tokens) == text
+    assert not chat.exceeds(text, tokens)
+    assert chat.exceeds(text * 60, tokens)
+    cut = chat.clip(text, tokens // 2, "head")
+    assert len(chat.text_ids(cut)) <= tokens // 2
+    assert len(cut) > length / 4
 
 
 def test_white_space_before_the_closing_token_belongs_to_what_closes_a_turn() -> None:

@@ -26,9 +26,20 @@ REFUSED = {
     "vllm/template_deepseek_ocr": NO_TOKEN,
     **dict.fromkeys([f"gguf/{name}" for name in ("falcon2:11b", "granite-code:3b")], NO_TOKEN),
     **dict.fromkeys(["gguf/nemotron-mini:4b", "gguf/llama-guard3:8b"], NO_TOKEN),
+    "llama.cpp/llama-cpp-rwkv-world": NO_TOKEN,
     # no chat: they judge one, or want what no message has
     **dict.fromkeys(["gguf/granite3-guardian:2b", "gguf/llama-guard3:1b"], NOT_SHOWN),
     **dict.fromkeys(["gguf/firefunction-v2:70b", "gguf/shieldgemma:27b"], "is undefined"),
+    "llama.cpp/fireworks-ai-llama-3-firefunction-v2": "is undefined",
+    # they want tools in every prompt
+    **dict.fromkeys(
+        [
+            "llama.cpp/CohereForAI-c4ai-command-r-plus-tool_use",
+            "llama.cpp/NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+            "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+        ],
+        "'NoneType' object is not iterable",
+    ),
 }
 """Templates that cannot be appended to, by what is said of them."""
 
@@ -55,9 +66,13 @@ def ids_of(judge: Judge, text: str) -> list[int]:
     return list(judge.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def test_templates_of_gguf_files_are_among_them() -> None:
-    if not any(name.startswith("gguf/") for name in NAMES):
-        pytest.skip("@huggingface/ollama-utils is not to be had, nor are the templates in it")
+@pytest.mark.parametrize(
+    ("start", "package"),
+    [("gguf/", "@huggingface/ollama-utils"), ("llama.cpp/", "llama-cpp-python's source")],
+)
+def test_templates_of_other_packages_are_among_them(start: str, package: str) -> None:
+    if not any(name.startswith(start) for name in NAMES):
+        pytest.skip(f"{package} is not to be had, nor are the templates in it")
 
 
 WRITTEN = {
@@ -118,6 +133,8 @@ def test_a_turn_stops_where_the_template_closes_it_and_nowhere_inside(name: str)
     assert judge.tokenizer.convert_ids_to_tokens(judge.chat.end_of_turn_id) == STOPS[name][0]
 
 
+BIELIK = "llama.cpp/Bielik-11B-v3.0-Instruct"
+R7B = "llama.cpp/CohereForAI-c4ai-command-r7b-12-2024-tool_use"
 TOOL = [{"role": "tool", "content": "r", "name": "f"}]
 GO_ON = [{"role": "user", "content": "x"}]
 
@@ -148,6 +165,11 @@ GO_ON = [{"role": "user", "content": "x"}]
         ("gptoss", GO_ON, None, "<|end|><|start|>user<|message|>x<|end|>"),
         ("qwen3", TOOL, "</tool_call>", "<|im_end|>\n<|im_start|>user\n<tool_response>"),
         ("lfm2_v2", TOOL, "<|tool_call_end|>", "<|im_end|>\n<|im_start|>tool\n"),
+        ("llama.cpp/Kimi-K3", GO_ON, None, "<|close|>response<|sep|><|close|>message<|sep|><|end_"),
+        ("llama.cpp/Kimi-K3", GO_ON, "<|end_of_msg|>", '<|open|>message role="user"<|sep|>x'),
+        ("llama.cpp/GigaChat3-10B-A1.8B", GO_ON, "<|message_sep|>", "\n\nuser<|role_sep|>\nx"),
+        (R7B, TOOL, "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL"),
+        (R7B, TOOL, "<|END_ACTION|>", "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN"),
     ],
 )  # fmt: skip
 def test_what_is_appended_depends_on_the_token_that_ended_the_turn(
@@ -157,6 +179,34 @@ def test_what_is_appended_depends_on_the_token_that_ended_the_turn(
     last_id = None if last is None else judge.tokenizer.convert_tokens_to_ids(last)
     ids = judge.chat.observation_ids(said, last_id=last_id)
     assert judge.tokenizer.decode(ids).startswith(appended)
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "shown"),
+    [
+        (R7B, ["user", "assistant", "tool", "tool", "assistant", "user"], '"tool_call_id": "2"'),
+        (R7B, ["system", "user"], '"tool_call_id": "0"'),
+        (R7B, [], '"tool_call_id": "0"'),
+        # it looks for the message before one by its place without the system message
+        (BIELIK, ["system", "user"], "r<|im_start|>user\n<|function_o"),
+        (BIELIK, ["user"], "r<|function_output|>r"),
+        ("deepseekv3", ["user"], "<\uff5ctool\u2581outputs\u2581begin\uff5c>"),
+        ("deepseekv3", ["user", "assistant", "tool"], "<\uff5ctool\u2581output\u2581begin\uff5c>"),
+        # what it shows again is not taken from where it was shown first
+        ("mistral_v3", ["system", "user", "assistant", "user"], ""),
+    ],
+)  # fmt: skip
+def test_templates_that_look_back_are_shown_what_was_said_by_whom(
+    name: str, roles: list[str], shown: str
+) -> None:
+    judge = judge_of(name)
+    two = [*TOOL, *TOOL] if name != R7B else TOOL
+    ids = judge.chat.observation_ids(two, last_id=judge.chat.end_of_turn_id, roles=roles)
+    text = judge.tokenizer.decode(ids)
+    assert shown in text
+    assert "stand-in" not in text
+    first = "<\uff5ctool\u2581outputs\u2581begin\uff5c>"
+    assert (first in text) == (shown == first)
 
 
 @pytest.mark.parametrize(

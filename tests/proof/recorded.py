@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     "steps": 2, "eval_every": 1, "learner.decay": "constant", "engine.max_model_len": 400,
     "rollout.tasks_per_step": 2, "rollout.group_size": 4, "rollout.refill_below": 0,
     "rollout.max_refills": 0, "rollout.max_turn_tokens": 48, "rollout.max_turns": 3,
-    "rollout.max_retries": 0, "data.num_heldout": 3,
+    "rollout.max_retries": 0, "data.num_heldout": 3, "sandbox.host_tools": ["world:called"],
 }  # fmt: skip
 
 
@@ -152,7 +152,11 @@ def answer(code: str) -> Any:
     if "broken machine" in code:
         return InfrastructureError("no session")
     failed = "fail" in code
-    return Observation(f"out of {code}", failed, rewards={} if failed else {"ran": 0.25})
+    used = {"sandbox_wall_s": 0.5, "sandbox_cpu_s": 0.25, "sandbox_bytes": float(len(code))}
+    called = {"host_calls": 2.0, "host_errors": 1.0, "host_s": 0.125}
+    return Observation(
+        f"out of {code}", failed, rewards={} if failed else {"ran": 0.25}, counts=used | called
+    )
 
 
 def record(

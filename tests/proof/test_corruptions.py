@@ -178,9 +178,9 @@ def corruptions(files: Files) -> dict[str, list[Corruption]]:
                 part = re.split(r"[./\[]", what.split()[1])[0]
                 label = f"{name} {what}{kind}"
                 drawn[f"{name} {part}", label].append((label, apply))
-    rng = random.Random(0)
     chosen: dict[str, list[Corruption]] = defaultdict(list)
-    for (part, _), places in drawn.items():
+    for (part, label), places in drawn.items():  # drawn apart: a new field moves no other's
+        rng = random.Random(label)
         chosen[part] += rng.sample(places, min(PER_FIELD, len(places)))
     return chosen
 

@@ -184,6 +184,12 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
     assert training_config(tuned, 0).model == str(cold)
 
 
+@pytest.fixture(autouse=True)
+def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are checked before the first one begins; the model here is a name."""
+    monkeypatch.setattr("agentgrpo.recipe.curriculum.planned", lambda *_, **__: "the plan")
+
+
 def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Parts that only leave what the real ones leave; returns the list of those that ran."""
     ran: list[str] = []

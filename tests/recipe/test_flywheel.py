@@ -289,7 +289,7 @@ def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="with rounds = 1, now it is 3"):
         World(tmp_path, rounds=3).spin(question("easy"))
     World(tmp_path, keep=1, concurrency=2).spin(question("easy"))
-    with pytest.raises(ValueError, match="tasks must have different ids"):
+    with pytest.raises(ValueError, match="the data has 1 that have different ids"):
         World(tmp_path).spin(question("a"), question("a"))
 
 

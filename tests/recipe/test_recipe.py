@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -29,7 +28,7 @@ def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConf
         {
             "model": "base",
             "out_dir": folder / out,
-            "endpoints": {"c": {"kind": "script", "function": "m:f"}},
+            "endpoints": {"c": {"kind": "script", "function": "json:loads"}},
             "flywheel": {"critic": "c", "concurrency": 4},
             "curriculum": {"start": "sft", "stages": 1, "steps": [2], **curriculum},
             "measures": {"quality": "exact"},
@@ -75,6 +74,12 @@ def leave(recipe: RecipeConfig, part: str) -> None:
         (out / "stage_0/rl/rollouts.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@pytest.fixture(autouse=True)
+def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe sets its stage before its first part; the model here is a name."""
+    monkeypatch.setattr(recipes, "planned", lambda config, **_: f"PLAN of {config.out_dir}")
+
+
 def fake_parts(
     recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch, fails_at: str = ""
 ) -> dict[str, list[str]]:
@@ -107,9 +112,9 @@ def test_parts_run_in_order_each_with_its_model(
     run(recipe, ["r.toml", "seed=3"])
     assert list(ran) == ORDER
     assert all(command[1:3] == ["r.toml", "seed=3"] for command in ran.values())
-    assert ran["flywheel"] == ["agentgrpo.recipe.flywheel", "r.toml", "seed=3"]
-    select = ["agentgrpo.recipe.curriculum", "r.toml", "seed=3", "--part", "0.select"]
-    assert ran["0.select"] == select
+    assert ran["flywheel"] == ["agentgrpo.recipe.flywheel", "r.toml", "seed=3", "--of-recipe"]
+    select = ["agentgrpo.recipe.curriculum", "r.toml", "seed=3", "--of-recipe"]
+    assert ran["0.select"] == [*select, "--part", "0.select"]
     out = recipe.out_dir
     models = {
         "prompting": "base",
@@ -118,7 +123,7 @@ def test_parts_run_in_order_each_with_its_model(
     }
     for part, model in models.items():
         folder = str(out / "measures" / part)
-        assert ran[part][3:] == [f"model={model}", "--report", folder]
+        assert ran[part][3:] == ["--of-recipe", f"model={model}", "--report", folder]
 
 
 @pytest.mark.parametrize("fails_at", ORDER)
@@ -150,7 +155,7 @@ def test_the_report_says_what_was_gained_and_by_whom(
     row = next(line for line in text.splitlines() if line.startswith("| quality"))
     assert [cell.split()[0] for cell in row.split("|")[2:6]] == ["0.000", "0.500", "1.000", "1.000"]
     assert "Quality: `exact`, no model judges." in text
-    assert "critic: a script instead of a model (m:f)" in text
+    assert "critic: a script instead of a model (json:loads)" in text
     assert "reflector: the run's own model" in text
     assert "| fresh | 4 | 3 | 2 |" in text
     assert "| 0 | 8 | 5 | 4 | 2 | 3 | 2 |" in text  # 3 rollouts of training, 2 of them branched
@@ -174,18 +179,15 @@ def test_other_settings_and_other_starts_are_refused(
 def test_an_evaluation_whose_report_cannot_be_written_had_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").write_text("")
+    report = tmp_path / "report"
     monkeypatch.setattr(evaluation, "build_player", MagicMock())
-    monkeypatch.setattr(evaluation, "evaluate_recipe", lambda *_: {"model": "m"})
-    assert evaluation.main(["quickstart", "--report", str(tmp_path / "file" / "report")]) == 1
-    assert capsys.readouterr().err.startswith("error: [Errno")
 
+    def evaluated(*_: object) -> dict[str, str]:
+        report.write_text("somebody's")
+        return {"model": "m"}
 
-def test_every_command_has_a_dry_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentgrpo.command.planned", lambda config: f"PLAN of {config.out_dir}")
-    for name in ("sft", "flywheel", "curriculum", "recipe", "evaluate"):
-        main = importlib.import_module(f"agentgrpo.recipe.{name}").main
-        assert main(["recipe", "--dry-run", "out_dir=here"]) == 0
-        assert capsys.readouterr().out == "PLAN of here\n"
+    monkeypatch.setattr(evaluation, "evaluate_recipe", evaluated)
+    assert evaluation.main(["quickstart", "--report", str(report)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {report}: file exists")
+    assert evaluation.main(["quickstart", "--report", str(report)]) == 2
+    assert "is no directory" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.sft import (
     batch_of,
     conversation,
@@ -28,6 +30,7 @@ from agentgrpo.run.checkpoint import newest
 from agentgrpo.run.records import rollout_record
 from agentgrpo.types import Rollout, Segment, Status, Task
 from tests.playing import CHAT
+from tests.tiny import NUMBERED, make_tokenizer
 
 AGENT = CodeAgent(system_prompt="S")
 PLAYED = [
@@ -74,6 +77,13 @@ def test_S3_14_a_conversation_is_the_rollout_byte_for_byte() -> None:
     assert trained == ["Hm. <code>6*7</code>", "Answer: 42<|im_end|>"]
     bare = conversation(PLAYED, CHAT, AGENT, agent_prompt=False)
     assert CHAT.tokenizer.decode(bare[0].token_ids).startswith("<|im_start|>user\n6*7?")
+
+
+def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
+    chat = ChatTemplate(make_tokenizer(NUMBERED))
+    made = conversation([*PLAYED, *PLAYED[2:]], chat, AGENT, agent_prompt=True)
+    text = chat.tokenizer.decode(np.concatenate([s.token_ids for s in made]))
+    assert re.findall(r"<.im_start.>(?:user|system) (\d+)", text) == ["1", "2", "4", "6"]
 
 
 def test_a_tool_may_answer_within_the_turn() -> None:

@@ -15,10 +15,10 @@ import pytest
 
 from agentgrpo.config import LossConfig, RewardConfig
 from agentgrpo.learn.advantages import assign_advantages
-from agentgrpo.rewards.rewards import RewardError
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.view import BUILT_IN, RolloutView
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
+from agentgrpo.usercode import UserCodeError
 
 MODULE = """
 import asyncio
@@ -204,15 +204,15 @@ def test_async_functions_keep_their_loop_and_with_it_their_connections() -> None
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("crash", "'price'"),
-        ("text", "expected a finite number as text, got 'high'"),
-        ("endless", "expected a finite number as endless, got inf"),
-        ("beyond", r"expected a finite value on tokens within \[0, 47\)"),
-        ("answer", "the reward has a part 'answer' already"),
+        ("crash", "raised KeyError: 'price'"),
+        ("text", "gave a wrong result: expected a finite number as text, got 'high'"),
+        ("endless", "gave a wrong result: expected a finite number as endless, got inf"),
+        ("beyond", r"gave a wrong result: expected a finite value on tokens within \[0, 47\)"),
+        ("answer", "gave a wrong result: the reward has a part 'answer' already"),
     ],
 )
 def test_an_error_names_task_rollout_and_function(function: str, said: str) -> None:
-    where = rf"task q7, rollout 1: reward function {function}: \w+: {said}"
+    where = rf"the reward function {function} {said}.* \(task 'q7', rollout 1, at .*mine.py:\d+\)"
     fine, bad = played(), played("bad")
     fine.status = Status.INFRA_ERROR  # not asked at all
     scored({f"mine:{function}": 1.0}, fine, bad)
@@ -221,7 +221,7 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
     assert re.match(where, bad.error), bad.error
     assert fine.error is None
     again = played("bad")
-    with pytest.raises(RewardError, match=where):
+    with pytest.raises(UserCodeError, match=where):
         scored({f"mine:{function}": 1.0}, fine, again, on_error="raise")
 
 
@@ -236,7 +236,9 @@ def test_a_function_that_leaves_ends_the_run_with_a_word(overlap: bool, function
     config = RewardConfig(functions={f"mine:{function}": 1.0}, overlap=overlap)
     scoring = Scoring(base, config, decode)
     group = Group(task=rollouts[0].task, rollouts=rollouts)
-    with pytest.raises(RewardError, match=rf"task q7, rollout 0: reward function {function}: it r"):
+    did = "raised KeyboardInterrupt" if function == "presses" else r"called sys.exit\(0\)"
+    named = rf"the reward function {function} {did} \(task 'q7', rollout 0, at .*mine.py:\d+\)"
+    with pytest.raises(UserCodeError, match=named):
         scoring.score([group])
     assert scored({"mine:half": 1.0})[0].rewards["half"] == 0.5, "others are scored as before"
 
@@ -246,10 +248,8 @@ def test_a_function_may_say_that_a_rollout_cannot_be_scored(on_error: str) -> No
     """Which is its answer, and no failure of its own."""
     (rollout,) = scored({"mine:nothing": 1.0}, played(), on_error=on_error)
     assert rollout.status is Status.INFRA_ERROR
-    assert rollout.error == (
-        "task q7, rollout 0: reward function nothing: it returned None: "
-        "the rollout cannot be scored"
-    )
+    said = "the reward function nothing gave None: this rollout cannot be scored"
+    assert rollout.error == f"{said} (task 'q7', rollout 0)"
 
 
 def test_what_cannot_be_scored_leaves_the_baseline() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 import sys
 import threading
 import warnings
@@ -24,6 +25,7 @@ from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.trl import arguments_for, is_trl_form
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.types import Group, Rollout, Status, Task
+from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
 from tests.rewards.test_scoring import decode, encode
 
@@ -55,6 +57,11 @@ def exact(completions, solution): return [1.0] * len(solution)
 def short(completions, **kwargs): return [1.0]
 def plain(view): return 0.5
 def worlds(environments, **kwargs): return [e.worth for e in environments]
+def nothing(completions, **kwargs): pass
+def raises(completions, **kwargs): raise KeyError("mine")
+async def waits(completions, **kwargs): await asyncio.sleep(60)
+def mixed(completions, **kwargs): return [c if c == "b" else 1 for c in completions]
+async def leaves(completions, **kwargs): raise SystemExit(0)
 def clash(completions, environments=None, **kwargs): return [1.0] * len(completions)
 """
 SOLUTIONS = ("4", "7")
@@ -90,9 +97,9 @@ def played(task: Task, answer: str) -> Rollout:
     return Rollout(task=task, segments=segments, status=Status.COMPLETED, answer=answer)
 
 
-def scoring(functions: dict[str, float], **more: Any) -> Scoring:
+def scoring(functions: dict[str, float], *, limit_s: float | None = None, **more: Any) -> Scoring:
     config = RewardConfig(functions=functions, **more)
-    made = Scoring(make_reward(config), config, decode, total_steps=8)
+    made = Scoring(make_reward(config), config, decode, total_steps=8, limit_s=limit_s)
     made.steps_done = lambda: 3
     return made
 
@@ -301,8 +308,40 @@ def test_environments_are_the_instances_that_were_played_in() -> None:
     assert all(rollout.environment is None for rollout in group.rollouts)
 
 
-def test_too_few_values_name_the_function_and_lose_the_group() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("short", "gave a wrong result: expected 4 values, one per completion, got 1"),
+        ("nothing", "gave a wrong result: expected a list of 4 numbers or None, got None"),
+        ("raises", "raised KeyError: 'mine'"),
+        ("waits", "has not come back after 0.05 s"),
+    ],
+)
+def test_a_group_that_cannot_be_scored_names_function_task_rollout_and_line(
+    name: str, said: str
+) -> None:
     (group, _) = groups_of(is_text=True)
-    scoring({"trls:short": 1.0}).score([group])
+    scoring({f"trls:{name}": 1.0}, limit_s=0.05).score([group])
     assert {rollout.status for rollout in group.rollouts} == {Status.INFRA_ERROR}
-    assert "reward function short: ValueError: expected 4 values" in str(group.rollouts[0].error)
+    for place, rollout in enumerate(group.rollouts):
+        told = (
+            rf"the reward function {name} {said} \(task 'q0', rollout {place}, at .*trls.py:\d+\)"
+        )
+        assert re.fullmatch(told, str(rollout.error)), rollout.error
+
+
+def test_a_value_that_is_none_is_the_fault_of_one_rollout() -> None:
+    (group, _) = groups_of(is_text=True)
+    scoring({"trls:mixed": 1.0}).score([group])
+    assert [rollout.scored for rollout in group.rollouts] == [True, False, True, True]
+    assert "as mixed, got 'b' (task 'q0', rollout 1, at " in str(group.rollouts[1].error)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop"])
+def test_a_function_that_leaves_ends_the_run_and_not_the_loop(on_error: str) -> None:
+    ours = scoring({"trls:leaves": 1.0}, on_error=on_error)
+    for _ in range(2):
+        with pytest.raises(
+            UserCodeError, match=r"leaves called sys.exit\(0\) \(task 'q0', rollout"
+        ):
+            ours.score(groups_of(is_text=True)[:1])

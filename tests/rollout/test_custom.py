@@ -22,6 +22,7 @@ from agentgrpo.rollout.trl import (
 )
 from agentgrpo.run.progress import Progress
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
+from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, Turn
 
@@ -163,7 +164,7 @@ def nan_in_another_row(r: Rollout) -> None:
 def test_what_cannot_be_trained_on_is_refused_by_name(
     change: Callable[[Rollout], Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"sampler: task 't1', rollout 1: .*{message}"):
+    with pytest.raises(UserCodeError, match=rf"wrong result: task 't1', rollout 1: .*{message}"):
         sampler(Mine(change)).play(tasks(2), 2, seed=0)
 
 
@@ -186,7 +187,7 @@ def test_one_rollout_in_two_places_is_refused() -> None:
         def rollout(self, *args: Any) -> list[list[Rollout]]:
             return [[own[0]] * len(own) for own in super().rollout(*args)]
 
-    with pytest.raises(ValueError, match="task 't0', rollout 1: is returned twice"):
+    with pytest.raises(UserCodeError, match="task 't0', rollout 1: is returned twice"):
         sampler(Lazy()).play(tasks(1), 2, seed=0)
 
 
@@ -197,7 +198,9 @@ def test_a_wrong_number_of_rollouts_is_refused() -> None:
             played[0].pop()
             return played
 
-    with pytest.raises(ValueError, match=r"expected 2 lists of 2 rollouts, got lists of \[1, 2\]"):
+    with pytest.raises(
+        UserCodeError, match=r"expected 2 lists of 2 rollouts, got lists of \[1, 2\]"
+    ):
         sampler(Short()).play(tasks(2), 2, seed=0)
 
 
@@ -208,7 +211,7 @@ def test_requests_left_behind_are_refused() -> None:
             engine.add_request("a", ids, max_tokens=9, temperature=1.0)
             return super().rollout(engine, *args)
 
-    with pytest.raises(ValueError, match="returned with 1 requests in flight"):
+    with pytest.raises(UserCodeError, match="1 requests are still in flight"):
         sampler(Leaves()).play(tasks(1), 1, seed=0)
 
 
@@ -219,7 +222,7 @@ def test_a_bug_in_it_leaves_nothing_in_flight() -> None:
             raise ZeroDivisionError
 
     served = engine()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(UserCodeError, match=r"Buggy\.rollout raised ZeroDivisionError"):
         sampler(Buggy(), served).play(tasks(1), 1, seed=0)
     assert served.num_in_flight == 0
 
@@ -354,7 +357,7 @@ def test_the_trainer_has_what_such_functions_read() -> None:
 )
 def test_what_a_rollout_func_forgets_is_named(returned: Any, message: str) -> None:
     user = RolloutFuncSampler(lambda prompts, trainer: returned, CHAT, RolloutConfig())
-    with pytest.raises(ValueError, match=rf"rollout_func: {message}"):
+    with pytest.raises(UserCodeError, match=rf"wrong result: {message}"):
         sampler(user).play(tasks(1), 1, seed=0)
 
 

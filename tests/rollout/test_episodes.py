@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Rollout, SpanReward, Status, Task
+from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, TOKENIZER, sampled, says
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
@@ -267,7 +269,7 @@ def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
 
     world = Slow(expected=9)
     world.reset = lambda task: Buggy(world)  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(UserCodeError, match=r"Buggy\.step raised ZeroDivisionError"):
         play(world, "x\n")
     assert world.closed == 1
 
@@ -280,32 +282,121 @@ class Shy(EchoAgent):
 @pytest.mark.parametrize(
     ("world", "agent", "message"),
     [
-        (World([cast(Any, "hi")]), EchoAgent(), "World.step: expected an Observation, got 'hi'"),
-        (World([Observation(cast(Any, 3))]), EchoAgent(), "World.step: expected a text, got 3"),
+        (
+            World([cast(Any, "hi")]),
+            EchoAgent(),
+            "World.step gave a wrong result: expected an Observation, got 'hi'",
+        ),
+        (
+            World([Observation(cast(Any, 3))]),
+            EchoAgent(),
+            "World.step gave .*: expected a text, got 3",
+        ),
         (
             World([Observation("s", rewards={"a": math.nan})]),
             EchoAgent(),
-            r"World.step: expected \{name: finite number\}, got \{'a': nan\}",
+            r"World.step gave .*: expected \{name: finite number\}, got \{'a': nan\}",
         ),
         (
             World([SAID], cast(Any, 1.0)),
             EchoAgent(),
-            r"World.finish: expected \{name: finite n.*1\.0",
+            r"World.finish gave .*: expected \{name: finite n.*1\.0",
         ),
-        (World([SAID], {"a": math.inf}), EchoAgent(), "World.finish: .*inf"),
-        (World(), Shy(), r"Shy.parse: expected an action of agents/base.py, got 'x\\n'"),
-        (World([SAID]), EchoAgent(cast(Any, lambda o: None)), "EchoAgent.observe: .*text or mess"),
+        (World([SAID], {"a": math.inf}), EchoAgent(), "World.finish gave .*inf"),
+        (World(), Shy(), r"Shy.parse gave .*: expected an action of actions.py, got 'x\\n'"),
+        (
+            World([SAID]),
+            EchoAgent(cast(Any, lambda o: None)),
+            "EchoAgent.observe gave .*text or mess",
+        ),
     ],
 )
 def test_what_a_users_class_returns_wrongly_is_said_with_its_name(
     world: World, agent: EchoAgent, message: str
 ) -> None:
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(UserCodeError, match=message):
         play(world, "x\n", "!done", agent=agent)
     assert world.closed == 1
 
 
 def test_what_an_environment_raises_says_in_which_task() -> None:
-    with pytest.raises(ZeroDivisionError) as raised_error:
+    said = (
+        r"^World\.step raised ZeroDivisionError \(task 't', rollout 0, at .*test_episodes.py:\d+\)$"
+    )
+    with pytest.raises(UserCodeError, match=said):
         play(World([ZeroDivisionError()]), "x\n")
-    assert raised_error.value.__notes__ == ["from the environment, in task 't'"]
+
+
+class Async:
+    """A World whose methods are coroutines."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def step(self, action: Action) -> Observation:
+        return self.world.step(action)
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        return self.world.finish(answer)
+
+    async def close(self) -> None:
+        self.world.close()
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
+@pytest.mark.parametrize("where", ["reset", "step", "finish"])
+@pytest.mark.parametrize("error", [ConnectionRefusedError("by peer"), TimeoutError("over 5 s")])
+def test_a_network_that_fails_is_the_machines_fault_however_the_environment_is_made(
+    error: OSError, where: str, kind: str
+) -> None:
+    """Played again once, then left out, and said with its name and line."""
+    world = World([error, error] if where == "step" else [SAID] * 4)
+    world.worth = error if where == "finish" else {}
+
+    class Env:
+        def reset(self, task: Task) -> Any:
+            return raised(error) if where == "reset" else Async(world) if kind[0] == "a" else world
+
+    turns = ["x\n", "!done"] if where == "finish" else ["x\n"]
+    groups, stats = sampled(says(*turns * 2), EchoAgent(), Env(), [TASK], max_retries=1)
+    (rollout,) = groups[0].rollouts
+    assert (rollout.status, stats.retries, stats.infra_failures) == (Status.INFRA_ERROR, 1, 2)
+    said = rf"\w+\.{where} raised {type(error).__name__}: {error} \(task 't', rollout 0, at .*py:\d"
+    assert re.match(said, rollout.error or ""), rollout.error
+    assert world.closed == (0 if where == "reset" else 2)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
+def test_a_step_that_never_returns_is_left_to_itself(kind: str) -> None:
+    """Its rollout is played again, on the one thread too; who has its episode closes it."""
+    back, closed = threading.Event(), threading.Event()
+    began: list[float] = []
+
+    class Hangs(World):
+        def step(self, action: Action) -> Observation:
+            began.append(0.0)
+            if len(began) == 1:
+                assert back.wait(60)
+            return SAID
+
+        def close(self) -> None:
+            World.close(self)
+            if self.closed == 2:
+                closed.set()
+
+    class HangsAsync(Async):
+        async def step(self, action: Action) -> Observation:
+            began.append(0.0)
+            if len(began) == 1:
+                await asyncio.Event().wait()
+            return SAID
+
+    world = Hangs()
+    world.reset = lambda task: HangsAsync(world) if kind[0] == "a" else world  # type: ignore
+    engine = says("x\n", "x\n", "!done")
+    config: dict[str, Any] = {"max_retries": 1, "call_timeout_s": 2.0}
+    groups, stats = sampled(engine, EchoAgent(), world, [TASK], threads=1, **config)
+    (rollout,) = groups[0].rollouts
+    assert (rollout.status, stats.retries) == (Status.COMPLETED, 1)
+    back.set()
+    assert closed.wait(60), "once by itself, once by who had it"

@@ -19,6 +19,7 @@ from agentgrpo.rewards.rewards import score
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler, rollout_from_tokens
 from agentgrpo.types import Group, Rollout, SpanReward, as_number
+from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, sampled, says, tasks
 from tests.rollout.stubs import StubEnv, StubEpisode
 from tests.rollout.test_limits import AGENT
@@ -93,5 +94,5 @@ def test_whoever_gives_it_it_is_recorded_as_a_float(number: Any) -> None:
 def test_the_built_in_reward_takes_no_other_form() -> None:
     (task,) = tasks(1)
     rollout = rollout_from_tokens(task, [1], [2], [-1.0])
-    with pytest.raises(ValueError, match=r"the reward must be \{name: finite number\}"):
-        score(Group(task=task, rollouts=[rollout]), lambda r: {"a": np.array([1.0])})  # type: ignore[dict-item]
+    with pytest.raises(UserCodeError, match=r"expected \{name: finite number\}"):
+        score(Group(task=task, rollouts=[rollout]), lambda r: {"a": np.array([1.0])})

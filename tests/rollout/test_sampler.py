@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import RolloutConfig
+from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout.play import request_seed
@@ -22,6 +23,7 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.waiting import Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task
+from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, says, tasks
 from tests.rollout.stubs import (
     Request,
@@ -32,7 +34,7 @@ from tests.rollout.stubs import (
     answer_to,
     code_in,
 )
-from tests.tiny import THINKING, make_tokenizer
+from tests.tiny import NUMBERED, THINKING, make_tokenizer
 
 AGENT = CodeAgent(system_prompt="S")
 PATIENCE_S = 60  # only ever waited for by a sampler that is wrong
@@ -315,7 +317,7 @@ def failing(where: str) -> tuple[StubEngine, StubEnv]:
 @pytest.mark.parametrize("where", ["tool", "engine", "reset", "finish"])
 def test_a_bug_stops_the_run_and_leaves_nothing_behind(where: str, deterministic: bool) -> None:
     engine, env = failing(where)
-    with pytest.raises(Bug):
+    with pytest.raises(Bug if where == "engine" else UserCodeError):
         play(engine, env, num_tasks=2, group_size=2, deterministic=deterministic, max_turns=99)
     assert not engine.running
     assert env.running == 0
@@ -353,7 +355,7 @@ def test_after_a_bug_running_tools_end_and_queued_ones_do_not_begin(
         assert stopping.wait(PATIENCE_S)
 
     env = StubEnv(on_call=on_call)
-    with pytest.raises(Bug):
+    with pytest.raises(UserCodeError, match="raised Bug"):
         play(engine, env, group_size=8, threads=2, deterministic=False)
     env.assert_all_closed_once()
     assert len(env.executed) <= 3, "of 8, only those that had a thread when the first one failed"
@@ -386,7 +388,7 @@ def test_an_episode_that_does_not_close_keeps_no_other_open(
 
     monkeypatch.setattr(StubEpisode, "close", close)
     engine, env = failing("engine")
-    with pytest.raises(Bug, match="stuck") as caught:
+    with pytest.raises(UserCodeError, match="raised Bug: stuck") as caught:
         play(engine, env, group_size=4, max_turns=99)
     assert isinstance(caught.value.__context__, Bug), "and why it stopped"
     env.assert_all_closed_once()
@@ -580,6 +582,29 @@ def test_prompts_that_are_rendered_anew_are_followed_and_proven(
     assert len(sampled) + len(replaced) == len(encode("".join(turns)))
     assert len(rollout.rows) == 1 + drifts.get("prompts_fork", 0)
     assert bool(replaced) == ("prompts_realign" in drifts)
+
+
+def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
+    """In a rollout, and in one that branches off it."""
+    tokenizer = make_tokenizer(NUMBERED)
+    turns = [f"<code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]
+
+    def policy(number: int, prompt: str) -> Turn:
+        return Turn(turns[prompt.count("<code>")])
+
+    branching = BranchConfig(initial=1, probability=1.0, entropy_weight=0.0)
+    config = RolloutConfig(max_turns=4, max_turn_tokens=99, group_size=2, branching=branching)
+    engine = StubEngine(tokenizer, policy)
+    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), ChatTemplate(tokenizer), config)
+    groups, stats = sampler.play(tasks(1), 2, seed=5)
+    assert stats.branches == 1
+    roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
+    for rollout in groups[0].rollouts:
+        text = tokenizer.decode(np.concatenate([s.token_ids for s in rollout.segments]))
+        assert re.findall(r"<.im_start.>(\w+ ?\d*)", text) == [
+            f"{role} {index}" if role != "assistant" else role
+            for index, role in enumerate(roles, 1)
+        ]
 
 
 @pytest.mark.parametrize("threshold", [1024, 5], ids=["realign", "fork"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,8 +18,10 @@ from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.stream import Stream, Streams
 from agentgrpo.types import Completion, Int32, Rollout, Status
 from agentgrpo.types import Turn as Account
+from agentgrpo.usercode import UserCodeError
 from tests.models.test_templates import judge_of
 from tests.playing import EOT, TOKENIZER, given_and_sampled, tasks
+from tests.tiny import NUMBERED, make_tokenizer
 
 CHAT = ChatTemplate(TOKENIZER)
 
@@ -194,6 +197,20 @@ def test_messages_can_follow_the_turn() -> None:
     assert "".join(text for _, text in parts[:3]) == TOKENIZER.decode(rendered)
 
 
+def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
+    def told(stream: Stream, token: int) -> None:
+        if stream.tag:
+            stream.inject([{"role": "user", "content": "Really?"}])
+
+    tokenizer = make_tokenizer(NUMBERED)
+    engine = Decoding(
+        tokenizer, lambda so_far: f"No{EOT}" if so_far.count("Really") > 1 else "Yes!"
+    )
+    (rollout,) = play(Mine(told, ["!"], ChatTemplate(tokenizer)), engine)
+    text = tokenizer.decode(np.concatenate([s.token_ids for s in rollout.segments]))
+    assert re.findall(r"<.im_start.>user (\d+)", text) == ["1", "3", "5"]
+
+
 def test_text_cannot_follow_a_turn_that_the_policy_closed() -> None:
     def told(stream: Stream, token: int) -> None:
         if token == 2:
@@ -260,14 +277,14 @@ def test_what_it_raises_ends_the_call_and_leaves_nothing_behind() -> None:
         raise KeyError("mine")
 
     engine = Decoding(TOKENIZER, lambda _: "ab")
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(UserCodeError, match="raised KeyError: 'mine"):
         play(Mine(told), engine, n=2)
     assert engine.num_in_flight == 0
 
 
 def test_a_prompt_without_room_is_named() -> None:
     engine = Decoding(TOKENIZER, lambda _: "ab", max_model_len=3)
-    with pytest.raises(ValueError, match=r"task 't0': its prompt has \d+ tokens, engine.max_mo"):
+    with pytest.raises(UserCodeError, match=r"task 't0': its prompt has \d+ tokens, engine.max_mo"):
         play(Mine(lambda stream, token: None), engine)
 
 

@@ -16,7 +16,7 @@ from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task
 
 @pytest.mark.parametrize("block", [False, True])
 def test_all_that_were_answered_are_taken_at_once(block: bool) -> None:
-    waiting = Waiting(together=False, task_of=lambda index: Task(id="t", messages=(), spec={}))
+    waiting = Waiting(together=False)
     futures: list[Future[int]] = [Future() for _ in range(3)]
     for index, future in enumerate(futures):
         waiting.add(index, future, lambda *_: None)

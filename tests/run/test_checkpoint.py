@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentgrpo.files import CHECKSUMS, seal
 from agentgrpo.run import checkpoint
 
 
@@ -78,7 +80,7 @@ def test_writing_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, lambda folder: (folder / "new").touch(), keep=2)
     made = checkpoint.newest(tmp_path)
     assert made is not None
-    assert [path.name for path in made.iterdir()] == ["new"]
+    assert {path.name for path in made.iterdir()} == {"new", CHECKSUMS}
 
 
 class Killed(BaseException):
@@ -199,13 +201,18 @@ def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapte
     names = ADAPTER if adapter else WHOLE
     for name in names:
         write_part(tmp_path / name)
+    seal(tmp_path)
     checkpoint.require_whole(tmp_path, adapter=adapter)
-    for name in names:
+    for name in sorted(names):
         (tmp_path / name).unlink()
         said = "*.safetensors" if name.startswith("model") else name
         with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move the che"):
             checkpoint.require_whole(tmp_path, adapter=adapter)
         write_part(tmp_path / name)
+    (tmp_path / CHECKSUMS).unlink()
+    with pytest.raises(ValueError, match=f"{CHECKSUMS} missing or empty; move the che"):
+        checkpoint.require_whole(tmp_path, adapter=adapter)
+    seal(tmp_path)
     (tmp_path / checkpoint.STATE).write_text("")
     with pytest.raises(ValueError, match=f"{checkpoint.STATE} missing or empty"):
         checkpoint.require_whole(tmp_path, adapter=adapter)
@@ -219,11 +226,54 @@ def test_weights_that_were_cut_short_are_told_before_a_model_is_loaded(
 ) -> None:
     for name in WHOLE:
         write_part(tmp_path / name)
+    seal(tmp_path)
     path = tmp_path / "model-00001-of-00002.safetensors"
     assert checkpoint.shapes_in(path) == {"w": (3, 4), "b": (5,)}
     path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model-00001.* is no whole safetensors file"):
+        checkpoint.shapes_in(path)
     with pytest.raises(ValueError, match=r"model-00001.*; move the checkpoint away"):
         checkpoint.require_whole(tmp_path, adapter=False)
+
+
+def test_one_flipped_bit_is_found_in_each_file_at_each_end_and_between(tmp_path: Path) -> None:
+    """Weights of other numbers load as well: a run would go on with them and say nothing."""
+
+    def write(folder: Path) -> None:
+        for name in WHOLE:
+            write_part(folder / name)
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / "more").mkdir()
+        (folder / "more" / "bytes").write_bytes(bytes(1 << 19))
+
+    saved = checkpoint.save(tmp_path, 3, write, keep=1)
+    checkpoint.require_whole(saved, adapter=False)
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert {"bytes", CHECKSUMS, checkpoint.STATE} < {path.name for path in files}
+    for path in files:
+        whole = path.read_bytes()
+        for place in {0, len(whole) // 2, len(whole) - 1}:
+            for bit in (0, 7):
+                flipped = bytearray(whole)
+                flipped[place] ^= 1 << bit
+                path.write_bytes(flipped)
+                with pytest.raises(ValueError, match=f"^{path}: .*; move the checkpoint away"):
+                    checkpoint.require_whole(saved, adapter=False)
+        path.write_bytes(whole)
+    checkpoint.require_whole(saved, adapter=False)
+
+
+def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, 1, writer("a text"), keep=1)
+    check = ["sha256sum", "--check", "--strict", CHECKSUMS]
+    told = subprocess.run(check, cwd=saved, capture_output=True, text=True, check=True)
+    assert told.stdout == "sub/more: OK\nweights: OK\n"
+
+
+def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="gone: it was removed while the run was writing there"):
+        checkpoint.save(tmp_path / "gone", 1, writer("a"), keep=1)
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,8 @@ def test_what_came_after_the_offsets_is_cut(tmp_path: Path) -> None:
     log.rollouts(1, [a_group([1])])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "half')
-    RunLog(tmp_path).cut_back(offsets)
+    log = RunLog(tmp_path)
+    log.cut_back(offsets)
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
     log.write(1, a={"x": 2.5})
     assert numbers(tmp_path)[-1] == {"step": 1, "a/x": 2.5}
@@ -117,9 +119,39 @@ def test_a_record_shorter_than_its_checkpoint_is_not_padded(tmp_path: Path) -> N
     log = RunLog(tmp_path)
     log.write(0, a={"x": 1.0})
     offsets = log.offsets()
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: 0 bytes, but .* had \d+"):
-        log.cut_back(offsets)
+    path = tmp_path / "metrics.jsonl"
+    for left, said in ((b"", "it is gone or empty"), (b"{}\n", "3 bytes are left")):
+        path.write_bytes(left)
+        with pytest.raises(ValueError, match=rf"{said}; .* had 1\d\d\. Put back .*; or move"):
+            log.cut_back(offsets)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("what", ["removed", "emptied", "written to", "with its folder"])
+def test_records_that_somebody_removes_or_changes_meanwhile_end_the_run(
+    tmp_path: Path, name: str, what: str
+) -> None:
+    """They were begun again, and the run said that it was done."""
+    log = RunLog(tmp_path / "out")
+    log.write(0, a={"x": 1.0})
+    log.rollouts(0, [a_group([1])])
+    log.require_there()
+    path = tmp_path / "out" / name
+    if what == "with its folder":
+        shutil.rmtree(tmp_path / "out")
+    elif what == "removed":
+        path.unlink()
+    else:
+        path.write_text("" if what == "emptied" else path.read_text() + "{}\n")
+    for goes_on in (
+        lambda: log.write(1, a={"x": 1.0}),
+        lambda: log.rollouts(1, [a_group([1])]),
+        log.offsets,
+        log.require_there,
+    ):
+        with pytest.raises(OSError, match="somebody removed or changed it meanwhile"):
+            goes_on()
+    assert what != "with its folder" or not (tmp_path / "out").exists()
 
 
 def test_run_json_takes_paths(tmp_path: Path) -> None:

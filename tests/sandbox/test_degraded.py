@@ -11,6 +11,7 @@ import pytest
 
 from agentgrpo import _C
 from agentgrpo.sandbox import (
+    HostTools,
     Limits,
     NotSupportedException,
     Sandbox,
@@ -114,6 +115,18 @@ def test_state_files_and_programs(bare: Session) -> None:
     )
     shown = bare.step("subprocess.run(['ls'], capture_output=True, text=True).stdout")
     assert shown.value == "'f\\n'"
+
+
+def test_functions_of_the_host_can_be_called(bare_pool: SandboxPool) -> None:
+    def double(number: int) -> int:
+        """Twice as much."""
+        return 2 * number
+
+    with bare_pool.acquire(host=HostTools([double]).begin()) as session:
+        assert session.step("double(double(10)) + 2").value == "42"
+        error = session.step("double('x')").error
+        assert error is not None
+        assert error.name == "TypeError"
 
 
 @pytest.mark.skipif(_C.sandbox_landlock_version() == 0, reason="no Landlock in this kernel")

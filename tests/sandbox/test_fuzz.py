@@ -3,6 +3,7 @@ or ValueError or TypeError for the argument. AGENTGRPO_FUZZ=COUNT plays more inp
 """
 
 import io
+import json
 import os
 import random
 from collections import Counter
@@ -15,6 +16,8 @@ import pytest
 
 from agentgrpo.sandbox import (
     Console,
+    HostBudget,
+    HostTools,
     Limits,
     Sandbox,
     SandboxException,
@@ -29,9 +32,24 @@ from agentgrpo.sandbox import (
 from agentgrpo.sandbox.commands import CommandHandle, Commands
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests
+from agentgrpo.sandbox.guest.wire import encode
 from agentgrpo.sandbox.result import StepStatus
 
 pytestmark = pytest.mark.nsjail
+
+
+def tell(*values: Any, **named: Any) -> Any:
+    """What sessions may call: it gets data, whatever they send."""
+    try:
+        assert len(json.dumps([values, named], allow_nan=False)) < 64 << 10
+    except (ValueError, TypeError, AssertionError) as error:
+        unlike.append(error)
+    return list(values)
+
+
+unlike: list[Exception] = []
+"""What the function was called with that it may not be."""
+HOST = HostTools([tell], budget=HostBudget(calls=10**6, seconds=10**6, total_kib=10**6))
 
 
 class CallersOwn(Exception):
@@ -80,7 +98,7 @@ class Fuzz:
     def __init__(self, pool: SandboxPool, seed: int) -> None:
         self.pool, self.rng, self.played = pool, random.Random(seed), Counter[str]()
         self.sandbox = Sandbox.create(pool=pool)
-        self.session = pool.acquire()
+        self.session = pool.acquire(host=HOST.begin())
         self.loop = StepLoop()
         self.console = Console(self.session)
         self.handles: list[Any] = []
@@ -94,6 +112,33 @@ class Fuzz:
         """Some of these keyword arguments."""
         return {name: make() for name, make in options.items() if self.rng.random() < 0.3}
 
+    def forge(self) -> None:
+        """Code that writes frames like a call's to the host, or calls in odd ways."""
+        rng = self.rng
+        name = rng.choice((b"tell", b"tell", b"untold", b"__import__", b"tell\0", b""))
+        data = bytearray(
+            rng.choice((b"[[1],{}]", b'[["x",[1.5,{"a":null}]],{"b":true}]', b"[[],{}]"))
+        )
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            data[rng.randrange(len(data))] = rng.choice(b'[]{},:"01x\xff\0e.')
+        fields = rng.choice(
+            ([b"call", name, bytes(data)],) * 6 + ([b"call"], [b"call", b"", b"", b""])
+        )
+        frame = bytearray(encode(rng.choice((self.session._sent + 1,) * 5 + (7,)), fields))
+        if rng.random() < 0.2:
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        code = rng.choice((
+            f"import os; os.write(4, {bytes(frame)!r}); len(os.read(3, 9999))",
+            f"import os; os.write(4, {bytes(frame)!r})",
+            "tell(1, [2.5, {'a': None}], b=True)", "tell(object())", "tell(10**99)",
+            "tell('\\ud800')",
+            "import threading\nfor _ in range(9): threading.Thread(target=tell, args=(1,)).start()",
+            "import os\nif os.fork() == 0: tell(1)", "while True: tell(1)", "tell(tell)",
+        ))  # fmt: skip
+        result = self.session.step(code, timeout_s=0.2)
+        assert result.status is not StepStatus.INFRA_ERROR, result
+        assert not unlike
+
     def refresh(self) -> None:
         """New ones for those that have ended."""
         if not self.sandbox.is_running():
@@ -101,7 +146,7 @@ class Fuzz:
             self.sandbox, self.handles = Sandbox.create(pool=self.pool), []
         if not (self.session.alive and self.session.healthy()):
             self.session.close()
-            self.session = self.pool.acquire()
+            self.session = self.pool.acquire(host=HOST.begin())
 
     def moves(self) -> list[tuple[int, Any, Callable[[], Any]]]:
         """How often a function is called, it, and a call of it."""
@@ -159,6 +204,8 @@ class Fuzz:
                 env=env))),
             (30, Session.cell, lambda: session.cell(code(), **self.some(
                 timeout_s=timeout, env=env, listener=a))),
+            (2, Session.offer, lambda: session.offer(a(HOST.begin()))),
+            (40, Fuzz.forge, self.forge),
             (20, Session.ask, lambda: session.ask(a("[]", "x" * 10**6), timeout())),
             (20, Session.push, lambda: session.push(code(), timeout())),
             (9, Session.make_console, session.make_console),
@@ -221,7 +268,7 @@ def fuzz() -> Iterator[Fuzz]:
 
 
 INTERNAL = {"request_of", "prepare", "conclude", "abandon", "begin", "expire", "end_for_memory",
-            "held", "healthy", "seconds_left"}  # fmt: skip
+            "held", "healthy", "seconds_left", "conversation", "cpu_seconds"}  # fmt: skip
 """Of Session, for the pool, the loop and the watchdog."""
 
 

@@ -24,11 +24,17 @@ def write_run(
     turns: int = 2,
     offset: float = 0.0,
     temperature: float = 1.0,
+    seed: int = 0,
 ) -> Path:
     """A run of `steps` steps whose tokens are text of the tiny tokenizer; returns its folder."""
     log = RunLog(folder)
     log.describe(
-        config={"steps": steps, "model": "tiny", "rollout": {"temperature": temperature}},
+        config={
+            "steps": steps,
+            "model": "tiny",
+            "seed": seed,
+            "rollout": {"temperature": temperature},
+        },
         model=str(folder / "model"),
         learner={"device": "cpu", "weights": "shared"},
         sandbox={"rung": "zygote-userns"},

@@ -13,7 +13,7 @@ import pytest
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Segment, SpanReward, Status
 from agentgrpo.view.collect import STREAMS, RunData, read_run
-from agentgrpo.view.page import finite, make_page
+from agentgrpo.view.page import finite
 from tests.given import TASK
 from tests.view.runs import write_run
 
@@ -128,11 +128,6 @@ def test_nan_reaches_the_page_as_null(tmp_path: Path) -> None:
     assert json.loads(json.dumps(finite(data.index), allow_nan=False))["metrics"] == [
         {"step": 0, "learner/loss": None}
     ]
-
-
-def test_three_runs_are_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match="one run, or two to compare, got 3"):
-        make_page([read_run(run)] * 3)
 
 
 def view(*arguments: object) -> subprocess.CompletedProcess[str]:

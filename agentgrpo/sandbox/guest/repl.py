@@ -43,6 +43,7 @@ RICH_FORMS = {
 wire = isolated("wire")
 encode, decode, unpack_u32 = wire["encode"], wire["decode"], wire["unpack_u32"]
 exchange = isolated("exchange")
+host = isolated("host")
 class_name = type.__dict__["__name__"].__get__
 
 
@@ -98,7 +99,9 @@ class Interpreter:
         self.pid = getpid()
         self.flush_streams = (sys.stdout.flush, sys.stderr.flush)
         self.cells = 0
-        self.running = False
+        self.running = self.waiting = self.missed = False
+        self.number = 0
+        self.calls: Any = None
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
         self.namespace = module.__dict__
@@ -110,7 +113,9 @@ class Interpreter:
 
     def on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
         """Stop user code; between cells there is nothing to stop."""
-        if self.running:
+        if self.waiting:  # for the host, which has been told the same deadline
+            self.missed = True
+        elif self.running:
             raise KeyboardInterrupt
 
     def serve(self, fields: list[bytes]) -> list[bytes]:
@@ -125,6 +130,8 @@ class Interpreter:
             return self.run(self.exchange, rest[0])
         if kind == "get":
             return self.next_piece()
+        if kind == "tools":
+            return self.take_tools(rest)
         if kind == "console":
             dup2(1, 2)
             return [b"ok"]
@@ -144,6 +151,8 @@ class Interpreter:
     def run(self, work: Callable[..., list[bytes]], *arguments: object) -> list[bytes]:
         """Run user code under guard; the fields of its answer."""
         signal(SIGINT, self.on_interrupt)  # the last cell may have replaced it
+        if self.calls is not None:
+            self.calls.open = True
         try:
             answer: list[bytes] = self.interruptible(work, *arguments)
         except SystemExit as stop:
@@ -155,6 +164,8 @@ class Interpreter:
             answer = self.describe(error)
         if getpid() != self.pid:  # a fork of user code reached the end of the cell
             self.leave(None)
+        if self.calls is not None:
+            self.calls.shut()
         self.flush()
         return answer
 
@@ -167,6 +178,23 @@ class Interpreter:
             settrace(None)  # one left behind would run in our frames too
             setprofile(None)
             self.running = False
+
+    def take_tools(self, told: list[str]) -> list[bytes]:
+        """Functions of the host: how long arguments and answers may be, then names and texts."""
+        self.calls = host["Calls"](self, self.put, self.take, int(told[0]), int(told[1]))
+        for name, doc in zip(told[2::2], told[3::2], strict=True):
+            self.namespace[name] = self.calls.function(name, doc)
+        return [b"ok"]
+
+    def put(self, fields: list[bytes]) -> None:
+        """Ask the host for something; what was printed before is seen before."""
+        self.flush()
+        send(self.number, fields)
+
+    def take(self) -> list[bytes]:
+        """What the host answers. It is the request that the step goes on with."""
+        self.number, fields = receive()
+        return fields
 
     def push(self, line: str) -> list[bytes]:
         """A line of the interactive console."""
@@ -320,7 +348,8 @@ def serve(interpreter: Interpreter) -> Never:
     interpreter.pid = getpid()
     try:
         while True:
-            number, fields = receive()
-            send(number, interpreter.serve(fields))
+            interpreter.number, fields = receive()
+            answer = interpreter.serve(fields)
+            send(interpreter.number, answer)
     finally:  # a protocol that cannot go on: closed descriptors, no memory left
         _exit(70)

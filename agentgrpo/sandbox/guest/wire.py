@@ -16,7 +16,11 @@ pickle: nothing to recurse into.
     put TEXT                  a part of a question of exchange.py
     ask TEXT                  its last part: answer it, with the first part of an answer
     get                       the next part of that answer; "more" says that there is another
+    tools ASKED TOLD (NAME TEXT)*  functions of the host (host.py): bytes of arguments and answers
+    returned DATA             after a "call": what it came to (data.py); the step goes on
+    raised NAME TEXT          the same, an exception
 
+    call NAME DATA            the step calls a function of the host, and waits
     ok [TEXT (MIME DATA)*] | shown (MIME DATA)* | error NAME VALUE TRACEBACK | exit CODE
     | more [TEXT]
 """

@@ -4,8 +4,8 @@
 rung. A case gets a fresh session (or the pool) and raises AssertionError if it got through.
 """
 
-from agentgrpo.sandbox.hostile import escape, kernel, lifecycle, protocol, resources, verdicts
+from agentgrpo.sandbox.hostile import escape, host, kernel, lifecycle, protocol, resources, verdicts
 from agentgrpo.sandbox.hostile.case import CASES, LIMITS, Case, Skip, run_cases
 
-__all__ = ["CASES", "LIMITS", "Case", "Skip", "escape", "kernel", "lifecycle", "protocol",
-           "resources", "run_cases", "verdicts"]  # fmt: skip
+__all__ = ["CASES", "LIMITS", "Case", "Skip", "escape", "host", "kernel", "lifecycle",
+           "protocol", "resources", "run_cases", "verdicts"]  # fmt: skip

@@ -1,4 +1,4 @@
-// Line charts as SVG: two axes, a crosshair that the mouse and the arrow keys move, a reading below.
+// Line charts as SVG: two axes, bands, a crosshair that the mouse and the arrow keys move, a reading below.
 
 const BOX = { width: 340, height: 170, left: 44, right: 8, top: 8, bottom: 20 };
 
@@ -12,7 +12,7 @@ function ticks(low, high, count) {
 }
 
 function range(values, log) {
-  let low = Math.min(...values), high = Math.max(...values);
+  let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
   if (log) return [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 1e-9)];
   if (low >= 0 && low < high / 2) low = 0;
   if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
@@ -21,41 +21,52 @@ function range(values, log) {
   return [low, high > marks.at(-1) + step * 1e-9 ? marks.at(-1) + step : high];
 }
 
-// lines: [{label, points: [{x, y}], colour, dash}]
+// lines: [{label, points: [{x, y, low, high, runs}], colour, dash, kind}]; low to high is a band, which not every line has.
+// kind: "single", one of the runs behind a mean; "raw", what was smoothed, which is neither read nor exported.
 function chart(title, lines, { log = false, note = "" } = {}) {
   lines = lines.map((line) => ({ ...line, points: line.points.filter((p) => !log || p.y > 0) })).filter((line) => line.points.length);
   if (!lines.length) return null;
+  const named = lines.filter((line) => !line.kind), read = lines.filter((line) => line.kind !== "raw");
   const xs = [...new Set(lines.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
   const [x0, x1] = [xs[0], xs.at(-1) === xs[0] ? xs[0] + 1 : xs.at(-1)];
-  const [y0, y1] = range(lines.flatMap((line) => line.points.map((p) => p.y)), log);
-  const flat = (y) => (log ? Math.log10(y) : y);
+  const seen = lines.flatMap((line) => line.points.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]));
+  const [y0, y1] = range(log ? seen.filter((y) => y > 0) : seen, log);
+  const flat = (y) => (log ? Math.log10(Math.max(y, y0)) : y);
   const px = (x) => BOX.left + ((x - x0) / (x1 - x0)) * (BOX.width - BOX.left - BOX.right);
   const py = (y) => BOX.height - BOX.bottom - ((flat(y) - flat(y0)) / (flat(y1) - flat(y0))) * (BOX.height - BOX.top - BOX.bottom);
+  const at = (x, y) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`;
   const marks = log ? Array.from({ length: Math.round(Math.log10(y1 / y0)) + 1 }, (_, i) => y0 * 10 ** i) : ticks(y0, y1, 4);
   const cross = s("line", { class: "cross", y1: BOX.top, y2: BOX.height - BOX.bottom, visibility: "hidden" });
-  const dots = lines.map((line) => s("circle", { r: 3.2, fill: line.colour, visibility: "hidden" }));
+  const dots = read.map((line) => s("circle", { r: 3.2, fill: line.colour, visibility: "hidden" }));
   const reading = h("div", { class: "reading quiet", "aria-live": "off" }, note);
-  const figure = s("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, role: "img", tabindex: 0, "aria-label": `${title}: ${lines.map((l) => `${l.label} from ${number(l.points[0].y)} to ${number(l.points.at(-1).y)}`).join(", ")}` },
+  const band = ({ points, colour }) => {
+    const wide = points.filter((p) => p.low !== undefined);
+    const edge = [...wide.map((p) => at(p.x, p.high)), ...wide.reverse().map((p) => at(p.x, p.low))];
+    return wide.length > 1 && s("path", { class: "band", d: `M${edge.join("L")}Z`, fill: colour, "fill-opacity": 0.17 });
+  };
+  const figure = s("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, role: "img", tabindex: 0, "aria-label": `${title}: ${named.map((l) => `${l.label} from ${number(l.points[0].y)} to ${number(l.points.at(-1).y)}`).join(", ")}` },
     marks.map((y) => [
       s("line", { class: "grid", x1: BOX.left, x2: BOX.width - BOX.right, y1: py(y), y2: py(y) }),
       s("text", { x: BOX.left - 5, y: py(y) + 3.5, "text-anchor": "end" }, short(y)),
     ]),
     ticks(x0, x1, 5).filter(Number.isInteger).map((x) => s("text", { x: px(x), y: BOX.height - 5, "text-anchor": "middle" }, number(x))),
-    lines.map((line) => line.points.length === 1
-      ? s("circle", { cx: px(line.points[0].x), cy: py(line.points[0].y), r: 3, fill: line.colour })
-      : s("path", { d: "M" + line.points.map((p) => `${px(p.x).toFixed(1)},${py(p.y).toFixed(1)}`).join("L"), fill: "none", stroke: line.colour, "stroke-width": 1.8, "stroke-dasharray": line.dash ? "5 3" : null, "vector-effect": "non-scaling-stroke" })),
+    lines.map(band),
+    lines.map(({ points, colour, dash, kind }) => points.length === 1
+      ? s("circle", { cx: px(points[0].x), cy: py(points[0].y), r: 3, fill: colour })
+      : s("path", { class: "line", d: "M" + points.map((p) => at(p.x, p.y)).join("L"), fill: "none", stroke: colour, "stroke-width": kind ? 1 : 1.8, "stroke-opacity": { raw: 0.3, single: 0.55 }[kind], "stroke-dasharray": dash ? "5 3" : null, "vector-effect": "non-scaling-stroke" })),
     cross, dots);
-  let at = -1;
-  const show = (place) => {
-    at = Math.max(0, Math.min(xs.length - 1, place));
-    const x = xs[at];
+  let place = -1;
+  const show = (wanted) => {
+    place = Math.max(0, Math.min(xs.length - 1, wanted));
+    const x = xs[place];
     cross.setAttribute("x1", px(x)); cross.setAttribute("x2", px(x)); cross.setAttribute("visibility", "visible");
-    const said = lines.map((line, i) => {
+    const said = read.map((line, i) => {
       const point = line.points.find((p) => p.x === x);
       dots[i].setAttribute("visibility", point ? "visible" : "hidden");
       if (!point) return null;
       dots[i].setAttribute("cx", px(x)); dots[i].setAttribute("cy", py(point.y));
-      return `${line.label} ${number(point.y)}`;
+      const spread = [point.low !== undefined && `${number(point.low)} to ${number(point.high)}`, point.runs && plural(point.runs, "run")].filter(Boolean);
+      return `${line.label} ${number(point.y)}${spread.length ? ` (${spread.join(", ")})` : ""}`;
     });
     reading.textContent = `after ${plural(x, "step")}: ${said.filter(Boolean).join(" · ")}`;
   };
@@ -69,9 +80,12 @@ function chart(title, lines, { log = false, note = "" } = {}) {
   figure.addEventListener("blur", leave);
   figure.addEventListener("keydown", (event) => {
     if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-    show(at + (event.key === "ArrowLeft" ? -1 : 1));
+    show(place + (event.key === "ArrowLeft" ? -1 : 1));
     event.preventDefault();
   });
-  const legend = h("span", { class: "legend" }, lines.map((line) => h("span", {}, h("i", { class: line.dash ? "dash" : "", style: `--k: ${line.colour}` }), line.label)));
-  return h("section", { class: "card chart" }, h("header", {}, h("h3", {}, title)), legend, figure, reading);
+  const legend = h("span", { class: "legend" }, named.map((line) => h("span", {}, h("i", { class: line.dash ? "dash" : "", style: `--k: ${line.colour}` }), line.label)));
+  const exports = h("span", { class: "exports" },
+    h("button", { type: "button", title: "the numbers of this graph", onclick: () => save(title, "csv", new Blob([csvOfLines(read)], { type: "text/csv" })) }, "CSV"),
+    h("button", { type: "button", title: "this graph as a picture", onclick: () => painted(title, legend, figure).toBlob((blob) => save(title, "png", blob)) }, "PNG"));
+  return h("section", { class: "card chart" }, h("header", {}, h("h3", {}, title), exports), legend, figure, reading);
 }

@@ -1,6 +1,7 @@
 // Elements from plain values. Text is always set as text: what a policy wrote is never markup.
 
 const $ = (selector, root = document) => root.querySelector(selector);
+const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {

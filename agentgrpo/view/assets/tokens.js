@@ -102,7 +102,7 @@ class RolloutView {
   }
 
   draw() {
-    for (const button of this.bar.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.mode === this.mode));
+    for (const button of $$("button", this.bar)) button.setAttribute("aria-pressed", String(button.dataset.mode === this.mode));
     const [low, gradient, high] = SCALES[this.mode] || [];
     this.bar.scale.replaceChildren(...(gradient ? [low, h("i", { style: `background:${gradient}` }), high] : ["", h("b", { class: "swatch prompt" }, "prompt"), h("b", { class: "swatch sampled" }, "sampled"), h("b", { class: "swatch given" }, "environment")]));
     this.stream.className = `stream ${this.mode}`;
@@ -173,7 +173,7 @@ class RolloutView {
 
   pin(k) {
     this.pinned = k;
-    for (const span of this.element.querySelectorAll(".toks span.now")) span.classList.remove("now");
+    for (const span of $$(".toks span.now", this.element)) span.classList.remove("now");
     const span = k >= 0 && $(`span[data-k="${k}"]`, this.element);
     if (span) { span.classList.add("now"); span.scrollIntoView({ block: "nearest" }); }
     if (k >= 0) this.describe(k);

@@ -52,7 +52,7 @@ async function groupTree(run, group, choose) {
 }
 
 function markLeaf(tree, rollout) {
-  for (const leaf of tree.querySelectorAll(".leaf")) {
+  for (const leaf of $$(".leaf", tree)) {
     const on = leaf.dataset.rollout === String(rollout.id);
     leaf.classList.toggle("on", on);
     $("circle", leaf).setAttribute("r", on ? 6 : 4.5);

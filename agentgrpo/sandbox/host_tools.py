@@ -1,0 +1,460 @@
+"""Functions of the host that sessions call: an allow-list, checked data, a budget and a cache.
+
+A session knows names and texts of them, nothing more. What it sends is a name and data
+(guest/data.py); a name that is not on the list, or data that is spelled otherwise, breaks the
+protocol and ends it. The function runs in this process, on a thread or on an event loop of its own,
+and what it returns or raises goes back as data or as text.
+"""
+
+import asyncio
+import builtins
+import inspect
+import json
+import keyword
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from agentgrpo.sandbox.boundary import public
+from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxInfraError, printable
+from agentgrpo.sandbox.guest.data import NotData, read, spell
+from agentgrpo.sandbox.guest.wire import Malformed
+
+Function = Callable[..., Any]
+Cached = Literal["no", "rollout", "run"]
+MAX_TEXT = 2000
+"""Characters of an exception's text."""
+MAX_RUNNING = 1024
+"""Calls under way at once, those included that nobody waits for any more."""
+CACHE_MIB = 256
+SLICE_S = 0.05
+"""How soon a wait for a function notices that its session was closed."""
+LATE = "the host did not answer in time"
+
+_serving: ContextVar[object] = ContextVar("serving", default=None)
+
+
+@public
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBudget:
+    """What calls of host functions may use. All must be positive.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+
+    calls: int = 100
+    """Of a rollout (or of a Sandbox)."""
+    calls_per_step: int = 20
+    """Of one step."""
+    call_s: float = 10.0
+    """Wall time of one call. The step's own limit goes on meanwhile, and ends it too."""
+    seconds: float = 120.0
+    """Wall time of all calls of a rollout."""
+    argument_kib: int = 64
+    """Size of the arguments of one call, as data."""
+    answer_kib: int = 256
+    """Size of what one call returns, as data."""
+    total_kib: int = 8192
+    """Size of arguments and answers of a rollout together."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds: Any = (int,) if field.type is int else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e9:
+                raise ValueError(
+                    f"host_budget.{field.name}: expected a positive {kinds[-1].__name__}, "
+                    f"got {value!r}"
+                )
+
+
+class HostCall(NamedTuple):
+    """One call that was made: what a fork is told again without making it."""
+
+    name: str
+    arguments: bytes
+    """As data: ``[positional, named]``."""
+    kind: str
+    """returned or raised."""
+    told: tuple[bytes, ...]
+    """The data, or the exception's name and text."""
+    seconds: float
+    """How long the session waited for it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that crossed."""
+        return len(self.arguments) + sum(map(len, self.told))
+
+
+class HostFailed(Exception):
+    """The machine failed, says the function itself: an exception of HostTools.machine_errors."""
+
+
+class HostTool:
+    """A function of the host.
+
+    Args:
+        function: may be a coroutine function. Arguments are checked against its annotations.
+
+    Raises:
+        ValueError: it has no name that a session could call it by, or an annotation cannot be
+            checked.
+    """
+
+    def __init__(self, function: Function) -> None:
+        import pydantic  # takes a while, and most sessions have no host tools
+
+        name = getattr(function, "__name__", None)
+        if not callable(function) or not isinstance(name, str):
+            raise InvalidArgumentException(f"host_tools: expected functions, got {function!r:.80}")
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+            raise InvalidArgumentException(f"host_tools: {name!r} is no name to call it by")
+        if hasattr(builtins, name):
+            raise InvalidArgumentException(f"host_tools: {name!r} is a name of Python's own")
+        self.name = name
+        self.is_async = inspect.iscoroutinefunction(function)
+        try:
+            signature = self._signature = inspect.signature(function, eval_str=True)
+            self.call = pydantic.validate_call(function)
+        except (NameError, TypeError, ValueError, pydantic.PydanticUserError) as error:
+            raise InvalidArgumentException(f"host_tools: {name}: {error}") from error
+        self.line = f"def {name}{signature}:"
+        self.doc = inspect.getdoc(function) or ""
+
+    def key(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[str, str]:
+        """What the calls with the same arguments have in common, however they were given."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given: Any = bound.arguments
+        except TypeError:  # the function will say so
+            given = [args, kwargs]
+        return self.name, json.dumps(given, sort_keys=True, default=repr)
+
+    @property
+    def shown(self) -> str:
+        """The def line with the docstring, as a policy is shown it."""
+        lines = f'"""{self.doc}"""' if self.doc else "..."
+        return f"{self.line}\n" + "\n".join(f"    {x}".rstrip() for x in lines.split("\n"))
+
+
+class HostTools:
+    """The functions that sessions may call; shared by all rollouts of a run.
+
+    Args:
+        functions: each under its own name.
+        budget: of each rollout.
+        cached: whether the same arguments have the same answer, without another call: "no", within
+            a "rollout", or within the "run" (this object's life; the oldest of CACHE_MIB are
+            forgotten). Only what a function returned is kept, never what it raised. A call that
+            the cache answers counts as any other, so that no count depends on who came first.
+        machine_errors: exceptions of the functions that mean that the machine failed, not the code:
+            the step ends with ``infra_error``.
+
+    Raises:
+        ValueError: there are none, two have the same name, or one cannot be called.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        *,
+        budget: HostBudget | None = None,
+        cached: Cached = "rollout",
+        machine_errors: tuple[type[BaseException], ...] = (SandboxInfraError,),
+    ) -> None:
+        tools = [HostTool(function) for function in functions]
+        self.by_name = {tool.name: tool for tool in tools}
+        if not tools or len(self.by_name) != len(tools):
+            names = [tool.name for tool in tools]
+            raise InvalidArgumentException(f"host_tools: expected different names, got {names}")
+        if cached not in ("no", "rollout", "run"):
+            raise InvalidArgumentException(
+                f"host_tools: cached: expected 'no', 'rollout' or 'run', got {cached!r}"
+            )
+        self.budget, self.cached = budget or HostBudget(), cached
+        self.machine_errors = machine_errors
+        self.cache = _Cache()
+        self._places = threading.BoundedSemaphore(MAX_RUNNING)
+
+    def begin(self) -> "HostCalls":
+        """The calls of a rollout that has made none."""
+        return HostCalls(self)
+
+    @property
+    def shown(self) -> str:
+        """What a policy is shown of them."""
+        return "\n".join(tool.shown for tool in self.by_name.values())
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the arguments and of the answer of a call."""
+        return self.budget.argument_kib << 10, self.budget.answer_kib << 10
+
+    def start(self, tool: HostTool, arguments: Any, serves: object) -> "Future[tuple[str, Any]]":
+        """Begin a call: ("returned", data), ("raised", (name, text)) or ("failed", text)."""
+        future: Future[tuple[str, Any]] = Future()
+        if not self._places.acquire(blocking=False):
+            future.set_result(("raised", ("RuntimeError", f"{MAX_RUNNING} calls are under way")))
+            return future
+
+        def settle(produce: Callable[[], Any]) -> None:
+            try:
+                outcome = self._outcome(tool, produce)
+            finally:
+                self._places.release()
+            future.set_result(outcome)
+
+        args, kwargs = arguments
+
+        async def wait() -> None:
+            _serving.set(serves)
+            try:
+                async with asyncio.timeout(self.budget.call_s + 1.0):  # later than whoever waits
+                    value = await tool.call(*args, **kwargs)
+            except BaseException as error:  # the loop's as little as the thread's, see _outcome()
+                raised = error
+                settle(lambda: _raise(raised))
+            else:
+                settle(lambda: value)
+
+        def work() -> None:
+            _serving.set(serves)
+            settle(lambda: tool.call(*args, **kwargs))
+
+        if tool.is_async:
+            asyncio.run_coroutine_threadsafe(wait(), _event_loop())
+        else:
+            try:
+                threading.Thread(target=work, name=f"host-{tool.name}", daemon=True).start()
+            except RuntimeError as error:  # no thread
+                self._places.release()
+                future.set_result(("failed", str(error)))
+        return future
+
+    def _outcome(self, tool: HostTool, produce: Callable[[], Any]) -> tuple[str, Any]:
+        try:
+            value = produce()
+        except self.machine_errors as error:
+            return "failed", f"{tool.name}(): {text_of(error)}"
+        except BaseException as error:  # SystemExit too: it is the call's, and ends nothing here
+            return "raised", (_name_of(error), text_of(error))
+        try:
+            return "returned", spell(value, self.sizes[1])
+        except NotData as error:
+            return "raised", ("TypeError", f"what {tool.name}() returned cannot be passed: {error}")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _name_of(error: BaseException) -> str:
+    """Of its class; an argument that does not fit its annotation is a TypeError, as in Python."""
+    return "TypeError" if _of_pydantic(error) else printable(type(error).__name__)[:100]
+
+
+def _of_pydantic(error: Any) -> bool:
+    return type(error).__module__.startswith("pydantic") and hasattr(error, "errors")
+
+
+def text_of(error: Any) -> str:
+    """What an exception says, short; of pydantic's what is wrong with which argument."""
+    try:
+        if _of_pydantic(error):
+            wrong = error.errors(include_url=False, include_input=False)
+            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong)
+        else:
+            told = str(error)
+        return printable(told[:MAX_TEXT])
+    except Exception:  # of its own making
+        return "<unprintable>"
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="host-tools", daemon=True).start()
+    return loop
+
+
+class _Cache:
+    """Answers by name and arguments. Who asks while another asks the same waits for that answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], Future[tuple[str, Any]]] = {}
+        self._settled_keys: deque[tuple[str, str]] = deque()
+        self._size = 0
+
+    def get(
+        self, key: tuple[str, str], start: Callable[[], "Future[tuple[str, Any]]"]
+    ) -> "Future[tuple[str, Any]]":
+        with self._lock:
+            if key in self._known:
+                return self._known[key]
+            made = self._known[key] = start()
+        made.add_done_callback(lambda done: self._settled(key, done.result()))
+        return made
+
+    def _settled(self, key: tuple[str, str], outcome: tuple[str, Any]) -> None:
+        kind, told = outcome
+        with self._lock:
+            if kind != "returned":
+                self._known.pop(key, None)
+                return
+            self._size += len(key[1]) + len(told)
+            self._settled_keys.append(key)
+            while self._size > CACHE_MIB << 20:
+                old = self._settled_keys.popleft()
+                self._size -= len(old[1]) + len(self._known.pop(old).result()[1])
+
+
+class HostCalls:
+    """The calls of one rollout: what they have used, and the answers that they got.
+
+    Sessions of the rollout share it, one after another or at once.
+    """
+
+    def __init__(self, tools: HostTools) -> None:
+        self.tools = tools
+        self.calls = self.failures = self.size = 0
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._cache = tools.cache if tools.cached == "run" else _Cache()
+        self._recalled: deque[HostCall] | None = None
+
+    def fork(self) -> "HostCalls":
+        """Those of another rollout that begins as this one began; its calls are told to it again by
+        recall(), and count as this one's did.
+        """
+        return HostCalls(self.tools)
+
+    def recall(self, calls: Iterable[HostCall] | None) -> None:
+        """From now on the session repeats steps in which these calls were made: it is told the
+        answers that were told then, and no function runs. None: from now on they run.
+        """
+        self._recalled = None if calls is None else deque(calls)
+
+    def answer(
+        self, name: str, data: bytes, made: int, left_s: float, serves: object,
+        stopped: Callable[[], bool],
+    ) -> tuple[HostCall, bool]:  # fmt: skip
+        """What a call comes to, and whether it was made.
+
+        Args:
+            name: what the session sent,
+            data: and with it.
+            made: calls that the step has made before it.
+            left_s: of the step.
+            serves: the session, which the function cannot step meanwhile.
+            stopped: asked every SLICE_S; true if nobody waits any more.
+
+        Raises:
+            Malformed: no session that is as it was sends this.
+            HostFailed: the machine failed.
+        """
+        tool = self.tools.by_name.get(name)
+        if tool is None:
+            raise Malformed(f"a call of {name[:40]!r}, which is no function of the host's")
+        try:
+            arguments = read(data, self.tools.sizes[0])
+        except NotData as error:
+            raise Malformed(f"arguments that are no data: {error}") from None
+        match arguments:
+            case [list(), dict()]:
+                pass
+            case _:
+                raise Malformed("arguments of another form")
+        with self._lock:
+            spent = self._spent(made, len(data))
+            self.calls += not spent
+            self.size += 0 if spent else len(data)
+            patience = min(self.tools.budget.call_s, self.tools.budget.seconds - self.seconds)
+        if spent:
+            told = HostCall(name, data, "raised", (b"RuntimeError", spent.encode()), 0.0)
+        elif self._recalled is not None:
+            told = self._told_again(tool, data, arguments)
+        else:
+            told = self._ask(tool, data, arguments, min(patience, left_s), serves, stopped)
+        with self._lock:
+            self.seconds += told.seconds
+            self.failures += told.kind == "raised"
+            self.size += 0 if spent else told.size - len(data)
+        return told, not spent
+
+    def _spent(self, made: int, size: int) -> str:
+        """What of the budget is used up; "" if nothing is."""
+        budget = self.tools.budget
+        for of, what, used in (
+            (budget.calls_per_step, "calls in one step", made),
+            (budget.calls, "calls", self.calls),
+            (budget.seconds, "seconds", self.seconds),
+            (budget.total_kib, "KiB", (self.size + size) / 1024),
+        ):
+            if used >= of:
+                return f"the budget of {of:g} {what} of functions of the host is used up"
+        return ""
+
+    def _told_again(self, tool: HostTool, data: bytes, arguments: Any) -> HostCall:
+        assert self._recalled is not None
+        if self._recalled:
+            call = self._recalled.popleft()
+            if (call.name, call.arguments) == (tool.name, data):
+                if self.tools.cached != "no":
+                    self._cache.get(tool.key(*arguments), lambda: _known(call))
+                return call
+        text = b"the step that is repeated made another call"
+        return HostCall(tool.name, data, "raised", (b"RuntimeError", text), 0.0)
+
+    def _ask(
+        self, tool: HostTool, data: bytes, arguments: Any, patience: float, serves: object,
+        stopped: Callable[[], bool],
+    ) -> HostCall:  # fmt: skip
+        began = time.monotonic()
+
+        def start() -> "Future[tuple[str, Any]]":
+            return self.tools.start(tool, arguments, serves)
+
+        kind: str = "raised"
+        told: Any = ("TimeoutError", f"{tool.name}(): {LATE}")
+        future: Future[tuple[str, Any]]
+        if patience <= 0:
+            future = Future()
+        elif self.tools.cached == "no":
+            future = start()
+        else:
+            future = self._cache.get(tool.key(*arguments), start)
+        while (left := began + patience - time.monotonic()) > 0 and not stopped():
+            try:
+                kind, told = future.result(min(left, SLICE_S))
+                break
+            except NotYet:
+                if future.done():
+                    raise
+        if kind == "failed":
+            raise HostFailed(told)
+        fields = (told,) if kind == "returned" else tuple(one.encode() for one in told)
+        return HostCall(tool.name, data, kind, fields, time.monotonic() - began)
+
+
+def _known(call: HostCall) -> "Future[tuple[str, Any]]":
+    """A call that has been made, for the cache."""
+    future: Future[tuple[str, Any]] = Future()
+    told: Any = call.told[0] if call.kind == "returned" else tuple(map(bytes.decode, call.told))
+    future.set_result((call.kind, told))
+    return future
+
+
+def within_a_call_of(session: object) -> bool:
+    """Whether this runs in a function that the session has called."""
+    return _serving.get() is session

@@ -1,0 +1,209 @@
+"""Attacks on functions of the host: other names, other data, other moments than theirs."""
+
+from typing import Any
+
+from agentgrpo.sandbox.host_tools import HostBudget, HostTools
+from agentgrpo.sandbox.hostile.case import (
+    BROKEN,
+    ERROR,
+    GOES_ON,
+    KILLED,
+    OK,
+    TIMEOUT,
+    Table,
+    a_proc,
+    expect,
+    on_pool,
+    play,
+)
+from agentgrpo.sandbox.hostile.protocol import FORGE
+from agentgrpo.sandbox.pool import SandboxPool
+from agentgrpo.sandbox.result import StepResult
+from agentgrpo.sandbox.session import Session
+
+reached: list[Any] = []
+"""What functions have been called with that nobody may call, or may not call so."""
+
+
+def echo(value: Any) -> Any:
+    """The value."""
+    return value
+
+
+def counted(number: int) -> int:
+    """A number; the one function that is offered beside echo."""
+    if type(number) is not int:
+        reached.append(number)
+    return number
+
+
+def unlisted(*values: Any) -> None:
+    """Never offered."""
+    reached.append(values)
+
+
+TOOLS = HostTools(
+    [echo, counted], budget=HostBudget(calls_per_step=20, argument_kib=8), cached="no"
+)
+
+
+def offered(session: Session) -> bool:
+    """A step of a row: the session has the functions."""
+    return session.offer(TOOLS.begin()).status is OK
+
+
+def safe(_: object = None) -> bool:
+    """Nothing was called that may not be."""
+    return not reached
+
+
+def few(result: StepResult) -> bool:
+    """The budget of calls of a step holds."""
+    return len(result.host_calls) <= 20
+
+
+CALL = FORGE + (
+    "import json\n"
+    "def told(name, data, number=3): return frame(number, b'call', name, data)\n"
+    "def ask(name, data='[[],{}]'):\n"
+    " os.write(4, told(name.encode('utf-8', 'surrogatepass'),\n"
+    "  data if isinstance(data, bytes) else data.encode('utf-8', 'surrogatepass')))\n"
+    " time.sleep(9)"
+)
+NAMES = (
+    "unlisted", "ECHO", "echo ", "echo.__globals__", "__import__", "eval", "os.system", "", "\0",
+    "echo\0", "__class__", "by_name", "agentgrpo.sandbox.hostile.host:unlisted", "x" * 9000,
+    "\udc80",
+)  # fmt: skip
+DATA = (
+    "", "null", "[]", "[[]]", "[{},[]]", "[[],{},[]]", "[[], {}]", "[[],{}] ", "[[1],{}]x",
+    "[[NaN],{}]", "[[Infinity],{}]", "[[1e999],{}]", "[[1E1],{}]", "[[-0],{}]", "[[1.00],{}]",
+    '[[],{"a":1,"a":2}]', "[[" + "9" * 5000 + "],{}]", "[[9223372036854775808],{}]",
+    "[" * 5000, "[" + "[" * 40 + "]" * 40 + ",{}]", '[["\\ud800"],{}]', '[["\\u0061"],{}]',
+    "[[\"\ud800\"],{}]", b"\xff", "[[],{}]".encode("utf-16"), b"\x80\x04N.",
+    '[["' + "x" * 9000 + '"],{}]', '[["object",0],{}]\0', '["call","__import__"]',
+)  # fmt: skip
+
+
+@on_pool
+def other_names(pool: SandboxPool) -> None:
+    """A forged call of any other name reaches no function of the host and ends the session."""
+    for name in NAMES:
+        with pool.acquire() as session:
+            play(session, offered, (CALL,), (f"ask({name!r})", BROKEN), safe)
+
+
+@on_pool
+def other_data(pool: SandboxPool) -> None:
+    """A forged call whose arguments are not spelled as data is not made and ends the session."""
+    for data in DATA:
+        with pool.acquire() as session:
+            play(session, offered, (CALL,), (f"ask('counted', {data!r})", BROKEN), safe)
+
+
+@on_pool
+def other_frames(pool: SandboxPool) -> None:
+    """Calls with too few or too many fields, to another step, or two at once end the session."""
+    for sent in (
+        "frame(3, b'call')", "frame(3, b'call', b'echo')",
+        "frame(3, b'call', b'echo', b'[[1],{}]', b'')", "frame(9, b'call', b'echo', b'[[1],{}]')",
+        "told(b'echo', b'[[1],{}]') * 2", "told(b'echo', b'[[1],{}]') + b'x'",
+        "frame(3, b'Call', b'echo', b'[[1],{}]')", "told(b'echo', b'x' * (1 << 24))",
+    ):  # fmt: skip
+        with pool.acquire() as session:
+            play(session, offered, (CALL,), (f"os.write(4, {sent}); time.sleep(9)", BROKEN), safe)
+
+
+@on_pool
+def without_tools(pool: SandboxPool) -> None:
+    """A session that was offered no functions cannot call any."""
+    with pool.acquire() as session:
+        play(session, (CALL,), ("'echo' in globals()", "False"))
+        forged = "os.write(4, told(b'echo', b'[[1],{}]', 3)); time.sleep(9)"
+        expect(session.step(forged), BROKEN)
+
+
+row = Table(__name__).row
+# fmt: off
+row("What a function of the host is made of leads to no other", offered, ("""
+    import gc, sys
+    found = [v for c in echo.__closure__ for v in [c.cell_contents] if hasattr(v, 'call')]
+    got = []
+    for name in ('unlisted', '__import__'):
+     try: got.append(found[0].function(name, '')(1))
+     except RuntimeError: pass
+    got""", BROKEN), safe)
+row("Arguments that are no data never leave the session",
+    offered, ("""
+    got = []
+    class S(str): pass
+    class L(list): pass
+    loop = []; loop.append(loop)
+    deep = []
+    for _ in range(99): deep = [deep]
+    wide = 'x'
+    for _ in range(30): wide = [wide, wide]
+    for bad in (object(), S('a'), L(), (1,), {1}, b'x', 1j, 2**63, -2**63 - 1, 10**4000,
+                float('nan'), float('inf'), '\\ud800', {1: 2}, {S('a'): 1}, loop, deep, wide,
+                'x' * 10000, [0] * 10**6, echo, type, range(3)):
+     for args, named in (((bad,), {}), ((), {'value': bad}), (([bad],), {})):
+      try: got.append(echo(*args, **named))
+      except TypeError: pass
+    got""", "[]"), ("echo([1, 2.5, 'a', None, True, {'b': []}])",
+    "[1, 2.5, 'a', None, True, {'b': []}]"), safe, GOES_ON)
+row("A storm of calls ends at the budget, and costs the step alone", offered, ("""
+    made = refused = 0
+    for n in range(2000):
+     try: echo(n); made += 1
+     except RuntimeError: refused += 1
+    made, refused""", ("(20, 1980)", few)), GOES_ON)
+row("Interrupts that are swallowed around calls do not make a step longer", offered, ("""
+    while True:
+     try:
+      while True: echo(1)
+     except BaseException: pass""", (KILLED, few, lambda result: result.wall_s < 8), 0.3))
+row("Calls go on in no thread after the step", offered, ("""
+    import threading, time
+    got = []
+    def go():
+     time.sleep(0.2)
+     for n in range(9):
+      try: got.append(echo(n))
+      except RuntimeError as error: got.append('no')
+    thread = threading.Thread(target=go); thread.start()""", (OK, few)),
+    ("import time; time.sleep(0.01); 1", "1"), ("thread.join()",), ("len(got)", "9"), GOES_ON)
+row("Many threads may call at once, and each gets its own answer", offered, ("""
+    import threading
+    got = {}
+    def go(n): got[n] = echo(n)
+    threads = [threading.Thread(target=go, args=(n,)) for n in range(16)]
+    [t.start() for t in threads]; [t.join() for t in threads]
+    all(got[n] == n for n in range(16))""", "True"), GOES_ON)
+row("A fork cannot call, and does not disturb a call of its parent", offered, ("""
+    import os
+    read, write = os.pipe()
+    if (p := os.fork()) == 0:
+     try: os.write(write, repr(echo('child')).encode())
+     except RuntimeError: os.write(write, b'refused')
+     os._exit(0)
+    os.waitpid(p, 0)
+    os.read(read, 99), echo('parent')""", "(b'refused', 'parent')"), GOES_ON)
+row("A process of its own finds no way to call", offered,
+    ("import subprocess, sys; r = subprocess.run(['ls', '/proc/self/fd'], close_fds=False)",
+     lambda result: result.stdout.split() == ["0", "1", "2", "3"]), safe, needs=a_proc)
+row("A forged call of a function that is offered is a call of it, checked and counted", offered,
+    (CALL,), ("os.write(4, told(b'counted', b'[[5],{}]')); os.read(3, 999)",
+              (BROKEN, lambda result: [call.told for call in result.host_calls] == [(b"5",)])),
+    safe)
+row("A frame that waits for the next step ends the session", offered, (CALL,),
+    ("os.write(4, told(b'unlisted', b'[[],{}]', 4))",), ("1", BROKEN), safe)
+row("An interrupt during a call leaves the state and the channel whole", offered,
+    ("import time\nx = 7\nwhile True: echo(x) if x < 9 else 0; x += 1; time.sleep(0)",
+     TIMEOUT, 0.2), ("echo(x > 7)", "True"), GOES_ON)
+row("Replacing what a call is made of reaches nothing", offered, ("""
+    import builtins, json, os
+    def bad(*a, **k): raise RuntimeError('replaced')
+    for n in ('type', 'len', 'isinstance', 'zip', 'getattr', 'vars'): setattr(builtins, n, bad)
+    json.loads = json.dumps = os.getpid = bad
+    json.JSONEncoder.encode = bad""",), ("echo('x')", (OK, ERROR)), GOES_ON, safe)
+# fmt: on

@@ -1,0 +1,196 @@
+"""Every number has bounds and every choice its nearest: of all settings that there are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from agentgrpo.config import Section
+from agentgrpo.config.read import load_config_of
+from agentgrpo.config.recipe import EndpointConfig, RecipeConfig
+from agentgrpo.data.sources import training_tasks
+from agentgrpo.kernels.objective import Objective
+from agentgrpo.learn.losses import objective_of
+from agentgrpo.registry import KINDS, checked_options, class_of, options_of, require_names
+from agentgrpo.types import Status, Treatment
+from tests.given import LEAST
+
+
+def fields(section: type[Section] = RecipeConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and its type."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from fields(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, kind
+
+
+def parts(kind: Any) -> Iterator[Any]:
+    """A type and all types in it, but what stands in a Literal."""
+    yield kind
+    if get_origin(kind) is not Literal:
+        for inner in get_args(kind):
+            yield from parts(inner)
+
+
+def refused(override: str) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        load_config_of(RecipeConfig, LEAST, [override])
+    return str(error.value)
+
+
+KEYS = dict(fields())
+NUMBERS = [key for key, kind in KEYS.items() if {int, float} & {*parts(kind)}]
+ABSURD = (
+    "1000000000000",
+    "-1000000000000",
+    "1e30",
+    "-1e30",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 5000,
+)
+
+
+def test_there_are_numbers_to_try() -> None:
+    assert {"steps", "loss.beta", "rollout.group_size", "sft.epochs", "curriculum.steps"} < {
+        *NUMBERS
+    }
+    assert len(NUMBERS) > 100
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_is_taken_that_nobody_can_mean(key: str) -> None:
+    kind = KEYS[key]
+    holder = {get_origin(part) for part in parts(kind)}
+    form = "[{}]" if tuple in holder else "{{ a = {} }}" if dict in holder else "{}"
+    for value in ABSURD:
+        assert key.rpartition(".")[2] in refused(f"{key}={form.format(value)}"), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.group_size=1000000000", "group_size"),
+        ("steps=0", "steps"),
+        ("rollout.tasks_per_step=100000", None),
+        ("learner.learning_rate=-1e-6", "learning_rate"),
+        ("learner.learning_rate=30", "learning_rate"),
+        ("engine.kv_cache_gib=0", "kv_cache_gib"),
+        ("rollout.temperature=1000", "temperature"),
+        ('endpoints={ a = { kind = "http", model = "m", url = "http://h:99999/v1" } }', "Port out"),
+        ('endpoints={ a = { kind = "http", model = "m", url = "http://h:-1/v1" } }', "Port"),
+        ('endpoints={ a = { kind = "http", model = "m", url = "h:80/v1" } }', "expected http://"),
+        (
+            'endpoints={ a = { kind = "http", model = "m", url = "http:///v1" } }',
+            "expected http://",
+        ),
+    ],
+)
+def test_bounds_that_belong_to_one_setting(override: str, said: str | None) -> None:
+    if said is None:
+        load_config_of(RecipeConfig, LEAST, [override])
+        together = [override, "rollout.group_size=100"]
+        with pytest.raises(ValueError, match="may have 1,000,000 rollouts at most"):
+            load_config_of(RecipeConfig, LEAST, together)
+    else:
+        assert said in refused(override)
+
+
+def test_the_objective_alone_has_bounds_too() -> None:
+    for name, value in vars(Objective()).items():
+        if isinstance(value, float):
+            for wrong in (math.nan, math.inf, -math.inf, 1e30, -1e30):
+                with pytest.raises(ValueError, match=name):
+                    Objective(**{name: wrong})  # type: ignore[arg-type]
+
+
+def choices(kind: Any) -> list[str]:
+    """What a key may be, of those that are words of more than two letters."""
+    named = [
+        value for part in parts(kind) if get_origin(part) is Literal for value in get_args(part)
+    ]
+    return [word for word in named if isinstance(word, str) and len(word) > 2]
+
+
+NAMED = {
+    **{key: found for key, kind in KEYS.items() if (found := choices(kind))},
+    "agent.kind": list(KINDS["agent"]),
+    "env.kind": list(KINDS["env"]),
+    "reward.kind": ["numeric", "math", "text", "none"],
+    "data.train": ["word_problems"],
+    "loss.loss_type": ["dapo", "grpo", "dr_grpo", "cispo"],
+    "loss.importance_sampling_level": ["token", "sequence"],
+    "loss.vllm_importance_sampling_mode": ["token_truncate", "sequence_mask"],
+}
+
+
+def misspelt(word: str) -> str:
+    """Two letters changed places, as fingers do."""
+    return word[:-2] + word[-1] + word[-2] if word[-1] != word[-2] else word[:-1]
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_every_choice_that_is_misspelt_gets_the_nearest(key: str) -> None:
+    def check(override: str) -> None:
+        config = load_config_of(RecipeConfig, LEAST, [override])
+        objective_of(config.loss)
+        require_names(config)
+        training_tasks(config.data, 0)
+
+    for word in NAMED[key]:
+        kind = KEYS[key]
+        holder = {get_origin(part) for part in parts(kind)}
+        form = '["{}"]' if tuple in holder else '"{}"'
+        with pytest.raises(ValueError, match=rf"did you mean {word}\?") as error:
+            check(f"{key}={form.format(misspelt(word))}")
+        assert key.rpartition(".")[2] in str(error.value)
+
+
+def test_choices_that_are_enums_get_the_nearest() -> None:
+    said = refused('rollout.treatment={ truncated_length = "maks" }')
+    assert "did you mean mask?" in said
+    assert str(Treatment.MASK) == "mask"
+    said = refused('rollout.treatment={ truncated_lenght = "mask" }')
+    assert f"did you mean {Status.TRUNCATED_LENGTH}?" in said
+
+
+@pytest.mark.parametrize("section", KINDS)
+def test_options_that_are_choices_get_the_nearest(section: str) -> None:
+    for kind in KINDS[section]:
+        for option in options_of(section, class_of(section, kind)):
+            for word in choices(option.annotation):
+                with pytest.raises(ValueError, match=rf"did you mean {re.escape(word)}\?"):
+                    checked_options(section, kind, {option.name: misspelt(word)})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "agent.kind=agentgrpo.agents.code:CodeAgnet",
+            "'CodeAgnet'; did you mean CodeAgent?",
+        ),
+        ("agent.kind=email.messag:Message", "did you mean email.message?"),
+        ("reward.kind=json:laods", "did you mean loads?"),
+        ("reward.kind=jsn:loads", "did you mean json?"),
+        ("reward.kind=numerik", "did you mean numeric?"),
+        ("agent.kind=tool", "did you mean tools?"),
+        ("rollout.sampler=json:laods", "did you mean loads?"),
+    ],
+)
+def test_names_of_ones_own_get_the_nearest(override: str, said: str) -> None:
+    config = load_config_of(RecipeConfig, LEAST, [override])
+    with pytest.raises(ValueError, match=re.escape(said)):
+        require_names(config)
+
+
+def test_endpoints_name_their_choices() -> None:
+    assert "did you mean http?" in refused('endpoints={ a = { kind = "htpp" } }')
+    assert EndpointConfig(kind="http", model="m", url="http://localhost:8000/v1").timeout_s == 120

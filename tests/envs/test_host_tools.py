@@ -1,0 +1,244 @@
+"""Host tools in environments: what is counted, what a branch is told again, what is charged."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.actions import Action, InfrastructureError, RunCode
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.agents.repl import ReplAgent
+from agentgrpo.config.read import load_config
+from agentgrpo.envs.console import ConsoleEnv
+from agentgrpo.envs.python import PythonEnv
+from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.envs.tagged import TaggedEnv
+from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
+from agentgrpo.rewards.scoring import score_all
+from agentgrpo.rollout.branch import Step
+from agentgrpo.sandbox import HostBudget, HostTools, Limits, SandboxPool
+from agentgrpo.types import Group, Rollout, Segment, Status, Task
+
+TASK = Task(id="t", messages=(), spec={})
+seen: list[int] = []
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SandboxPool]:
+    with SandboxPool(limits=Limits(timeout_s=5.0, memory_mib=128), min_idle=1, zygotes=1) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    seen.clear()
+
+
+def ticket(step: int = 1) -> int:
+    """Another number each time.
+
+    Args:
+        step: nothing.
+    """
+    seen.append(step)
+    if step < 0:
+        raise InfrastructureError("the office is closed")
+    return 100 + len(seen)
+
+
+def tools(**budget: Any) -> HostTools:
+    return HostTools(
+        [ticket],
+        budget=HostBudget(**budget),
+        cached="no",
+        machine_errors=(InfrastructureError,),
+    )
+
+
+def used(counts: Any) -> dict[str, float]:
+    return {name: value for name, value in counts.items() if not name.endswith("_s")}
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("stateless", [False, True])
+def test_a_rollouts_calls_are_counted_and_limited_over_its_sessions(
+    pool: SandboxPool, stateless: bool
+) -> None:
+    env = PythonEnv(pool, 5.0, stateless=stateless, host_tools=tools(calls=3))
+    episode = env.reset(TASK)
+    first = episode.step(RunCode("ticket() + ticket()"))
+    assert first.text == "203"
+    assert used(first.counts) == {"sandbox_bytes": 2 * (7 + 3), "host_calls": 2, "host_errors": 0}
+    assert 0 < first.counts["host_s"] <= first.counts["sandbox_wall_s"]
+    second = episode.step(RunCode("ticket()\nticket()"))
+    assert "the budget of 3 calls" in second.text
+    assert used(second.counts) == {"sandbox_bytes": 10, "host_calls": 1, "host_errors": 1}
+    episode.close()
+    other = env.reset(TASK)
+    assert other.step(RunCode("ticket()")).text == "104", "another rollout has its own budget"
+    other.close()
+
+
+@pytest.mark.nsjail
+def test_the_machines_fault_breaks_the_rollout(pool: SandboxPool) -> None:
+    episode = PythonEnv(pool, 5.0, host_tools=tools()).reset(TASK)
+    episode.step(RunCode("x = 1"))
+    with pytest.raises(InfrastructureError):
+        episode.step(RunCode("try: ticket(-1)\nexcept BaseException: pass"))
+    episode.close()
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("kind", ["python", "console", "tagged"])
+def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> None:
+    made: dict[str, Any] = {
+        "python": lambda: PythonEnv(pool, 5.0, host_tools=tools(calls=3)),
+        "console": lambda: ConsoleEnv(pool, 5.0, host_tools=tools(calls=3)),
+        "tagged": lambda: TaggedEnv(pool, 5.0, host_tools=tools(calls=3)),
+    }
+    env = made[kind]()
+    actions: list[Action] = [RunCode("a = ticket()"), RunCode("b = ticket(2)"), RunCode("a, b")]
+    parent = env.reset(TASK)
+    history = [Step.of(action, parent.step(action)) for action in actions]
+    assert seen == [1, 2]
+    branch = env.reset(TASK)
+    with EpisodeRunner(1) as runner:
+        again = runner.replay(branch, [(step.action, step.memory) for step in history]).result()
+    assert seen == [1, 2], "no function ran"
+    assert [Step.of(s.action, o) for s, o in zip(history, again, strict=True)] == history
+    assert "(101, 102)" in again[-1].text
+    assert [o.counts["host_calls"] for o in again] == [1, 1, 0]
+    assert "103" in branch.step(RunCode("ticket(3)")).text, "from now on they run"
+    assert "used up" in branch.step(RunCode("ticket()")).text, "with what was left"
+    assert "104" in parent.step(RunCode("ticket()")).text
+    for episode in (parent, branch):
+        episode.close()
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_what_code_used_is_counted_its_children_too(pool: SandboxPool) -> None:
+    episode = PythonEnv(pool, 30.0).reset(TASK)
+    idle = episode.step(RunCode("import time; time.sleep(0.3)")).counts
+    assert idle["sandbox_wall_s"] >= 0.3 > idle["sandbox_cpu_s"]
+    busy = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
+    own = episode.step(RunCode(busy)).counts
+    assert 0.4 <= own["sandbox_cpu_s"] < 30
+    child = f"import os\nif os.fork() == 0:\n exec({busy!r})\n os._exit(0)\nos.wait()"
+    assert episode.step(RunCode(child)).counts["sandbox_cpu_s"] >= 0.35
+    spoken = episode.step(RunCode("import sys; print('ab'); print('c', file=sys.stderr)"))
+    assert used(spoken.counts) == {"sandbox_bytes": 5}
+    killed = episode.step(RunCode(f"{busy}\nimport os; os._exit(1)")).counts
+    assert killed["sandbox_cpu_s"] >= 0.4, "of a session that is over as well"
+    assert episode.step(RunCode("1")).counts["sandbox_cpu_s"] < 0.4, "and the next begins anew"
+    episode.close()
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_a_step_of_an_environment_ends_at_its_own_limit(pool: SandboxPool) -> None:
+    for limit in (0.2, 1.2):
+        episode = PythonEnv(pool, limit).reset(TASK)
+        took = episode.step(RunCode("while True: pass")).counts["sandbox_wall_s"]
+        assert limit <= took < limit + pool.limits.grace_s + 10, "30 s would be another's"
+        episode.close()
+
+
+RATES = {"cost_per_wall_s": 0.5, "cost_per_cpu_s": 2.0, "cost_per_mib": 4.0, "tool_cost": 0.1}
+STATS = {
+    "turns": 3.0, "tool_calls": 2.0, "host_calls": 3.0, "tool_errors": 0.0,
+    "sandbox_wall_s": 1.0, "sandbox_cpu_s": 0.25, "sandbox_bytes": float(1 << 19),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rates", "parts"),
+    [
+        ({}, {}),
+        ({"tool_cost": 0.1}, {"tool_cost": -0.5}),
+        ({"cost_per_wall_s": 0.5}, {"sandbox_cost": -0.5}),
+        ({"cost_per_cpu_s": 2.0}, {"sandbox_cost": -0.5}),
+        ({"cost_per_mib": 4.0}, {"sandbox_cost": -2.0}),
+        (RATES, {"tool_cost": -0.5, "sandbox_cost": -3.0}),
+    ],
+)
+def test_what_was_used_is_charged(rates: dict[str, float], parts: dict[str, float]) -> None:
+    config = load_config("quickstart", [f"reward.{k}={v}" for k, v in rates.items()]
+                         + ["rollout.deterministic=false", "reward.kind=none",
+                            "reward.format=0"]).reward  # fmt: skip
+    rollout = Rollout(task=TASK, segments=[Segment(np.zeros(1, np.int32))], status=Status.COMPLETED,
+                      stats=dict(STATS))  # fmt: skip
+    score_all([Group(task=TASK, rollouts=[rollout])], make_reward(config))
+    assert rollout.rewards == parts
+    assert rollout.num_calls == 5
+
+
+def overrides(*more: str) -> list[str]:
+    return [f'sandbox.host_tools=["{__name__}:ticket"]', *more]
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("agent", ["code", "repl"])
+def test_the_policy_is_shown_them(pool: SandboxPool, agent: str) -> None:
+    shown = (
+        "def ticket(step: int = 1) -> int:\n"
+        '    """Another number each time.\n\n    Args:\n        step: nothing."""'
+    )
+    options = ["agent.options={}", f"agent.kind={agent}"]
+    for asked in (options, [*options, "agent.options={system_prompt='Say.'}"]):
+        config = load_config("quickstart", overrides(*asked))
+        made: Any = make_agent(config, make_env(config, pool))
+        said = made.messages(TASK)[0]["content"]
+        assert said.endswith(f"call them without importing them:\n{shown}")
+        assert said.startswith("Say.") == (asked is not options)
+    plain: Any = make_agent(load_config("quickstart", options), make_env(config, pool))
+    assert "ticket" not in plain.messages(TASK)[0]["content"]
+
+
+def test_they_are_not_shown_where_nothing_is() -> None:
+    agent = CodeAgent(host_tools="def f(): ...", show_tools="no", system_prompt="Hi.")
+    assert agent.system_prompt == "Hi."
+    with pytest.raises(ValueError, match="language"):
+        CodeAgent(host_tools="def f(): ...", language="bash")
+    assert ReplAgent().system_prompt is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (["sandbox.host_tools=['no.such:f']"], "sandbox.host_tools: no module 'no'"),
+        (["sandbox.host_tools=['os:nothing']"], "sandbox.host_tools: .* has no 'nothing'"),
+        (["sandbox.host_tools=['builtins:print']"], "sandbox.host_tools: 'print' is a name of"),
+        (overrides("env.kind=tools", "agent.kind=tools",
+                   "env.options={tools=['agentgrpo.envs.calculator:calculate']}",
+                   "agent.options={}"),
+         "sandbox.host_tools: env.kind 'tools' runs no code"),
+        (["sandbox.host_cache=run"], "sandbox.host_cache: 'run' does nothing without sandbox.host"),
+        (["sandbox.host_budget.calls=3"], "sandbox.host_budget: .* does nothing without"),
+        (overrides("sandbox.host_budget.calls=0"), "sandbox.host_budget.calls"),
+        (["reward.cost_per_cpu_s=1"], "reward.cost_per_cpu_s 1.0 and rollout.deterministic 'cpu'"),
+        (["reward.cost_per_wall_s=1", "rollout.deterministic=true"], "does not repeat"),
+        (["reward.cost_per_mib=-1"], "reward.cost_per_mib"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_meant_is_refused(config: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_names(load_config("quickstart", config))
+
+
+def test_the_settings_reach_the_functions() -> None:
+    given = {"calls": 1, "calls_per_step": 2, "call_s": 3.0, "seconds": 4.0, "argument_kib": 5,
+             "answer_kib": 6, "total_kib": 7}  # fmt: skip
+    config = load_config(
+        "quickstart",
+        overrides("sandbox.host_cache=run",
+                  *(f"sandbox.host_budget.{k}={v}" for k, v in given.items())),
+    )  # fmt: skip
+    made = host_tools_of(config.sandbox)
+    assert made is not None
+    assert (made.budget, made.cached) == (HostBudget(**given), "run")  # type: ignore[arg-type]
+    plain = host_tools_of(load_config("quickstart", overrides()).sandbox)
+    assert plain is not None
+    assert plain.budget == HostBudget(), "the settings' defaults are the sandbox's own"
+    assert host_tools_of(load_config("quickstart").sandbox) is None

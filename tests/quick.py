@@ -1,0 +1,98 @@
+"""Commands of real configs that need neither vLLM nor torch: a run in a second, by stand-ins.
+
+The config, the stage, the sampler, the scoring and the records are real; the engine says what a
+script says, the learner counts its steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import agentgrpo.build
+import agentgrpo.loop
+from agentgrpo import cli
+from agentgrpo.build import Parts, Player, _more, _sampler
+from agentgrpo.config import TrainConfig
+from agentgrpo.stage import Stage
+from agentgrpo.types import Metrics
+from tests.playing import EOT
+from tests.rollout.stubs import StubEngine, Turn
+
+
+class QuickEngine(StubEngine):
+    """Calls what there is to call, then answers."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        super().__init__(tokenizer, self._turn, max_model_len=max_model_len)
+
+    def _turn(self, number: int, prompt: str) -> Turn:
+        acted = prompt.rpartition("<|im_start|>user")[0].count("<|im_start|>assistant")
+        return Turn(f"Answer: {number % 2}{EOT}" if acted else f"<code>{number}</code>{EOT}")
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.running)
+
+    def abort_all(self) -> None:
+        self.running.clear()
+
+    def wake(self) -> Metrics:
+        return {}
+
+    def sleep(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class QuickLearner:
+    shares_prefixes = True
+
+    def __init__(self) -> None:
+        self.step_count = 0
+        self.policy = SimpleNamespace(save=lambda folder: (folder / "w").write_text("w"))
+
+    def publish(self) -> Metrics:
+        return {}
+
+    def step(self, updates: Any) -> Metrics:
+        self.step_count += 1
+        return {"loss": 0.0, "seconds": 1.0, "packed_tokens": 1.0}
+
+    def save_state(self, path: Path, **of: Any) -> None:
+        path.write_text("{}")
+
+
+def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
+    engine: Any = QuickEngine(stage.chat.tokenizer, config.engine.max_model_len)
+    return _more(Player, stage, engine=engine, sampler=_sampler(config, stage, engine))
+
+
+def with_learner(
+    config: TrainConfig, player: Player, tasks: Any, resumed: Path | None, log: Any, lock: Any
+) -> Parts:
+    learner = cast(Any, QuickLearner())
+    return _more(
+        Parts, player, learner=learner, tasks=tasks, log=log, lock=lock, probes=cast(Any, None),
+        agreement_threshold=0.0,
+    )  # fmt: skip
+
+
+STAND_INS = {
+    "agentgrpo.build.start_engine": start_engine,
+    "agentgrpo.build._with_learner": with_learner,
+    "agentgrpo.loop.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
+}
+
+
+def main(arguments: list[str]) -> int:
+    """A command, in a process of its own."""
+    agentgrpo.build.start_engine = start_engine
+    agentgrpo.build._with_learner = with_learner
+    agentgrpo.loop.check_agreement = STAND_INS["agentgrpo.loop.check_agreement"]  # type: ignore[assignment, attr-defined]
+    return cli.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

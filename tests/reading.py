@@ -1,0 +1,48 @@
+"""Which settings a command reads: noted while it works, by key."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from agentgrpo.config import Section
+from agentgrpo.config.recipe import EndpointConfig, RecipeConfig
+
+CHECKS = ("agentgrpo.config", "agentgrpo.machine.footprint", "agentgrpo.machine.room", "pydantic")
+"""Modules that read settings to hold them against one another, and do nothing with them."""
+
+
+def keys_of(section: type[Section] = RecipeConfig, prefix: str = "") -> Iterator[tuple[type, str]]:
+    """Each section's class and what its keys begin with."""
+    yield section, prefix
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from keys_of(kind, f"{prefix}{name}.")
+
+
+PREFIX = {section.__name__: prefix for section, prefix in keys_of()}
+PREFIX |= {"TrainConfig": "", EndpointConfig.__name__: "endpoints.*."}
+
+
+@contextmanager
+def noted() -> Iterator[set[str]]:
+    """Notes the keys that are read inside."""
+    read: set[str] = set()
+
+    def get(self: Any, name: str) -> Any:
+        if name in type(self).model_fields:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            kind = type(self).model_fields[name].annotation
+            inner = isinstance(kind, type) and issubclass(kind, Section)
+            if not inner and not caller.startswith(CHECKS):
+                read.add(PREFIX[type(self).__name__] + name)
+        return object.__getattribute__(self, name)
+
+    Section.__getattribute__ = get  # type: ignore[method-assign]
+    try:
+        yield read
+    finally:
+        del Section.__getattribute__

