@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 
 import agentgrpo.train
+from agentgrpo import usercode
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
-from agentgrpo.train import main
+from agentgrpo.train import Trainer, main
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.usercode import calling
 from tests.given import LEAST, a_config
 
 LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
@@ -134,6 +137,8 @@ class FakeRun:
         self.calls.append(f"log {step} {'+'.join(areas)}")
         self.rows.append((step, areas))
         return {f"{area}/{name}": number for area in areas for name, number in areas[area].items()}
+
+    def require_there(self) -> None: ...
 
     def save(self, config: TrainConfig) -> Path:
         self.calls.append(f"save {self.step_count}")
@@ -415,3 +420,25 @@ def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded(
     (line,) = ran.stderr.splitlines()
     assert message in line
     assert (ran.returncode, ran.stdout) == (2, "")
+
+
+def test_in_a_notebook_what_takes_too_long_is_an_error_and_ends_nothing_else() -> None:
+    """A command ends the process where it must; a Trainer never: no guard, no handler is left."""
+
+    class Slow(FakeRun):
+        def play(self, tasks: Sequence[Task], *more: Any, **options: Any) -> Any:
+            with calling(None, "Mine.step", task=tasks[0].id, limit_s=0.1):
+                time.sleep(60)
+
+    fake, before = Slow(), signal.getsignal(signal.SIGINT)
+    trainer = Trainer(config(), make=lambda _: fake.parts())
+    with pytest.raises(TimeoutError, match=r"Mine.step has not come back after 0.1 s \(task 'h', "):
+        trainer.evaluate()
+    assert trainer.step == 0
+    with pytest.raises(TimeoutError, match=r"Mine.step has not come back"):
+        trainer.train()
+    assert fake.calls[-1] == "close"
+    assert not usercode.ends
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(RuntimeError, match="this Trainer is closed"):
+        trainer.train()
