@@ -22,6 +22,7 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
+from agentgrpo.run.callbacks import Callback
 from agentgrpo.train import Trainer, main
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from agentgrpo.usercode import calling
@@ -442,3 +443,34 @@ def test_in_a_notebook_what_takes_too_long_is_an_error_and_ends_nothing_else() -
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(RuntimeError, match="this Trainer is closed"):
         trainer.train()
+
+
+def test_callbacks_are_told_of_all_in_order_and_may_stop_the_run() -> None:
+    class Told(Callback):
+        def __init__(self) -> None:
+            self.said: list[Any] = []
+
+        def on_train_begin(self, trainer: Any) -> None:
+            self.said.append("begin")
+
+        def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
+            self.said.append(f"evaluate {step} {'eval/reward' in metrics}")
+
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            self.said.append(f"step {step} {metrics['learner/loss']}")
+            trainer.stop()
+
+        def on_save(self, trainer: Any, step: int, folder: Path) -> None:
+            self.said.append(f"save {step} {folder}")
+
+        def on_train_end(self, trainer: Any) -> None:
+            self.said.append(f"end {trainer.step}")
+
+    told, fake = Told(), FakeRun()
+    first = ["begin", "evaluate 0 True", "step 1 0.0", "save 1 somewhere", "end 1"]
+    with Trainer(config(), make=lambda _: fake.parts(), callbacks=[told]) as trainer:
+        trainer.train()
+        assert told.said == first
+        trainer.train()
+    last = ["step 2 0.0", "save 2 somewhere", "evaluate 2 True", "end 2"]
+    assert told.said == [*first, "begin", *last]

@@ -13,6 +13,7 @@ import pytest
 
 from agentgrpo.config import DataConfig
 from agentgrpo.data.files import read_tasks
+from agentgrpo.data.hub import hub_rows
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, question_of
 from agentgrpo.run.records import require_recordable
@@ -232,6 +233,8 @@ def test_a_dataset_of_the_hub_is_read_by_its_name(at_hub: None, tmp_path: Path) 
     first, *_ = trained = training_tasks(config, 0).rows  # type: ignore[attr-defined]
     assert (len(trained), first.spec) == (10, {"gold": 0, "key": "k0", "answer": 0})
     assert first.id == "org/rows train[:10]:1"
+    row = next(hub_rows("org/rows", subset=None, split="test", columns={"key", "absent"}))
+    assert row == {"key": "k0"}, "what is not asked for is not read"
     assert [task.id for task in heldout_tasks(config)] == [f"org/rows test:{n}" for n in (1, 2, 3)]
     train, heldout = (heldout_tasks(hub()), training_tasks(hub(), 0).rows)  # type: ignore[attr-defined]
     assert (len(train), len(heldout)) == (4, 16), "by default rows are held out of the same split"
