@@ -48,9 +48,11 @@ class Player(Stage):
         return self.chat.tokenizer
 
     def close(self) -> None:
-        """As a Stage's, and stop the engine."""
-        Stage.close(self)
-        self.engine.shutdown()
+        """As a Stage's, and stop the engine, also where the environment's close() fails."""
+        try:
+            Stage.close(self)
+        finally:
+            self.engine.shutdown()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,9 +69,13 @@ class Parts(Player):
 
     def close(self) -> None:
         """As a Player's, let the trackers finish, let others write to out_dir, and hold nothing."""
-        self.log.close()
-        Player.close(self)
-        self.lock.close()
+        with contextlib.ExitStack() as undo:  # each, whichever fails
+            undo.callback(self._let_go)
+            undo.callback(self.lock.close)
+            undo.callback(Player.close, self)
+            self.log.close()
+
+    def _let_go(self) -> None:
         self.reward.steps_done = lambda: 0
         # vLLM keeps a traceback of its own imports, whose frames hold those that called, and these
         # hold this: what is let go of here is free, whatever they hold
