@@ -48,7 +48,7 @@ class Player(Stage):
         return self.chat.tokenizer
 
     def close(self) -> None:
-        """As a Stage's, and stop the engine, also where the environment's close() fails."""
+        """As a Stage's, and stop the engine, also where closing the environment fails."""
         try:
             Stage.close(self)
         finally:
