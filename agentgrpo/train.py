@@ -5,8 +5,12 @@ This file is the whole story of a step; each line of the loop is a module of its
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("train")
+
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
 from agentgrpo import parallel
@@ -122,7 +126,3 @@ def main(arguments: list[str]) -> int:
         "train", about, arguments, lambda config, _: prepared(config, build),
         kind=TrainConfig, plan=lambda config, _: planned(config), saved=SAVED,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

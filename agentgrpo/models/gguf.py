@@ -15,6 +15,11 @@ attn_q and attn_k is llama.cpp's (convert_hf_to_gguf.py).
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("gguf")
+
 import argparse
 import hashlib
 import json
@@ -323,7 +328,3 @@ def main(arguments: list[str]) -> int:
     else:
         print(f"{options.out_dir}: already there, nothing to do")  # noqa: T201
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
