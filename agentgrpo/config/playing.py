@@ -178,7 +178,7 @@ class RolloutConfig(Section):
     """Actions in a row whose form was wrong before the rollout ends. None: no limit."""
     max_seconds: PositiveNumber | None = None
     """Wall-clock seconds of a rollout. A tool that runs is not interrupted: it has its own."""
-    call_timeout_s: Annotated[float, Field(gt=0)] | None = 300.0
+    call_timeout_s: PositiveNumber | None = 300.0
     """Seconds that one call of an environment, an agent or a reward may take. An environment's
     rollout is then one that the machine broke: played again, or left out. The others end the run.
     After 30 s a line says what is waited for. Above sandbox.timeout_s. None: no limit, as for a
@@ -288,7 +288,7 @@ class HostBudgetConfig(Section):
     call_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Wall-clock seconds of one call. The step's own sandbox.timeout_s goes on meanwhile, and ends
     it too."""
-    seconds: Annotated[float, Field(gt=0)] = 120.0
+    seconds: PositiveNumber = 120.0
     """Wall-clock seconds of all calls of a rollout."""
     argument_kib: Annotated[int, Field(ge=1, le=16384)] = 64
     """Size of the arguments of one call."""

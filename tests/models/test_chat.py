@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from agentgrpo.models import encoding
 from agentgrpo.models.chat import ChatTemplate, Keep
+from agentgrpo.models.encoding import TextEncoder
 from agentgrpo.models.models import chat_of
 from agentgrpo.types import Int32
 from tests.tiny import CHATML, THINKING, make_tokenizer
@@ -332,3 +336,52 @@ def test_smollm2_appends_what_its_template_renders(smollm2: Path) -> None:
     for closed in ([True, True, True], [False, True, False]):
         assert played(chat, conversation, closed).tolist() == rendered(tokenizer, conversation)
     assert tokenizer.decode([chat.end_of_turn_id]) == "<|im_end|>"
+
+
+# --- what a tokenizer's own vocabulary can have in the way
+
+
+def test_the_names_of_a_schemas_properties_spell_no_token() -> None:
+    shown = CHATML.replace("tools | map(attribute='function.name') | join", "tools | tojson")
+    chat = ChatTemplate(make_tokenizer(shown))
+    schema = {"function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}
+    ids = chat.prompt_ids([{"role": "user", "content": "x"}], [schema]).tolist()
+    assert ids.count(2) == 2  # of the two messages
+    assert "<|im_end|>" in chat.tokenizer.decode(ids).partition("<|im_start|>user")[0]
+
+
+def test_a_control_token_that_merges_would_make_is_made_by_the_template_alone() -> None:
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<a>{% endif %}")
+    tokenizer = make_tokenizer(template, merges=[("<", "a"), ("<a", ">")])
+    index = tokenizer.convert_tokens_to_ids("<a>")
+    tokenizer.add_tokens(["<a>"])
+    assert tokenizer.convert_tokens_to_ids("<a>") == index
+    chat = ChatTemplate(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(chat.text_ids("<a>").tolist()) == ["<a", ">"]
+    ids = chat.prompt_ids([{"role": "user", "content": "<a>"}]).tolist()
+    assert ids.count(index) == 1
+    assert ids[-1] == index
+
+
+def test_what_no_token_spells_stays_the_unknown_one() -> None:
+    vocab = {"<unk>": 0, "<|end|>": 1, "a": 2}
+    backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<|end|>", name_or_path="words"
+    )
+    encoder = TextEncoder(tokenizer)
+    (said,), mark = encoder.shield("a b <unk> <|end|>")
+    assert encoder.encode(f"{said} <|end|>", mark).tolist() == [2, 0, 0, 0, 1]
+
+
+def test_control_tokens_that_cannot_be_kept_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(encoding, "_rename", lambda spec, aliases: None)
+    with pytest.raises(ValueError, match=r"does not keep the id 0 of '<.endoftext.>'"):
+        TextEncoder(tokenizer).encode("x", "\U000f0000")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\u00a7"]})
+    with pytest.raises(ValueError, match="one character cannot be kept apart"):
+        TextEncoder(tokenizer)
