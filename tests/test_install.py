@@ -6,6 +6,7 @@ A stand-in for the environment's Python takes the part of pip; nothing is instal
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -53,7 +54,7 @@ class Venv:
     def install(self, what: str = "cpu", **fails: str) -> tuple[int, list[list[str]]]:
         """The exit status and pip's arguments."""
         self.fails(**fails)
-        (self.folder / "calls").unlink(missing_ok=True)
+        (self.folder / "calls").write_text("")
         status = install.main(str(self.folder), what)
         lines = (self.folder / "calls").read_text().splitlines()
         calls = [line.removesuffix("\t").split("\t") for line in lines]
@@ -122,16 +123,27 @@ def test_a_second_make_waits_for_the_first(venv: Venv, capsys: Any) -> None:
     [
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         (OFFLINE, "look at the network"),
+        ("error: incomplete-download\n\nDownload failed after 6 attempts", "look at the network"),
         ("SSLError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
         ("ERROR: No matching distribution found for numpy==2", "no wheel of numpy==2 for Python 3"),
         ("csrc/x.c:1: fatal error: Python.h: No such file", "python3-dev"),
         ("error: command 'gcc' failed: No such file or directory", "build-essential"),
-        ("PermissionError: [Errno 13] Permission denied", "may not write"),
+        ("PermissionError: [Errno 13] Permission denied", "cannot write"),
         ("something new", "it says why above"),
     ],
 )
 def test_what_was_written_leads_to_what_to_do(written: str, remedy: str, tmp_path: Path) -> None:
-    assert remedy in install.Installer(tmp_path).remedy(written)
+    installer = install.Installer(tmp_path)
+    installer.size = 0.0
+    assert remedy in installer.remedy(written)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/venv"):
+        assert install.main(str(tmp_path / place), "cpu") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"cannot write to {tmp_path / place}: name another place" in line
 
 
 def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) -> None:
@@ -160,6 +172,24 @@ def test_what_cannot_fit_is_not_begun(
     said = capsys.readouterr().err
     assert "1.0 GB are free, and" in said
     assert "needs 3.4 GB in all" in said
+
+
+def test_a_disk_that_fills_is_told_whatever_pip_calls_it(
+    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen: it fills by another's hand while pip downloads, which calls that the network."""
+    monkeypatch.setattr(install, "SIZES", {"cpu": 3.4, "dev": 0.5})
+
+    def usage(path: Path) -> Any:
+        full = re.search("numpy==|pytest==", (venv.folder / "calls").read_text())
+        return shutil._ntuple_diskusage(0, 0, 10**7 if full else 10**10)
+
+    (venv.folder / "calls").touch()
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    said = "Connection interrupted while downloading.\nerror: incomplete-download"
+    for what, package in (("cpu", "numpy=="), ("dev", "pytest==")):
+        assert venv.install(what, **{package: said})[0] == 1
+        assert "the disk is full: 0.0 GB are free" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
