@@ -29,7 +29,7 @@ from agentgrpo.kernels.objective import LossType, Objective
 from agentgrpo.kernels.reduce import term_weights
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.rewards import score
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import Sandbox, SandboxPool
 from agentgrpo.types import Group, Task
 from tests import tiny
 from tests.given import a_config, a_rollout
@@ -59,6 +59,16 @@ def test_the_sandbox_alone(code: str) -> None:
     exec(code, names)
     result = names["result"]
     assert (str(result.status), result.value, result.stdout) == ("ok", "42", "hi\n")
+
+
+@of_page("docs/sandbox.md", after="## Functions of the host")
+@pytest.mark.nsjail
+def test_code_calls_a_function_of_the_host(code: str) -> None:
+    code = code.replace("    ...  #", '    return [f"{query}: " + "web " * 99] * top_n  #')
+    code = code.replace("    sandbox.run_code", "    said = sandbox.run_code")
+    names: dict[str, Any] = {"Sandbox": Sandbox}
+    exec(code, names)
+    assert names["said"] == repr(("otters: " + "web " * 99)[:200])
 
 
 @of_page("docs/sandbox.md", after="Code written for E2B")
@@ -295,7 +305,7 @@ def test_the_readmes_environment_is_played_by_its_config(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     (command,) = [line for line in lines(ROOT / "README.md") if "agentgrpo init" in line]
-    assert cli.main(words(command)[1:]) == 0
+    assert cli.main(["owner/name" if w == "MODEL" else w for w in words(command)[1:]]) == 0
     config = load_config("guess.toml")
     env: Any = make_env(config, None)
     agent = make_agent(config, env)

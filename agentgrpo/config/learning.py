@@ -144,7 +144,7 @@ class LearnerConfig(Section):
     """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Decoupled, as AdamW has it."""
-    max_grad_norm: PositiveNumber = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e11)] = 1.0
     """Longer gradients are scaled down to this norm."""
     trained_layers: Positive | None = None
     """Train the last so many transformer layers and nothing else; None trains everything."""

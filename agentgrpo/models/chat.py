@@ -226,7 +226,8 @@ class ChatTemplate:
             note = f" ... [{total - left} {unit} cut] ... " if marked else ""
             return head + note + last
 
-        room = max_tokens - len(self.text_ids(joined(0, 0, marked=True)))
+        note = f" ... [{total - max_tokens} tokens cut] ... "
+        room = max_tokens - len(self.text_ids(note if whole else joined(0, 0, marked=True)))
         marked = 2 * room >= max_tokens
         room = min(room if marked else max_tokens, len(ends), len(starts))
         while room > 0:

@@ -107,7 +107,8 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         how = "; `agentgrpo gguf` makes a directory of it" if folder.suffix == ".gguf" else ""
         raise ValueError(f"model {model!r}: a file, expected a directory{how}")
     if "/" not in model or looks_like_path(model):
-        raise ValueError(f"model {model!r}: no such directory{how_far(folder)}")
+        hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
+        raise ValueError(f"model {model!r}: no such directory{how_far(folder)}{hub}")
     _require_hub_name(model)
     return model
 

@@ -308,7 +308,7 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
         ({"template": "nowhere"}, "sandbox.template: no template 'nowhere'"),
         ({"site_dirs": ("relative",)}, "sandbox.site_dirs: expected an absolute path"),
         ({"env": {"1x": ""}}, "sandbox.env: expected names like HOME"),
-        ({"tools": "nowhere.py"}, "sandbox.tools: nowhere.py cannot be used"),
+        ({"tools": "nowhere.py"}, "sandbox.tools: nowhere.py: no such file"),
     ],
 )
 def test_S0_10_a_wrong_profile_is_refused_by_its_key(config: Any, message: str) -> None:

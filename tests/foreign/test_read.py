@@ -224,7 +224,7 @@ def test_the_commands_take_a_file(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "4 rollouts" in ran.stdout
     ran = run("view", SAMPLES / "trl", SAMPLES / "atif", "-o", page)
-    assert "4 and 1 rollouts" in ran.stdout
+    assert "5 rollouts" in ran.stdout
 
 
 def test_readers_and_audits_need_neither_vllm_nor_our_extension() -> None:

@@ -384,10 +384,20 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     assert kept == other, "what was played for is not lost with the comparison"
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "no json", '{"model": "m", "per_task": []}'])
-def test_what_is_no_report_is_refused_before_anything_is_played(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "expected a JSON object, got list"),
+        ("{}", "not a report of --report"),
+        ("no json", "not JSON"),
+        ('{"model": "m", "per_task": []}', "not a report of --report"),
+    ],
+)
+def test_what_is_no_report_is_refused_before_anything_is_played(
+    tmp_path: Path, text: str, said: str
+) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x\.json: not a report of --report"):
+    with pytest.raises(ValueError, match=rf"x\.json: {said}"):
         read_report(tmp_path / "x.json")
     asked = ["--report", "r", "--compare", str(tmp_path / "x.json")]
     assert evaluate_main(["quickstart", *asked]) == 2

@@ -181,7 +181,9 @@ def corruptions(files: Files) -> dict[str, list[Corruption]]:
     chosen: dict[str, list[Corruption]] = defaultdict(list)
     for (part, label), places in drawn.items():  # drawn apart: a new field moves no other's
         rng = random.Random(label)
-        chosen[part] += rng.sample(places, min(PER_FIELD, len(places)))
+        noted = any(re.search(note, label) for note in NOTES.get(part, {}))
+        amount = 4 * PER_FIELD if noted else PER_FIELD  # what is a note in some rows alone
+        chosen[part] += rng.sample(places, min(amount, len(places)))
     return chosen
 
 
