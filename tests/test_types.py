@@ -6,7 +6,7 @@ import dataclasses
 import runpy
 import sys
 from types import ModuleType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_arrays_tell_their_type_whatever_numpy_calls_them(monkeypatch: pytest.Mo
     """Numpy 2.5's NDArray is an alias without an origin; records are read by these types."""
     named = TypeVar("named", bound=np.generic)
     array = np.ndarray[tuple[Any, ...], np.dtype[named]]
-    alias = TypeAliasType("NDArray", array, type_params=(named,))
+    alias = cast(Any, TypeAliasType)("NDArray", array, type_params=(named,))
     monkeypatch.setattr("numpy.typing.NDArray", alias)
     monkeypatch.setitem(sys.modules, "seen", ModuleType("seen"))  # where dataclasses look
     seen = runpy.run_path(types.__file__, run_name="seen")
