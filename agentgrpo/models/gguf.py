@@ -78,8 +78,10 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> bool:
         _write_model(gguf_path, partial)
         _write_json(partial / MARKER, source)
         partial.rename(out_dir)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial)
+        if isinstance(error, OSError) and _is_import_of(out_dir, source):
+            return False  # another process was first
         raise
     return True
 
