@@ -5,8 +5,12 @@ loop.py has what becomes of a step.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("train")
+
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -209,7 +213,3 @@ def main(arguments: list[str]) -> int:
         "train", about, arguments, lambda config, _: prepared(config, build),
         kind=TrainConfig, plan=lambda config, _: planned(config), saved=SAVED,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

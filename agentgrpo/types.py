@@ -15,10 +15,10 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
+# written out: NDArray of numpy 2.5 does not tell its dtype to those who read records by type
+Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 
 
 class Status(StrEnum):

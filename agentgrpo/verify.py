@@ -27,6 +27,11 @@ are not recorded: docs/audit.md.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("verify")
+
 import math
 import sys
 from collections import Counter
@@ -660,7 +665,3 @@ def _print_report(report: Report) -> int:
             "engine saw: that their tokens are what it sampled is not proven"
         )
     return 1 if report.faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

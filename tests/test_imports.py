@@ -59,6 +59,7 @@ WINGS = {
     "types": "",
     "files": "",
     "extras": "",
+    "cli": "extras",
     "parallel": "",
     "usercode": "",
     "sandbox": "",
@@ -102,10 +103,11 @@ TOP = [
         "loop",
         "train",
     ),
-    *("recipe", "examples", "cli", "completion", "__main__"),
+    *("recipe", "examples", "completion", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
-ALLOWED = {wing: {wing, *may.split()} for wing, may in WINGS.items()}
+ALLOWED = {wing: {wing, "cli", *may.split()} for wing, may in WINGS.items()}
+ALLOWED["cli"] |= {"__version__"}
 ALLOWED |= {module: {*WINGS, *TOP[: TOP.index(module) + 1], "__version__"} for module in TOP}
 OURS = [p for p in python_files("agentgrpo") if "kernels" not in p.parts]
 

@@ -8,6 +8,11 @@ of Rollout becomes follows from its type, so a new field is recorded without a l
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("export")
+
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -214,7 +219,3 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
