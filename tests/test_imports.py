@@ -61,7 +61,7 @@ WINGS = {
     "extras": "",
     "parallel": "",
     "usercode": "",
-    "sandbox": "",
+    "sandbox": "usercode",
     "kernels": "",
     "config": "types files usercode kernels",
     "actions": "types usercode",
