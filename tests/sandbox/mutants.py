@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant("loop.py", "                    self._drop(tag)", "                    pass"),
     Mutant("host_tools.py", "self.seconds += told.seconds", "pass"),
     Mutant("host_tools.py", 'if kind != "returned":', "if False:"),
-    Mutant("host_tools.py", 'tools.cache if tools.cached == "run" else _Cache(", "_Cache(tools.budget.call_s) if True else _Cache("),
+    Mutant("host_tools.py", 'tools.cache if tools.cached == "run" else _Cache(', "_Cache("),
     Mutant("host_tools.py", "if patience <= 0:", "if False:"),
     Mutant("host_tools.py", "        if self._recalled is not None:", "        if False:"),
     Mutant("host_tools.py", "(first.name, first.arguments) != (tool.name, data):", "False:"),
