@@ -281,8 +281,8 @@ class HostTools:
         def settle(produce: Callable[[], Any]) -> None:
             try:
                 outcome = self._outcome(tool, produce)
-            except BaseException as error:  # of a class that cannot even be named: somebody waits
-                outcome = "failed", f"{tool.name}(): its exception cannot be read: {type(error)}"
+            except BaseException:  # of a class that cannot even be named: somebody waits
+                outcome = "failed", f"{tool.name}(): its exception cannot be read"
             self._leave(tool)
             future.set_result(outcome)
 

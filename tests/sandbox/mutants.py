@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("host_tools.py", "future.set_result((\"failed\", full))", "future.set_result((\"raised\", (\"RuntimeError\", full)))"),
     Mutant("host_tools.py", "and not _loop_answers():", "and False:"),
     Mutant("host_tools.py", "except BaseException:  # of its own making", "except Exception:  # of its own making"),
-    Mutant("host_tools.py", "except BaseException as error:  # of a class", "except () as error:  # of a class"),
+    Mutant("host_tools.py", "except BaseException:  # of a class", "except ():  # of a class"),
     Mutant("host_tools.py", "other._set(self._used())", "pass"),
     Mutant("host_tools.py", "other._counts_again = False", "pass"),
     Mutant("host_tools.py", "whole = not (self._recalled or self._diverged)", "whole = not self._diverged"),

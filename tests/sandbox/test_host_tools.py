@@ -87,9 +87,10 @@ def fail(kind: str) -> Any:
     if kind == "nameless":
 
         class Nameless(type):
-            __module__ = property(lambda _: 1 // 0)  # type: ignore[assignment]
+            __module__ = property(lambda _: 1 // 0)
 
-        raise Nameless("Odd", (Exception,), {})
+        odd: Any = Nameless("Odd", (Exception,), {})
+        raise odd
     raised: dict[str, BaseException] = {
         "value": ValueError("a bad value"), "exit": SystemExit(3), "stop": StopIteration("end"),
         "interrupt": KeyboardInterrupt(), "key": KeyError("k"), "own": Own("mine"),
@@ -308,7 +309,7 @@ def test_a_key_holds_what_was_passed_and_nothing_else() -> None:
     tool = HostTools([f]).by_name["f"]
     table = f.__defaults__
     assert table is not None
-    table[1][("a", "b")] = CLIENT  # type: ignore[index] # a default that is no data any more
+    table[1][("a", "b")] = CLIENT  # a default that is no data any more
     given: list[Any] = [
         ([1], {}), ([1.0], {}), ([True], {}), (["1"], {}), ([1, None], {}), ([1, "None"], {}),
         ([], {"a": 1, "b": 1}), ([1, 2, {}, 3], {}), ([{"a": 1, "b": 2}], {}),
