@@ -64,18 +64,12 @@ def guarded() -> Iterator[None]:
     assert guard.stdin is not None
     os.set_blocking(guard.stdin.fileno(), False)
     wakes = signal.set_wakeup_fd(guard.stdin.fileno(), warn_on_full_buffer=False)
-    ended, overdue = threading.Event(), SimpleQueue[str]()
+    ended = threading.Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         raise usercode.Interrupted
 
-    def on_overdue(number: int, frame: FrameType | None) -> None:
-        raise usercode.Overdue(overdue.get())
-
     def end_overdue(said: str) -> None:
-        """Stop the main thread with an error; end the process, if it does not stop."""
-        overdue.put(said)
-        signal.pthread_kill(main, OVERDUE)
         if not ended.wait(GRACE_S):
             _end(f"error: {said}", FAILED)
 
@@ -87,23 +81,65 @@ def guarded() -> Iterator[None]:
             hangs = "".join(f", in {call.described()}" for call in usercode.under_way()[:1])
             _end(f"interrupted{hangs}", INTERRUPTED)
 
-    main = threading.main_thread().ident or 0
-    before = {OVERDUE: signal.signal(OVERDUE, on_overdue)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
+    nobodys = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if nobodys:
+        signal.signal(signal.SIGINT, on_interrupt)
     threading.Thread(target=end_after_two, daemon=True).start()
-    usercode.ends.append(end_overdue)
     try:
-        yield
+        with overdue_raised(end_overdue):
+            yield
     finally:
         ended.set()
-        usercode.ends.remove(end_overdue)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if nobodys:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(wakes)
         guard.kill()
         guard.stdin.close()
         guard.wait()
+
+
+@contextlib.contextmanager
+def overdue_raised(then: Callable[[str], None]) -> Iterator[None]:
+    """Within this a call that takes too long raises Overdue in the main thread, which this is.
+
+    Args:
+        then: told of it after that, on another thread.
+    """
+    main, overdue = threading.get_ident(), SimpleQueue[str]()
+
+    def on_overdue(number: int, frame: FrameType | None) -> None:
+        raise usercode.Overdue(overdue.get())
+
+    def end_overdue(said: str) -> None:
+        overdue.put(said)
+        signal.pthread_kill(main, OVERDUE)
+        then(said)
+
+    signal.signal(OVERDUE, on_overdue)
+    usercode.ends.append(end_overdue)
+    try:
+        yield
+    finally:
+        usercode.ends.remove(end_overdue)
+        signal.signal(OVERDUE, signal.SIG_IGN)  # one may be on its way
+
+
+@contextlib.contextmanager
+def timeouts() -> Iterator[None]:
+    """The same in a program of somebody else's, such as a notebook, which nothing of ours ends.
+
+    Raises:
+        TimeoutError: a call has taken too long. Its thread is left to itself.
+    """
+    if usercode.ends or threading.current_thread() is not threading.main_thread():
+        yield  # a command's; or no signal can be handled
+        return
+    try:
+        with overdue_raised(lambda said: None):
+            yield
+    except usercode.Overdue as error:
+        usercode.event_loop.cache_clear()  # the next one's calls must not wait for this one
+        raise TimeoutError(str(error)) from None
 
 
 def _end(said: str, status: int) -> None:
