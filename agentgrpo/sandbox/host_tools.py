@@ -413,7 +413,7 @@ class _Cache:
         with self._lock:
             if self._known.get(key) is not done:  # it hung; another has been made since
                 return
-            self._began.pop(key)
+            self._began.pop(key, None)
             if kind != "returned":
                 self._known.pop(key, None)
                 return
