@@ -62,7 +62,7 @@ WINGS = {
     "cli": "extras",
     "parallel": "",
     "usercode": "",
-    "sandbox": "",
+    "sandbox": "usercode",
     "kernels": "",
     "config": "types files usercode kernels",
     "actions": "types usercode",
