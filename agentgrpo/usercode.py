@@ -25,6 +25,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,13 +301,17 @@ def _is_ctrl_c(error: BaseException) -> bool:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """From outside: nobody has called cancel() where code raises a CancelledError of its own."""
+    """By who waits for it, and not by itself: of what we cancel on our loops, nobody hears."""
     if not isinstance(error, asyncio.CancelledError):
         return False
-    with contextlib.suppress(RuntimeError):  # no loop runs here
+    try:
         task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-    return False
+    except RuntimeError:  # no loop runs here
+        return False
+    return task is not None and task.cancelling() > 0 and task.get_loop() not in _loops
+
+
+_loops = weakref.WeakSet[asyncio.AbstractEventLoop]()
 
 
 @functools.cache
@@ -317,6 +322,7 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
     waiting for ever: what waits for it is told, and the loop goes on.
     """
     loop = asyncio.new_event_loop()
+    _loops.add(loop)
 
     def run() -> None:
         while not loop.is_closed():

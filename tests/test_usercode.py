@@ -97,6 +97,21 @@ def test_a_coroutine_that_is_cancelled_from_outside_has_not_failed() -> None:
     asyncio.run(outside())
 
 
+def test_a_coroutine_of_ours_that_cancels_itself_has_failed() -> None:
+    """Nobody waits for a task that we cancel, so that it can only be its own doing."""
+
+    async def leaves() -> None:
+        with calling(hangs):
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(1000)
+
+    loop = usercode.event_loop("cancels itself")
+    with pytest.raises(UserCodeError, match="raised CancelledError"):
+        asyncio.run_coroutine_threadsafe(leaves(), loop).result(timeout=100)
+
+
 def test_what_is_overdue_when_the_command_has_ended_ends_nothing() -> None:
     with guarded():
         late = usercode.ends[-1]
