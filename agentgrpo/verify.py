@@ -188,22 +188,25 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
         }
         limit = config.engine.agreement_on(device)
         outliers = outliers_of(config.engine.dtype_on(device))
-        run = Run(config, int(described["vocab_size"]), limit, outliers, _shipped_reward(config))
+        reward = _shipped_reward(config, described.get("reward"))
+        run = Run(config, int(described["vocab_size"]), limit, outliers, reward)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not that of a training run: {error!r}") from error
     return run, seals
 
 
-def _shipped_reward(config: TrainConfig) -> Reward | None:
+def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
     from agentgrpo.registry import (
         judges,
         make_reward,
     )  # with our extension; foreign files do without
 
-    told = judges(config)
-    if ":" in config.reward.kind or (config.reward.kind == "auto" and told is None):
+    told, reward = judges(config), config.reward
+    if chosen is not None:  # what `auto` came to, where it was known
+        reward = reward.model_copy(update={name: chosen[name] for name in ("kind", "format")})
+    if ":" in reward.kind or (reward.kind == "auto" and told is None):
         return None
-    return make_reward(config.reward, cast(Any, SimpleNamespace(judges=told)))
+    return make_reward(reward, cast(Any, SimpleNamespace(judges=told)))
 
 
 class _Told:

@@ -99,6 +99,7 @@ TOP = [
         "collect",
         "verify",
         "init",
+        "loop",
         "train",
     ),
     *("recipe", "examples", "cli", "completion", "__main__"),
@@ -139,7 +140,10 @@ def test_the_rows_hold_no_circle() -> None:
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Those behind TYPE_CHECKING and within functions are counted too."""
+    """Those behind TYPE_CHECKING and within functions are counted too.
+
+    But for those of agentgrpo itself, which are made when a name is asked for.
+    """
     names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in OURS}
     files = {name.removesuffix(".__init__"): path for path, name in names.items()}
     needs = {
@@ -150,6 +154,7 @@ def test_no_two_files_import_each_other() -> None:
         }
         - {path}
         for path in OURS
+        if path != PACKAGE / "__init__.py"
     }
     list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError
 

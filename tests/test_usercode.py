@@ -145,7 +145,7 @@ def test_a_command_ends_as_it_would_where_nobody_can_be_told(
     with open(write, "w", closefd=False) as nobody:
         monkeypatch.setattr(sys, "stderr", nobody)
         with told() as outcome:
-            raise ValueError("by hand")
+            int("by hand")
         monkeypatch.undo()
         assert outcome.status == 2
         with pytest.raises(BrokenPipeError):

@@ -343,12 +343,19 @@ class DataConfig(Section):
     """What is trained and evaluated on (data/tasks.py)."""
 
     train: Place = "word_problems"
-    """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
-    directory that Hugging Face's `save_to_disk` wrote."""
+    """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; a
+    directory that Hugging Face's `save_to_disk` wrote; or `owner/name`, a dataset of the hub, from
+    its cache where it is there (HF_HOME, HF_HUB_OFFLINE). What looks like a path is none."""
     heldout: Place = "auto"
     """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed; no row
-    that asks what one of them does is trained on. auto: a `split` of a training file, else the same
-    source as `train`."""
+    that asks what one of them does is trained on. auto: a `split` of a training file or dataset,
+    else the same source as `train`."""
+    split: str = "train"
+    """Of a hub's dataset that is trained on, as `datasets` reads it: train, train[:1000]."""
+    heldout_split: str = "test"
+    """The same of the dataset that `heldout` names."""
+    subset: str | None = None
+    """Which of a hub's dataset's subsets; None: the one that it has."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
     split_seed: Seed = 0
@@ -359,6 +366,8 @@ class DataConfig(Section):
     """Column of a file that holds the expected answer."""
     id: str | None = None
     """Column of a file that holds a unique id; None: the row's place in the file."""
+    columns: tuple[str, ...] | None = None
+    """Columns that are kept besides these three, for environment and rewards; None: all."""
     max_prompt_tokens: Positive | None = None
     """Leave longer prompts out, and say how many there were. None: a prompt that leaves no room in
     engine.max_model_len is an error."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,13 +15,10 @@ from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
 
-@contextlib.contextmanager
-def locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this run's; the lock goes with rank 0's file object."""
+def locked(out_dir: Path) -> IO[str]:
+    """Make out_dir this run's, until the file is closed; ranks but 0 get one that locks nothing."""
     if parallel.rank() > 0:
-        with Path(os.devnull).open("w") as file:
-            yield file
-        return
+        return Path(os.devnull).open("w")
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
     try:
@@ -30,8 +26,7 @@ def locked(out_dir: Path) -> Iterator[IO[str]]:
     except BlockingIOError:
         file.close()
         raise ValueError(f"out_dir {str(out_dir)!r} is in use by another run") from None
-    with file:
-        yield file
+    return file
 
 
 MAY_CHANGE = {

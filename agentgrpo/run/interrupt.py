@@ -139,6 +139,24 @@ def overdue_raised(then: Callable[[str], None]) -> Iterator[None]:
             usercode.ends.remove(end_overdue)
 
 
+@contextlib.contextmanager
+def timeouts() -> Iterator[None]:
+    """The same in a program of somebody else's, such as a notebook, which nothing of ours ends.
+
+    Raises:
+        TimeoutError: a call has taken too long. Its thread is left to itself.
+    """
+    if usercode.ends or threading.current_thread() is not threading.main_thread():
+        yield  # a command's; or no signal can be handled
+        return
+    try:
+        with overdue_raised(lambda said: None):
+            yield
+    except usercode.Overdue as error:
+        usercode.event_loop.cache_clear()  # the next one's calls must not wait for this one
+        raise TimeoutError(str(error)) from None
+
+
 _pipes: list[int] = []
 """To the guards: what set_wakeup_fd() was given."""
 _masked = threading.local()

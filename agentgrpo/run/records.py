@@ -32,7 +32,8 @@ PLACE = ("step", "split", "group", "index", "previous_hash", "flywheel")
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as JSON values; read_rollout() gives it back exactly."""
-    return {field.name: _plain(getattr(rollout, field.name)) for field in fields(Rollout)}
+    recorded = (f.name for f in fields(Rollout) if f.metadata.get("recorded", True))
+    return {name: _plain(getattr(rollout, name)) for name in recorded}
 
 
 def require_recordable(task: Task) -> None:
