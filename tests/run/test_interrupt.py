@@ -247,7 +247,7 @@ def test_limits_hold_where_nobody_can_be_told() -> None:
     assert run.returncode == 7
 
 
-@pytest.mark.parametrize("parent", ["1", str(os.getpid())])
+@pytest.mark.parametrize("parent", ["1", str(os.getpid())], ids=["gone", "here"])
 def test_a_guard_ends_with_what_it_guards(parent: str) -> None:
     """Whether that has ended before the guard began, or the pipe to it is closed."""
     guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", GUARD, parent],
