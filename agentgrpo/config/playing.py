@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from agentgrpo.config.section import (
     NotNegative,
     NotNegativeNumber,
     Number,
+    PathOf,
     Place,
     Positive,
     PositiveNumber,
@@ -20,6 +23,7 @@ from agentgrpo.config.section import (
     is_set,
     refuse_unread,
 )
+from agentgrpo.files import missing
 from agentgrpo.types import Status, Treatment
 
 
@@ -314,7 +318,7 @@ class SandboxConfig(Section):
     """Directories of packages that sessions may import from, besides the template's."""
     env: dict[str, str] = {}
     """Environment variables of all code."""
-    tools: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    tools: PathOf | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.options.show_tools)."""
     host_tools: tuple[str, ...] = ()
@@ -337,6 +341,28 @@ class SandboxConfig(Section):
                 self, "sandbox", key, unless=bool(self.host_tools), need="sandbox.host_tools"
             )
         return self
+
+
+SOURCES = ("word_problems", "env", "split")
+"""What data.train and data.heldout may be besides a file."""
+
+
+def require_source(key: str, name: str) -> None:
+    """That the file is there which `data.{key}` names.
+
+    Raises:
+        ValueError: it is not; names the key, and the source that may be meant.
+    """
+    path = Path(name)
+    if path.exists():
+        return
+    if path.suffix or "/" in name:
+        raise ValueError(f"data.{key}: {missing(path)}")
+    near = difflib.get_close_matches(name, SOURCES, n=1)
+    raise ValueError(
+        f"data.{key}: expected word_problems, env, a .jsonl or .parquet file or a saved "
+        f"dataset's directory, got {name!r}{f'; did you mean {near[0]}?' if near else ''}"
+    )
 
 
 class DataConfig(Section):
@@ -379,10 +405,14 @@ class DataConfig(Section):
         ):
             for key in keys:
                 if name != "word_problems" and is_set(self, key):
+                    if name not in SOURCES:
+                        require_source(source, name)  # else what is not there says nothing of it
+                    default = json.dumps(
+                        type(self).model_fields[key].default, separators=(",", ":")
+                    )
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
-                        f"and it is {name!r}; leave it at its default, "
-                        f"{type(self).model_fields[key].default}"
+                        f"and it is {name!r}; leave it at its default, data.{key}={default}"
                     )
         if self.heldout == "split" and self.train in ("word_problems", "env"):
             raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")

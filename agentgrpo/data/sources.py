@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from agentgrpo.config import DataConfig
-from agentgrpo.config.read import did_you_mean
+from agentgrpo.config.playing import require_source
 from agentgrpo.data import word_problems
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Environment
 from agentgrpo.types import Task
 from agentgrpo.usercode import WrongResult, calling
-
-NAMES = ("word_problems", "env", "split")
 
 
 def training_tasks(
@@ -65,18 +62,11 @@ def _rows(
     name = config.train if key == "train" else config.heldout_source
     if name == "env":
         return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
-    if not Path(name).exists() and not Path(name).suffix and "/" not in name:
-        raise ValueError(
-            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file or a saved "
-            f"dataset's directory, got {name!r}{did_you_mean(name, NAMES)}"
-        )
-    try:
-        read = read_tasks(
-            name, question=config.question, answer=config.answer, answered=answers, id=config.id,
-            seed=seed,
-        )  # fmt: skip
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"data.{key}: {error}") from None
+    require_source(key, name)
+    read = read_tasks(
+        name, question=config.question, answer=config.answer, answered=answers, id=config.id,
+        seed=seed,
+    )  # fmt: skip
     begin = getattr(env, "begin", None)
     if begin is not None:
         read.rows = [_begun(begin, task) for task in read.rows]
