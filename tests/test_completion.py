@@ -34,7 +34,8 @@ TRAIN = words_of("agentgrpo.train").words
 
 def test_every_setting_is_offered() -> None:
     """By what docs/config.md is made from, and the command reads."""
-    for command, kind in dict.fromkeys(READS, RecipeConfig) | {"train": TrainConfig}.items():
+    for command in READS:
+        kind = TrainConfig if command == "train" else RecipeConfig
         module = cli.COMMANDS[command][0]
         keys = {f"{s.section}.{s.key}=".lstrip(".") for s in settings(kind)}
         keys |= {f"{of}.options.{s.key}=" for of in KINDS for each in KINDS[of]

@@ -351,13 +351,14 @@ def require_source(key: str, name: str) -> None:
     """That the file is there which `data.{key}` names.
 
     Raises:
-        ValueError: it is not; names the key, and the source that may be meant.
+        FileNotFoundError: it is not; names the key.
+        ValueError: it is no path either; names the source that may be meant.
     """
     path = Path(name)
     if path.exists():
         return
     if path.suffix or "/" in name:
-        raise ValueError(f"data.{key}: {missing(path)}")
+        raise FileNotFoundError(f"data.{key}: {missing(path)}")
     near = difflib.get_close_matches(name, SOURCES, n=1)
     raise ValueError(
         f"data.{key}: expected word_problems, env, a .jsonl or .parquet file or a saved "
@@ -406,10 +407,12 @@ class DataConfig(Section):
             for key in keys:
                 if name != "word_problems" and is_set(self, key):
                     if name not in SOURCES:
-                        require_source(source, name)  # else what is not there says nothing of it
-                    default = json.dumps(
-                        type(self).model_fields[key].default, separators=(",", ":")
-                    )
+                        try:
+                            require_source(source, name)
+                        except FileNotFoundError as error:
+                            raise ValueError(str(error)) from None
+                    kept = type(self).model_fields[key].default
+                    default = json.dumps(kept, separators=(",", ":"))
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
                         f"and it is {name!r}; leave it at its default, data.{key}={default}"
