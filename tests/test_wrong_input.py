@@ -118,7 +118,7 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     assert not (place / "run").exists()
     word, config, *more = command.split()
     numbers = {"steps": 4711, "save_every": 4712, "eval_every": 4713, "keep_checkpoints": 4714,
-               "rollout.tasks_per_step": 4715, "rollout.group_size": 4716,
+               "rollout.group_size": 4716,
                "flywheel.tasks": 4717, "sft.epochs": 4718, "sft.batch_size": 4719,
                "curriculum.stages": 4720, "curriculum.candidates": 4721}  # fmt: skip
     known = (TrainConfig if word == "train" else RecipeConfig).model_fields
