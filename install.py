@@ -41,11 +41,12 @@ COMPILER = (
 )
 NETWORK = (
     r"Retrying \(|NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|"
-    r"Connection (?:refused|reset|aborted|broken)|IncompleteRead|IncompleteDownload|"
-    r"HTTP error 5\d\d|Could not fetch URL"
+    r"Connection (?:refused|reset|aborted|broken|interrupted)|IncompleteRead|"
+    r"incomplete-download|HTTP error 5\d\d|Could not fetch URL"
 )
+FULL = "No space left on device"
 REMEDIES = {
-    r"No space left on device|Errno 28|Disk quota exceeded": (
+    rf"{FULL}|Errno 28|Disk quota exceeded": (
         "the disk is full: {free:.1f} GB are free, and {venv} needs {need} GB in all; make room, "
         "or name another place: make VENV=/PLACE/venv ..."
     ),
@@ -66,7 +67,9 @@ REMEDIES = {
         "name another Python, 3.11 to 3.13: make PYTHON=python3.12 ..."
     ),
     r"Python\.h|command '\S*(?:cc|clang)\S*' failed|unable to execute|error: linker": COMPILER,
-    r"Permission denied|Read-only file system": "this user may not write to {venv}",
+    r"Permission denied|Read-only file system|File exists: |Not a directory: ": (
+        "this user cannot write to {venv}: name another place: make VENV=/PLACE/venv ..."
+    ),
 }
 """What a failed command has written: what to do. The first that fits counts."""
 
@@ -153,6 +156,8 @@ class Installer:
 
     def remedy(self, written: str) -> str:
         """What to do about what a failed command wrote."""
+        if not self._fits():  # pip calls a disk that fills while it downloads a broken connection
+            written = FULL
         for pattern, remedy in REMEDIES.items():
             if found := re.search(pattern, written):
                 return remedy.format(
@@ -180,12 +185,18 @@ class Installer:
         Raises:
             Failed: with what is needed and what is free.
         """
-        taken = sum(p.lstat().st_size for p in self.venv.rglob("*") if not p.is_dir()) / 1e9
-        if taken + self._free() < self.size:
-            raise Failed(self.remedy("No space left on device"))
+        if not self._fits():
+            raise Failed(self.remedy(FULL))
+
+    def _fits(self) -> bool:
+        return self._taken() + self._free() >= self.size
+
+    def _taken(self) -> float:
+        return sum(p.lstat().st_size for p in self.venv.rglob("*") if not p.is_dir()) / 1e9
 
     def _free(self) -> float:
-        return shutil.disk_usage(self.venv).free / 1e9
+        there = next(path for path in (self.venv, *self.venv.parents) if path.is_dir())
+        return shutil.disk_usage(there).free / 1e9
 
     def packages(self, chosen: str) -> None:
         """The set of this name, and agentgrpo itself, editable."""
@@ -246,7 +257,7 @@ class Installer:
 
     def dev(self) -> None:
         """What the tests need."""
-        self.size = SIZES["dev"]
+        self.size = self._taken() + SIZES["dev"]
         say("== installing what the tests need")
         self.pinned("requirements-dev.txt")
 

@@ -1,3 +1,25 @@
-"""agentgrpo: train LLM agents with GRPO in one process. This file imports nothing."""
+"""agentgrpo: train LLM agents with GRPO in one process. This file imports nothing by itself."""
+
+from __future__ import annotations
 
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agentgrpo.run.callbacks import Callback
+    from agentgrpo.train import Trainer
+
+__all__ = ["Callback", "Trainer", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Trainer and Callback, when they are asked for: importing a kernel needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module 'agentgrpo' has no attribute {name!r}")
+    from agentgrpo.machine.runtime import prepare_environment
+
+    prepare_environment()  # now, since what is imported next may be torch
+    from agentgrpo.run.callbacks import Callback
+    from agentgrpo.train import Trainer
+
+    return {"Trainer": Trainer, "Callback": Callback}[name]

@@ -19,6 +19,7 @@ from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.machine.room import learner_here, room_checks
 from agentgrpo.models.models import resolve_model
+from agentgrpo.registry import decided, judged
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
@@ -47,9 +48,11 @@ class Player(Stage):
         return self.chat.tokenizer
 
     def close(self) -> None:
-        """As a Stage's, and stop the engine."""
-        Stage.close(self)
-        self.engine.shutdown()
+        """As a Stage's, and stop the engine, also where closing the environment fails."""
+        try:
+            Stage.close(self)
+        finally:
+            self.engine.shutdown()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +68,19 @@ class Parts(Player):
     """Held on out_dir, so that no second run writes there."""
 
     def close(self) -> None:
-        """As a Player's, and let the trackers finish."""
-        self.log.close()
-        Player.close(self)
+        """As a Player's, let the trackers finish, let others write to out_dir, and hold nothing."""
+        with contextlib.ExitStack() as undo:  # each, whichever fails
+            undo.callback(self._let_go)
+            undo.callback(self.lock.close)
+            undo.callback(Player.close, self)
+            self.log.close()
+
+    def _let_go(self) -> None:
+        self.reward.steps_done = lambda: 0
+        # vLLM keeps a traceback of its own imports, whose frames hold those that called, and these
+        # hold this: what is let go of here is free, whatever they hold
+        for field in fields(self):
+            setattr(self, field.name, None)
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""
@@ -200,6 +213,7 @@ def _with_learner(
 ) -> Parts:
     engine, progress = player.engine, player.progress
     learner = _learner(config, player, resumed)
+    player.reward.steps_done = lambda: learner.step_count
     if resumed is not None:
         progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
@@ -209,10 +223,12 @@ def _with_learner(
     progress.say(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {shared}")
     if chosen["prefixes"] != "shared":
         progress.say(f"learner: prefixes {chosen['prefixes']}")
+    chosen_reward = decided(config.reward, judged=judged(player.env))
     # before anything is recorded: records without it are taken for somebody else's
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
+        reward=chosen_reward.model_dump(mode="json", include={"kind", "format"}),
         sandbox=player.jail,
         engine=engine.describe(),
         learner=chosen,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 COMMANDS = {
     "init": ("agentgrpo.init", "write a config for your model and your data"),
@@ -61,6 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `agentgrpo --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes as it ends
         return 141
+
+
+def run(word: str) -> NoReturn:
+    """What `python -m` of a command's module does: the same, from before its first import on."""
+    sys.exit(main([word, *sys.argv[1:]]))
 
 
 def _main(arguments: list[str] | None) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from agentgrpo import parallel
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
-from agentgrpo.evaluate import Scored, summarize
+from agentgrpo.evaluate import Scored, logged, summarize
 from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.types import Group, Metrics, Task
 
@@ -42,6 +42,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
         if live >= c.refill_below:
             break
     metrics |= Counter(f"dead_{reason}" for group in groups if (reason := why_dead(group)))
+    metrics |= logged(parts.reward)
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.interrupt import guarded
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.usercode import Overdue, UserCodeError, said_of, under_way, where_of
+from agentgrpo.usercode import Overdue, UserCodeError, flush, said_of, tell, under_way, where_of
 
 Work = Callable[[], int | None]
 """What a command does once all is made; may return an exit status."""
@@ -85,7 +84,7 @@ def told() -> Iterator[Outcome]:
         outcome.status, said = error.status, f"error: {error}"
     else:
         return
-    print(". ".join(filter(None, (said, outcome.then()))), file=sys.stderr)  # noqa: T201
+    tell(". ".join(filter(None, (said, outcome.then()))))
 
 
 def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
@@ -164,8 +163,9 @@ def command(
         with prepared(config, args) as work:
             outcome.begun = True
             outcome.status = work() or 0
+            if not outcome.status:
+                outcome.then = lambda: "The work itself was done."
     if any(call.since >= begun for call in under_way()):  # its thread keeps Python from ending
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os._exit(outcome.status)
     return outcome.status

@@ -71,7 +71,16 @@ def evaluate(
         seed=own_seed, temperature=temperature, filters=filters,
     )  # fmt: skip
     groups = parallel.interleave(parallel.gather(played))
-    return groups, summarize(groups)
+    return groups, summarize(groups) | logged(reward)
+
+
+def logged(reward: Reward | Scoring) -> Metrics:
+    """What reward functions have logged since this was last asked: means over calls and ranks."""
+    own = reward.take_logged() if isinstance(reward, Scoring) else {}
+    every = [(name, value) for one in parallel.gather(own) for name, value in one.items()]
+    names = sorted({name for name, _ in every})
+    values = {name: [x for of, some in every if of == name for x in some] for name in names}
+    return {f"log/{name}": fmean(some) for name, some in values.items()}
 
 
 def summarize(groups: Sequence[Group]) -> Metrics:

@@ -44,7 +44,7 @@ EXTRAS = {
     "liger": ("liger-kernel==0.8.5",),
     "lora": ("peft",),
     "math": ("math-verify",),
-    "parquet": ("datasets", "pyarrow"),
+    "parquet": ("datasets>=4", "pyarrow"),
     "mcp": ("mcp",),
     "search": (),  # BM25 is SQLite's
     "gym": ("gymnasium", "reasoning-gym", "sympy"),

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from typing import Any
 
 CHECKSUMS = "SHA256SUMS"
 """A line for each file of a folder, as `sha256sum -c` reads them, and one for these lines."""
+LOADED = {".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".py"}
+"""Endings of what is read from a model's folder; a note beside it changes nothing."""
+_LINE = re.compile(r"(?P<hashed>[0-9a-f]{64}) [ *](?P<name>[^/\n][^\n]*)\n?")
 
 
 def looks_like_path(name: str) -> bool:
@@ -142,8 +146,8 @@ def read_json(path: Path) -> Any:
     text = read_text(path)
     try:
         return json.loads(text)
-    except ValueError as error:
-        said = error if text.strip() else "the file is empty"
+    except (ValueError, RecursionError) as error:
+        said = _nested(error) if text.strip() else "the file is empty"
         raise ValueError(f"{path}: not JSON: {said}") from None
 
 
@@ -160,8 +164,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         return tomllib.loads(text)
-    except ValueError as error:  # a number of thousands of digits is no TOMLDecodeError
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits are no TOMLDecodeError
+        raise ValueError(f"{path}: not valid TOML: {_nested(error)}") from None
+
+
+def _nested(error: Exception) -> object:
+    return "nested too deeply" if isinstance(error, RecursionError) else error
 
 
 # -- checksums -------------------------------------------------------------------------------------
@@ -185,11 +193,13 @@ def seal(folder: Path) -> None:
 
 
 def require_as_sealed(folder: Path, *, whole: bool) -> None:
-    """That a folder's files hold what was written, where seal() has written what that is.
+    """That a folder's files hold what was written, where their checksums say what that is.
 
     Args:
         folder: where there are no checksums, there is nothing to compare with.
-        whole: none of the files may be missing.
+        whole: seal() has written them; none of the files may be missing, and none that is loaded
+            may have been added. False: what sha256sum has written is taken too, each line of it
+            that names a file of the folder.
 
     Raises:
         ValueError: one does not; names it.
@@ -198,12 +208,18 @@ def require_as_sealed(folder: Path, *, whole: bool) -> None:
     if not path.exists():
         return
     *lines, last = read_text(path).splitlines(keepends=True) or [""]
-    if last != f"# {_of_lines(lines)}\n":
+    if not whole and not last.startswith("# "):
+        lines = [*lines, last]
+    elif last != f"# {_of_lines(lines)}\n":
         raise ValueError(f"{path}: is not as it was written: a line of it was changed or is gone")
-    wanted = {folder / name: hashed for hashed, name in map(_split, lines)}
+    found = filter(None, map(_LINE.fullmatch, lines))
+    wanted = {folder / match["name"]: match["hashed"] for match in found}
     gone = [path for path in wanted if not path.exists()]
     if gone and whole:
         raise ValueError(f"{gone[0]}: is gone, and {path} lists it")
+    loaded = (file for file in sorted(folder.rglob("*")) if file.suffix in LOADED)
+    if whole and (added := [file for file in loaded if file not in wanted]):
+        raise ValueError(f"{added[0]}: was added: {path} does not list it")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         there = [path for path in wanted if path not in gone]
         for file, hashed in zip(there, threads.map(_hashed, there), strict=True):
@@ -212,10 +228,6 @@ def require_as_sealed(folder: Path, *, whole: bool) -> None:
                     f"{file}: is not as it was written: its SHA-256 is {hashed[:12]}..., {path} "
                     f"says {wanted[file][:12]}...: the disk or a copy changed it, or somebody did"
                 )
-
-
-def _split(line: str) -> list[str]:
-    return line.rstrip("\n").split("  ", 1)
 
 
 def _of_lines(lines: list[str]) -> str:

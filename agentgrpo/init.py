@@ -7,6 +7,11 @@ datasets' save_to_disk wrote. Some of its rows are held out, to see whether the 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("init")
+
 import functools
 import sys
 import tempfile
@@ -167,7 +172,3 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"{args.output}: written. Now: agentgrpo train {args.output} --dry-run")  # noqa: T201
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

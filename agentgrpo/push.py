@@ -7,10 +7,14 @@ here; so do secrets, values of the environment and paths of this machine. The to
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("push")
+
 import argparse
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,7 +244,3 @@ def _push(args: argparse.Namespace) -> None:
             return
         print(ready, flush=True)  # noqa: T201
         print(upload(ready, public=args.public, exist_ok=args.exist_ok))  # noqa: T201
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

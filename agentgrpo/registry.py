@@ -30,7 +30,7 @@ from agentgrpo.config import (
     TrainConfig,
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
-from agentgrpo.config.section import AsWritten
+from agentgrpo.config.section import AsWritten, is_set
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
@@ -44,6 +44,7 @@ from agentgrpo.rewards.rewards import (
     with_costs,
 )
 from agentgrpo.rewards.scoring import reward_function
+from agentgrpo.rewards.trl import is_trl_form
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.sandbox import HostBudget, HostTools, SandboxInfraError
 from agentgrpo.usercode import UserCodeError, calling
@@ -263,7 +264,18 @@ def judged(env: Environment | None) -> bool:
 
 def needs_answers(reward: RewardConfig, *, judged: bool) -> bool:
     """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
-    return reward.kind in REWARDS.keys() - {"none"} or (reward.kind == "auto" and not judged)
+    return decided(reward, judged=judged).kind in REWARDS.keys() - {"none"}
+
+
+def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
+    """What `auto` comes to: functions in TRL's form are the whole reward, as in TRL."""
+    if reward.kind != "auto":
+        return reward
+    alone = any(is_trl_form(reward_function(name)) for name in reward.functions)
+    chosen: dict[str, Any] = {"kind": "none" if judged or alone else "numeric"}
+    if alone and not is_set(reward, "format"):
+        chosen["format"] = 0.0
+    return reward.model_copy(update=chosen)
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
@@ -396,9 +408,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
     Raises:
         ValueError: there is no such kind or function, or its library is missing; names the key.
     """
-    kind = config.kind
-    if kind == "auto":
-        kind = "none" if judged else "numeric"
+    kind = decided(config, judged=judged).kind
     if config.strict and kind != "numeric":
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     found(kind, REWARDS, key="reward.kind", also=("auto",))
@@ -413,6 +423,7 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
     Raises:
         ValueError: as of reward_kind().
     """
+    config = decided(config, judged=judged(env))
     shipped = reward_kind(config, judged=judged(env))
     if shipped is None:
         return with_costs(load_reward(config.kind), config)
@@ -466,7 +477,12 @@ def load_reward(name: str) -> Reward:
             callable.
         UserCodeError: the module cannot be imported.
     """
-    return cast(Reward, load_callable(name, key="reward.kind"))
+    function = load_callable(name, key="reward.kind")
+    if is_trl_form(function):
+        raise ValueError(
+            f"reward.kind: {name!r} is in TRL's form; name it in reward.functions = [{name!r}]"
+        )
+    return cast(Reward, function)
 
 
 def sampler_class(name: str) -> Callable[[ChatTemplate, RolloutConfig], Any]:

@@ -19,6 +19,7 @@ from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, question_of
 from agentgrpo.envs.base import Environment
+from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.machine import hardware
 from agentgrpo.machine.packages import require_packages, require_trainable
 from agentgrpo.models.chat import ChatTemplate
@@ -206,6 +207,9 @@ def set_stage(
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
+        alone = config.engine.tensor_parallel_size == 1
+        played_in = isinstance(env, FactoryEnv) and alone
+        stage.reward.require_columns(heldout[0], environments=played_in)
         _check_shown(stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")

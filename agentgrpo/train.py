@@ -1,118 +1,209 @@
-"""One training run: `python -m agentgrpo.train CONFIG [section.key=value ...]`.
+"""One training run: `python -m agentgrpo.train CONFIG [section.key=value ...]`, or a Trainer.
 
-This file is the whole story of a step; each line of the loop is a module of its own.
+loop.py has what becomes of a step.
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("train")
+
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from agentgrpo import parallel
 from agentgrpo.build import Parts, build
-from agentgrpo.collect import collect
-from agentgrpo.command import Work, command, next_time
+from agentgrpo.command import Work, command
 from agentgrpo.config import TrainConfig
-from agentgrpo.engine.agreement import check_agreement
-from agentgrpo.evaluate import evaluate
-from agentgrpo.learn.updates import plan_updates
+from agentgrpo.config.read import config_of, name_of
+from agentgrpo.loop import SAVED, awake, play_heldout, train
+from agentgrpo.machine.memory import release, release_frames
+from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.plan import planned
-from agentgrpo.run import checkpoint
-from agentgrpo.run.interrupt import stop_after_step
-from agentgrpo.types import Metrics
+from agentgrpo.rewards.view import RolloutView
+from agentgrpo.rollout.batch import as_task
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.callbacks import Callback
+from agentgrpo.run.interrupt import stop_after_step, timeouts
+from agentgrpo.types import Metrics, Task
 
-SAVED = (checkpoint.SAVED,)
-"""What a run continues from."""
 
+class Trainer:
+    """A run, from Python: what `agentgrpo train` does is written with it.
 
-def train(config: TrainConfig, parts: Parts, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Run up to optimizer step config.steps, from the one the learner was resumed at.
+        with Trainer("quickstart", steps=8, rollout={"group_size": 4}) as trainer:
+            trainer.train()
+            print(trainer.evaluate()["solved"])
 
-    Ends earlier, with a checkpoint, after the step in which stopping() has become true.
+    Everything is checked, and the model loaded, when it is made. A Trainer of the same settings and
+    out_dir continues what an earlier one has saved, as the same command does.
+
+    Args:
+        config: a file, the name of a shipped config, or a TrainConfig; None: settings are all.
+        callbacks: told of every step, see Callback.
+        reward_funcs: functions in TRL's form or ours (docs/agents.md), in place of
+            `reward.functions`: a list of them, each with a name in a module or the notebook.
+        reward_weights: of these; None: 1 each.
+        make: in place of build(), what makes the parts.
+        settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
+
+    Raises:
+        As build(); RuntimeError: torch was imported before agentgrpo.
     """
-    learner, log, progress = parts.learner, parts.log, parts.progress
-    evaluate_if_due(config, parts, learner.step_count)
-    for step in range(learner.step_count, config.steps):
-        progress.begin_step()
-        with awake(parts) as synced:
-            groups, played = collect(config, parts, step)
-        parts.tasks.feedback(groups)
-        with progress.phase("packing"):
-            shared = learner.shares_prefixes
-            updates = plan_updates(groups, config, step=step, share_prefixes=shared)
+
+    def __init__(
+        self,
+        config: str | Path | TrainConfig | None = None,
+        *,
+        callbacks: Iterable[Callback] = (),
+        reward_funcs: Sequence[Callable[..., Any]] = (),
+        reward_weights: Sequence[float] | None = None,
+        make: Callable[[TrainConfig], Parts] | None = None,
+        **settings: Any,
+    ) -> None:
+        prepare_environment()
+        if reward_funcs:
+            weights = [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
+            names = [name_of(function, key="reward_funcs") for function in reward_funcs]
+            functions = dict(zip(names, weights, strict=True))
+            settings["reward"] = {**settings.get("reward", {}), "functions": functions}
+        self.config = config_of(config, settings)
+        self._callbacks = list(callbacks)
+        self._asked = self._finished = False
+        self._parts: Parts | None = None
+        parallel.start()
         try:
-            with progress.phase("learning"):
-                learned = learner.step(updates)
-        finally:  # refused or not, with what the learner made of them
-            with progress.phase("recording"):
-                log.rollouts(step, groups)
-        spent = progress.lap()
-        log.write(step, rollout=played, learner=learned, engine=synced, time=spent)
-        progress.step_done(step, played, learned, synced, spent)
-        last = learner.step_count == config.steps
-        stop = any(parallel.gather(stopping()))
-        if learner.step_count % config.save_every == 0 or last or stop:
-            with progress.phase("saving"):
-                progress.say(f"saved {parts.save(config)}")
-        if stop and not last:
-            progress.say(f"stopped. {next_time(config.out_dir, SAVED)}")
-            return
-        evaluate_if_due(config, parts, learner.step_count)
-    log.require_there()
-    progress.finished(config.out_dir)
+            with timeouts():
+                self._parts = (make or build)(self.config)
+        finally:
+            if self._parts is None:
+                parallel.stop()
 
+    @property
+    def parts(self) -> Parts:
+        """Engine, learner, tasks and all else that the run is made of.
 
-@contextlib.contextmanager
-def awake(parts: Parts) -> Iterator[Metrics]:
-    """Give the device to the engine, with the learner's weights, proven to be the same."""
-    with parts.progress.phase("waking the engine"):
-        metrics = parts.engine.wake()
-    try:
-        with parts.progress.phase("syncing the weights"):
-            metrics |= parts.learner.publish()
-            metrics |= check_agreement(
-                parts.engine, parts.learner, parts.probes, threshold=parts.agreement_threshold
+        Raises:
+            RuntimeError: it is closed.
+        """
+        if self._parts is None:
+            raise RuntimeError(
+                "this Trainer is closed, or its train() was ended by an error or Ctrl-C; make "
+                "another, which continues from the last checkpoint in out_dir"
             )
-        yield metrics
-    finally:
-        parts.engine.sleep()
+        return self._parts
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.parts.learner.step_count
 
-def evaluate_if_due(config: TrainConfig, parts: Parts, step: int) -> None:
-    """Play the held-out tasks as config.evaluation says; record and print what share was solved.
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, of steps and evaluations, also of before it was resumed."""
+        return read_lines(self.config.out_dir / "metrics.jsonl")
 
-    Due before the first step, after the last and every eval_every: a function of the step alone, so
-    that a resumed run records what an uninterrupted one does.
-    """
-    if step not in (0, config.steps) and (config.eval_every == 0 or step % config.eval_every):
-        return
-    with awake(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
-        groups, metrics = evaluate(
-            parts.sampler, parts.heldout, parts.reward, seed=config.seed,
-            temperature=config.evaluation.temperature, filters=config.evaluation.filters,
-        )  # fmt: skip
-    parts.log.rollouts(step, groups, split="heldout")
-    parts.log.write(step, eval=metrics, time=parts.progress.lap())
-    parts.progress.evaluated(step, metrics)
+    def train(self) -> None:
+        """Train up to config.steps, or until stop(), Ctrl-C or a callback ends it after a step.
+
+        Called again after that, it goes on. What is raised in it closes the Trainer: the memory is
+        free, and another one continues from the last checkpoint.
+
+        Raises:
+            RuntimeError: it is closed.
+            UserCodeError, InfrastructureError, Disagreement: what it has learnt from is not to be
+                trusted; besides, whatever a callback raises.
+            TimeoutError: a call of the user's code has taken too long (rollout.call_timeout_s).
+        """
+        say = self.parts.progress.say
+        if self._finished:
+            return
+        self._asked = False
+        try:
+            with timeouts(), stop_after_step(say) as stopping:
+                self._tell("on_train_begin")
+                train(self.config, self.parts, lambda: self._asked or stopping(), self._tell)
+            self._finished = self.step == self.config.steps
+            self._tell("on_train_end")
+        except BaseException as error:
+            release_frames(error)
+            self.close()
+            raise
+
+    def stop(self) -> None:
+        """End train() after the step that it is in, with a checkpoint."""
+        self._asked = True
+
+    def evaluate(self) -> Metrics:
+        """Play the held-out tasks with the policy as it is; `solved`, `reward`, ... Not recorded.
+
+        Raises:
+            RuntimeError: it is closed.
+            UserCodeError, InfrastructureError, TimeoutError: as of train().
+        """
+        with timeouts():
+            return play_heldout(self.config, self.parts)[1]
+
+    def generate(
+        self, tasks: Sequence[Task | str], n: int = 1, *, temperature: float = 0.0, seed: int = 0
+    ) -> list[list[RolloutView]]:
+        """Play tasks with the policy as it is, in the run's environment; neither scored nor learnt.
+
+        Args:
+            tasks: a text becomes a task of one user message.
+            n: rollouts of each.
+            temperature: 0: greedy.
+            seed: of what is sampled.
+
+        Returns:
+            The n rollouts of each task, with `text`, `answer`, `turns`, `observations`, `stats`.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        parts = self.parts
+        made = [as_task(task, str(place)) for place, task in enumerate(tasks)]
+        with timeouts(), awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
+            groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
+        return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
+
+    def close(self) -> None:
+        """Stop the engine and free its memory and the learner's; another Trainer can be made."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        try:
+            parts.close()
+        finally:
+            parallel.stop()
+            del parts
+            release()
+
+    def _tell(self, event: str, *values: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager
 def prepared(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> Iterator[Work]:
-    """Build the parts; yields the training."""
-    parallel.start()
-    try:
-        with contextlib.closing(build(config)) as parts:
-            yield lambda: run(config, parts)
-    finally:
-        parallel.stop()
+    """Build the parts; yields the training, which returns the exit status."""
+    with Trainer(config, make=build) as trainer:
 
+        def work() -> int:
+            trainer.train()
+            return 130 if trainer.step < config.steps else 0
 
-def run(config: TrainConfig, parts: Parts) -> int:
-    """Train until the last step, or until somebody asks to stop. Returns the exit status."""
-    with stop_after_step(parts.progress.say) as stopping:
-        train(config, parts, stopping)
-    return 130 if parts.learner.step_count < config.steps else 0
+        yield work
 
 
 def main(arguments: list[str]) -> int:
@@ -122,7 +213,3 @@ def main(arguments: list[str]) -> int:
         "train", about, arguments, lambda config, _: prepared(config, build),
         kind=TrainConfig, plan=lambda config, _: planned(config), saved=SAVED,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,10 +15,10 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
+# written out: NDArray of numpy 2.5 does not tell its dtype to those who read records by type
+Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 
 
 class Status(StrEnum):
@@ -62,6 +62,9 @@ class Task:
     """Chat messages the conversation starts from, as `{"role": ..., "content": ...}`."""
     spec: Mapping[str, Any]
     """What the environment needs to score it; the agent never sees this."""
+    is_text: bool = False
+    """The question was text, which became the one message of the user: reward functions in TRL's
+    form are then shown text too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +205,16 @@ class Rollout:
     """Named parts; their sum is the reward."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the episode (COUNTS, and what its environment adds), for the metrics."""
+    not_applicable: list[str] = field(default_factory=list)
+    """Parts that do not count for this rollout, where they do for its siblings: they add nothing,
+    and GDPO normalises them without it."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What reward functions wrote down of it (TRL's log_extra); JSON values."""
+    told: list[tuple[Any, Any]] = field(default_factory=list, metadata={"recorded": False})
+    """Of each turn but the last, (name, arguments) of the calls in it, and what its agent then said
+    (Agent.observe): for reward functions. Not recorded, since the tokens say it."""
+    environment: Any = field(default=None, metadata={"recorded": False})
+    """The instance of a class that env.kind = "factory" played it in; until it is scored."""
     span_rewards: list[SpanReward] = field(default_factory=list)
     """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
     timings: dict[str, float] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import os
 import signal
 import site
 import sys
@@ -24,22 +25,22 @@ import sysconfig
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-OURS = str(Path(__file__).parent)
-EXAMPLES = str(Path(__file__).parent / "examples")
+OURS = os.path.join(Path(__file__).parent, "")
+EXAMPLES = os.path.join(OURS, "examples", "")
 INSTALLED = tuple(
-    dict.fromkeys(
-        [
-            *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")),
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-        ]
-    )
+    os.path.join(folder, "")
+    for folder in {
+        *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
 )
 """Where packages and Python's own modules lie."""
 LONGEST_SAID = 500
@@ -131,7 +132,7 @@ _calls: dict[int, Call] = {}
 _numbers = itertools.count()
 ends: list[Callable[[str], None]] = []
 """Told what has taken too long; the last one counts, and ends the command. Empty in a program of
-somebody else's, which nobody else ends."""
+somebody else's, which nobody else ends: what has taken too long is said there, and waited for."""
 
 
 def under_way() -> list[Call]:
@@ -172,7 +173,7 @@ def calling(
         error.rollout = rollout if error.rollout is None else error.rollout
         raise
     except BaseException as error:
-        if _is_ctrl_c(error):
+        if _is_ctrl_c(error) or _is_cancelled(error):
             raise
         where = where_of(error, called)
         if where is None and isinstance(error, Exception):  # a bug of ours
@@ -299,6 +300,20 @@ def _is_ctrl_c(error: BaseException) -> bool:
     )
 
 
+def _is_cancelled(error: BaseException) -> bool:
+    """By who waits for it, and not by itself: of what we cancel on our loops, nobody hears."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs here
+        return False
+    return task is not None and task.cancelling() > 0 and task.get_loop() not in _loops
+
+
+_loops = weakref.WeakSet[asyncio.AbstractEventLoop]()
+
+
 @functools.cache
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
     """The process's loop of this name, on a thread that nothing ends.
@@ -307,6 +322,7 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
     waiting for ever: what waits for it is told, and the loop goes on.
     """
     loop = asyncio.new_event_loop()
+    _loops.add(loop)
 
     def run() -> None:
         while not loop.is_closed():
@@ -330,28 +346,50 @@ def _looker() -> threading.Thread:
 def _look() -> None:
     while True:
         time.sleep(LOOK_S)
-        calls = [c for c in under_way() if not c.over]
-        for late in calls:
-            if late.limit_s is not None and late.seconds >= late.limit_s:
-                late.over = True
-                _end(late)
-        calls = [c for c in calls if not c.over]
-        if calls and calls[0].seconds >= calls[0].told_at:
-            calls[0].told_at *= 2
-            more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-            print(  # noqa: T201
-                f"waiting for {calls[0].described()}{more} for {calls[0].seconds:.0f} s",
-                file=sys.stderr,
-            )
+        try:
+            _look_at(under_way())
+        except BaseException as error:  # without this thread no limit holds
+            end(f"a bug: looking at calls {said_of(error)}")
+
+
+def _look_at(all_of_them: list[Call]) -> None:
+    calls = [c for c in all_of_them if not c.over]
+    for late in calls:
+        if late.limit_s is not None and late.seconds >= late.limit_s:
+            _end(late)
+    calls = [c for c in calls if not c.over]
+    if calls and calls[0].seconds >= calls[0].told_at:
+        calls[0].told_at *= 2
+        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+        tell(f"waiting for {calls[0].described()}{more} for {calls[0].seconds:.0f} s")
 
 
 def _end(call: Call) -> None:
     said, where = f"has not come back after {call.limit_s:g} s", call.stands_at()
     error = UserCodeError(call.what, said, where, task=call.task, rollout=call.rollout)
+    if call.late is None and not ends:
+        call.limit_s = None  # it is waited for: that is still told
+    else:
+        call.over = True
     (call.late or end)(str(error))
 
 
 def end(said: str) -> None:
-    """End the command with an error, if there is one."""
+    """End the command with an error; where there is none, as in a notebook, say it."""
     if ends:
         ends[-1](said)
+    else:
+        tell(f"error: {said}")
+
+
+def tell(line: str) -> None:
+    """A line on stderr, for whoever reads it: nobody, if its terminal or pipe is closed."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def flush() -> None:
+    """Bring to standard output and errors what is still to be written, before os._exit()."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()

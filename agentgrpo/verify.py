@@ -27,6 +27,11 @@ are not recorded: docs/audit.md.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("verify")
+
 import math
 import sys
 from collections import Counter
@@ -189,7 +194,8 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
         }
         limit = config.engine.agreement_on(device)
         outliers = outliers_of(config.engine.dtype_on(device))
-        run = Run(config, int(described["vocab_size"]), limit, outliers, _shipped_reward(config))
+        reward = _shipped_reward(config, described.get("reward"))
+        run = Run(config, int(described["vocab_size"]), limit, outliers, reward)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not that of a training run: {error!r}") from error
     return run, seals
@@ -197,7 +203,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
 
 def _config_of(table: Mapping[str, Any], path: Path) -> TrainConfig:
     try:
-        return checked(TrainConfig, table, path)
+        return checked(TrainConfig, table, str(path))
     except ValueError as error:
         said = str(error).replace("\n", f"\n{path}: ")
         raise ValueError(
@@ -205,16 +211,18 @@ def _config_of(table: Mapping[str, Any], path: Path) -> TrainConfig:
         ) from None
 
 
-def _shipped_reward(config: TrainConfig) -> Reward | None:
+def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
     from agentgrpo.registry import (
         judges,
         make_reward,
     )  # with our extension; foreign files do without
 
-    told = judges(config)
-    if ":" in config.reward.kind or (config.reward.kind == "auto" and told is None):
+    told, reward = judges(config), config.reward
+    if chosen is not None:  # what `auto` came to, where it was known
+        reward = reward.model_copy(update={name: chosen[name] for name in ("kind", "format")})
+    if ":" in reward.kind or (reward.kind == "auto" and told is None):
         return None
-    return make_reward(config.reward, cast(Any, SimpleNamespace(judges=told)))
+    return make_reward(reward, cast(Any, SimpleNamespace(judges=told)))
 
 
 class _Told:
@@ -670,7 +678,3 @@ def _print_report(report: Report) -> int:
             "engine saw: that their tokens are what it sampled is not proven"
         )
     return 1 if report.faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

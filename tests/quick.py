@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import agentgrpo.build
-import agentgrpo.train
+import agentgrpo.loop
 from agentgrpo import cli
 from agentgrpo.build import Parts, Player, _more, _sampler
 from agentgrpo.config import TrainConfig
@@ -82,7 +82,7 @@ def with_learner(
 STAND_INS = {
     "agentgrpo.build.start_engine": start_engine,
     "agentgrpo.build._with_learner": with_learner,
-    "agentgrpo.train.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
+    "agentgrpo.loop.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
 }
 
 
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     """A command, in a process of its own."""
     agentgrpo.build.start_engine = start_engine
     agentgrpo.build._with_learner = with_learner
-    agentgrpo.train.check_agreement = STAND_INS["agentgrpo.train.check_agreement"]  # type: ignore[assignment, attr-defined]
+    agentgrpo.loop.check_agreement = STAND_INS["agentgrpo.loop.check_agreement"]  # type: ignore[assignment, attr-defined]
     return cli.main(arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from dataclasses import fields
@@ -18,7 +19,7 @@ from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model, resolve_model
 from agentgrpo.plan import planned
 from agentgrpo.registry import make_reward
-from agentgrpo.run.folder import require_same_run
+from agentgrpo.run.folder import locked, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.stage import Stage, set_stage
@@ -185,7 +186,7 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
     monkeypatch.setattr(RunLog, "write", killed)
     player: Any = SimpleNamespace(
         engine=SimpleNamespace(device="cpu", describe=dict), model="m", progress=Progress(1),
-        jail={},
+        jail={}, reward=SimpleNamespace(), env=None,
     )  # fmt: skip
     tasks: Any = None
     with pytest.raises(Killed):
@@ -224,3 +225,14 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
     for key, sections in others.items():
         with pytest.raises(ValueError, match=rf"holds a run with {key} = .*: set it back"):
             require_same_run(asked(**sections))
+
+
+def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
+    """Also when all else that was to be undone, had build() failed, is let go of."""
+    with contextlib.ExitStack() as undo:
+        lock = undo.enter_context(locked(tmp_path))
+        undo.pop_all()
+    with pytest.raises(ValueError, match="is in use by another run"):
+        locked(tmp_path)
+    lock.close()
+    locked(tmp_path).close()

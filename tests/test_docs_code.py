@@ -380,6 +380,10 @@ def test_playing_without_training(code: str, tmp_path: Path, tiny_model: Path) -
 
 
 RUN |= {("docs/your-task.md", code) for code in blocks(YOUR_TASK, "python")}
+# end_to_end/test_trainer.py runs these
+RUN |= {("docs/python.md", code) for code in blocks(ROOT / "docs" / "python.md", "python")}
+AGENTS = ROOT / "docs" / "agents.md"
+RUN |= {("docs/agents.md", code) for code in blocks(AGENTS, "python") if "log_metric" in code}
 
 
 def test_your_tasks_reward() -> None:

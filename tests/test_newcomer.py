@@ -154,7 +154,7 @@ def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:
     [
         ("engine.max_model_len=128", "tokens, engine.max_model_len is"),
         ("rollout.groupsize=3", "unknown config key"),
-        ('trackers=["wandb"]', "is not installed; remedy: pip install 'agentgrpo[wandb]'"),
+        ('trackers=["wandb"]', "is not installed; remedy: pip install 'agentgrpo["),
         ("reward.kind=nosuchmodule:f", "reward.kind: no module"),
     ],
 )

@@ -361,6 +361,20 @@ def test_broken_runs_are_refused(
     assert not hub.files
 
 
+def test_one_flipped_bit_of_a_checkpoint_is_found(
+    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in sorted((run / "checkpoints" / "step_000004").iterdir()):
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        path.write_bytes(flipped)
+        assert push.main([str(run), "me/model"]) == 2
+        assert f"{path}: is not as it was written" in said(capsys)
+        path.write_bytes(whole)
+    assert not hub.files
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -143,6 +143,6 @@ def test_everything_is_reached_from_where_users_start() -> None:
     for module, held in MODULES.items():
         left = {name for name in held.bodies if name and (module, name) not in done}
         whole = left == set(held.bodies) - {""}
-        left -= {MAIN, "__all__"}
+        left -= {MAIN, "__all__", "__getattr__"}  # Python asks for the last
         lost |= {module} if left and whole else {f"{module}.{name}" for name in left}
     assert not lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,16 @@ import numpy as np
 import pytest
 
 import agentgrpo.train
+from agentgrpo import usercode
 from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
-from agentgrpo.train import main, train
+from agentgrpo.loop import train
+from agentgrpo.run.callbacks import Callback
+from agentgrpo.train import Trainer, main
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.usercode import calling
 from tests.given import LEAST, a_config
 
 LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
@@ -129,9 +134,12 @@ class FakeRun:
     def rollouts(self, step: int, groups: list[Group], *, split: str = "train") -> None:
         self.recorded.append((step, split, len(groups)))
 
-    def write(self, step: int, **areas: dict[str, float]) -> None:
+    def write(self, step: int, **areas: dict[str, float]) -> dict[str, float]:
         self.calls.append(f"log {step} {'+'.join(areas)}")
         self.rows.append((step, areas))
+        return {f"{area}/{name}": number for area in areas for name, number in areas[area].items()}
+
+    def require_there(self) -> None: ...
 
     def save(self, config: TrainConfig) -> Path:
         self.calls.append(f"save {self.step_count}")
@@ -413,3 +421,56 @@ def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded(
     (line,) = ran.stderr.splitlines()
     assert message in line
     assert (ran.returncode, ran.stdout) == (2, "")
+
+
+def test_in_a_notebook_what_takes_too_long_is_an_error_and_ends_nothing_else() -> None:
+    """A command ends the process where it must; a Trainer never: no guard, no handler is left."""
+
+    class Slow(FakeRun):
+        def play(self, tasks: Sequence[Task], *more: Any, **options: Any) -> Any:
+            with calling(None, "Mine.step", task=tasks[0].id, limit_s=0.1):
+                time.sleep(60)
+
+    fake, before = Slow(), signal.getsignal(signal.SIGINT)
+    trainer = Trainer(config(), make=lambda _: fake.parts())
+    with pytest.raises(TimeoutError, match=r"Mine.step has not come back after 0.1 s \(task 'h', "):
+        trainer.evaluate()
+    assert trainer.step == 0
+    with pytest.raises(TimeoutError, match=r"Mine.step has not come back"):
+        trainer.train()
+    assert fake.calls[-1] == "close"
+    assert not usercode.ends
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(RuntimeError, match="this Trainer is closed"):
+        trainer.train()
+
+
+def test_callbacks_are_told_of_all_in_order_and_may_stop_the_run() -> None:
+    class Told(Callback):
+        def __init__(self) -> None:
+            self.said: list[Any] = []
+
+        def on_train_begin(self, trainer: Any) -> None:
+            self.said.append("begin")
+
+        def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
+            self.said.append(f"evaluate {step} {'eval/reward' in metrics}")
+
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            self.said.append(f"step {step} {metrics['learner/loss']}")
+            trainer.stop()
+
+        def on_save(self, trainer: Any, step: int, folder: Path) -> None:
+            self.said.append(f"save {step} {folder}")
+
+        def on_train_end(self, trainer: Any) -> None:
+            self.said.append(f"end {trainer.step}")
+
+    told, fake = Told(), FakeRun()
+    first = ["begin", "evaluate 0 True", "step 1 0.0", "save 1 somewhere", "end 1"]
+    with Trainer(config(), make=lambda _: fake.parts(), callbacks=[told]) as trainer:
+        trainer.train()
+        assert told.said == first
+        trainer.train()
+    last = ["step 2 0.0", "save 2 somewhere", "evaluate 2 True", "end 2"]
+    assert told.said == [*first, "begin", *last]

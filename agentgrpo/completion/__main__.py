@@ -11,6 +11,11 @@ started when a key is pressed; print it again after an upgrade.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("completion")
+
 import sys
 from importlib import resources
 
@@ -50,7 +55,3 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("shell", choices=SHELLS)
     sys.stdout.write(script(parser.parse_args(arguments).shell))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

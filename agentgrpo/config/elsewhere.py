@@ -291,8 +291,8 @@ TRL = (
     # arguments of GRPOTrainer
     Row(
         "reward_funcs",
-        "reward.kind",
-        '`"module:function"`: called with one finished rollout, returns `{name: value}`',
+        "reward.functions",
+        '`["module:function"]`, unchanged: [agents.md](agents.md)',
     ),
     Row("environment_factory", "env.kind", '`"factory"`: [agents.md](agents.md)'),
     Row("rollout_func", "rollout.sampler", '`"rollout_func:module:function"`'),

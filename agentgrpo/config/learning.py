@@ -27,7 +27,8 @@ class RewardConfig(Section):
     kind: str = "auto"
     """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
     match and token F1), none, or your own `module:function`. auto: numeric, or none where the
-    environment judges by itself."""
+    environment judges by itself or `functions` has one in TRL's form (then without `format`, if it
+    is not set)."""
     answer: PositiveNumber = 1.0
     """Weight of a right final answer."""
     format: NotNegativeNumber = 0.1
@@ -58,7 +59,9 @@ class RewardConfig(Section):
     """Both sigmas fall linearly to 0 at the run's last step."""
 
     functions: dict[str, Number] = {}
-    """More parts, as `module:function` (yours) or a built-in name = weight (rewards/scoring.py)."""
+    """More parts, as `module:function` (yours) or a built-in name = weight, or a list of these,
+    each of weight 1 (rewards/scoring.py). Functions in TRL's form, which take `completions`, work
+    as they are (rewards/trl.py)."""
     on_error: Literal["drop", "raise"] = "drop"
     """A function that fails takes its rollout out of the group, and says so; or stops the run."""
 
@@ -66,6 +69,17 @@ class RewardConfig(Section):
     """Score a group as soon as its last rollout has ended, beside the run's thread, while others
     play. false: on the run's thread, after play; for functions that set alarms or else only work
     there. The rewards are the same."""
+
+    @pydantic.field_validator("functions", mode="before")
+    @classmethod
+    def _each_of_weight_one(cls, functions: Any) -> Any:
+        if not isinstance(functions, list | tuple):
+            return functions
+        if not all(isinstance(name, str) for name in functions) or len({*functions}) < len(
+            functions
+        ):
+            raise ValueError(f"reward.functions: expected different names, got {functions!r}")
+        return dict.fromkeys(functions, 1.0)
 
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> RewardConfig:

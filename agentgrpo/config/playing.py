@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +22,7 @@ from agentgrpo.config.section import (
     is_set,
     refuse_unread,
 )
-from agentgrpo.files import missing
+from agentgrpo.files import looks_like_path, missing
 from agentgrpo.types import Status, Treatment
 
 
@@ -343,39 +342,23 @@ class SandboxConfig(Section):
         return self
 
 
-SOURCES = ("word_problems", "env", "split")
-"""What data.train and data.heldout may be besides a file."""
-
-
-def require_source(key: str, name: str) -> None:
-    """That the file is there which `data.{key}` names.
-
-    Raises:
-        FileNotFoundError: it is not; names the key.
-        ValueError: it is no path either; names the source that may be meant.
-    """
-    path = Path(name)
-    if path.exists():
-        return
-    if path.suffix or "/" in name:
-        raise FileNotFoundError(f"data.{key}: {missing(path)}")
-    near = difflib.get_close_matches(name, SOURCES, n=1)
-    raise ValueError(
-        f"data.{key}: expected word_problems, env, a .jsonl or .parquet file or a saved "
-        f"dataset's directory, got {name!r}{f'; did you mean {near[0]}?' if near else ''}"
-    )
-
-
 class DataConfig(Section):
     """What is trained and evaluated on (data/tasks.py)."""
 
     train: Place = "word_problems"
-    """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; or a
-    directory that Hugging Face's `save_to_disk` wrote."""
+    """word_problems (generated); env (the environment's own tasks); a .jsonl or .parquet file; a
+    directory that Hugging Face's `save_to_disk` wrote; or `owner/name`, a dataset of the hub, from
+    its cache where it is there (HF_HOME, HF_HUB_OFFLINE). What looks like a path is none."""
     heldout: Place = "auto"
     """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed; no row
-    that asks what one of them does is trained on. auto: a `split` of a training file, else the same
-    source as `train`."""
+    that asks what one of them does is trained on. auto: a `split` of a training file or dataset,
+    else the same source as `train`."""
+    split: str = "train"
+    """Of a hub's dataset that is trained on, as `datasets` reads it: train, train[:1000]."""
+    heldout_split: str = "test"
+    """The same of the dataset that `heldout` names."""
+    subset: str | None = None
+    """Which of a hub's dataset's subsets; None: the one that it has."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
     split_seed: Seed = 0
@@ -386,6 +369,8 @@ class DataConfig(Section):
     """Column of a file that holds the expected answer."""
     id: str | None = None
     """Column of a file that holds a unique id; None: the row's place in the file."""
+    columns: tuple[str, ...] | None = None
+    """Columns that are kept besides these three, for environment and rewards; None: all."""
     max_prompt_tokens: Positive | None = None
     """Leave longer prompts out, and say how many there were. None: a prompt that leaves no room in
     engine.max_model_len is an error."""
@@ -406,11 +391,8 @@ class DataConfig(Section):
         ):
             for key in keys:
                 if name != "word_problems" and is_set(self, key):
-                    if name not in SOURCES:
-                        try:
-                            require_source(source, name)
-                        except FileNotFoundError as error:
-                            raise ValueError(str(error)) from None
+                    if looks_like_path(name) and not Path(name).exists():
+                        raise ValueError(f"data.{source}: {missing(Path(name))}")
                     kept = type(self).model_fields[key].default
                     default = json.dumps(kept, separators=(",", ":"))
                     raise ValueError(

@@ -70,20 +70,20 @@ def load_config_of(
         if leaf == "kind" and _is_another(name, section, value):
             section.pop("options", None)
         section[leaf] = value
-    config = checked(kind, table, path)
+    config = checked(kind, table, str(path))
     if command:
         require_read(command, (override.partition("=")[0].strip() for override in overrides))
         require_read_somewhere(read_toml(path), str(path))
     return config
 
 
-def checked(kind: type[Config], table: Mapping[str, Any], path: Path) -> Config:
+def checked(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
     """The settings that a table holds.
 
     Args:
         kind: which sections there may be.
         table: of all settings.
-        path: the file it is from, for the messages.
+        of: the file it is from, for the messages.
 
     Raises:
         ValueError: as load_config_of(); a line for each key.
@@ -91,7 +91,28 @@ def checked(kind: type[Config], table: Mapping[str, Any], path: Path) -> Config:
     try:
         return kind.model_validate(table)
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_explained(error, kind, path))) from None
+        raise ValueError("\n".join(_explained(error, kind, of))) from None
+
+
+def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
+    """The settings of a run, from Python.
+
+    Args:
+        given: a file, a shipped config's name or a whole config; None: nothing is set yet.
+        settings: in its place, by section: {"steps": 8, "rollout": {"group_size": 4}}.
+
+    Raises:
+        ValueError: as of load_config_of().
+    """
+    table, of = {}, "the call"
+    if isinstance(given, TrainConfig):
+        if not settings:
+            return given
+        table = given.model_dump(exclude_unset=True)
+    elif given is not None:
+        path = _find(given, Path())
+        table, of = _read(path), str(path)
+    return checked(TrainConfig, _merged(table, settings), of)
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -163,7 +184,7 @@ _ALTERNATIVE = re.compile(r"bool|int|float|str|none|(literal|list|tuple|dict)\[.
 """How pydantic names, behind the key, which type of several a value was held against."""
 
 
-def _explained(error: pydantic.ValidationError, kind: type[Section], path: Path) -> list[str]:
+def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> list[str]:
     """A line for each key; what a key of several types may be stands in one."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     every = error.errors()
@@ -180,7 +201,7 @@ def _explained(error: pydantic.ValidationError, kind: type[Section], path: Path)
         first, *more = (str(one["msg"]) for one in reversed(several))
         said = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
         shown = next((error for error in several if error["type"] in CHOICE), several[0])
-        lines.append(_explain(shown | {"loc": where, "msg": said}, kind, path))
+        lines.append(_explain(shown | {"loc": where, "msg": said}, kind, of))
     return lines
 
 
@@ -188,14 +209,14 @@ CHOICE = ("literal_error", "enum")
 """How pydantic calls what is none of the values that there are."""
 
 
-def _explain(error: dict[str, Any], kind: type[Section], path: Path) -> str:
+def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
         return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
     if error["type"] == "extra_forbidden":
         return f"unknown config key {where}{_hint(where, _all_keys(kind))}"
     if error["type"] == "missing":
-        return f"config key {where} is required, and {path} does not set it"
+        return f"config key {where} is required, and {of} does not set it"
     if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
     section, dot, leaf = where.rpartition(".")
@@ -287,6 +308,23 @@ def found(
     known = (*also, *shipped)
     raise ValueError(
         f"{key}: expected {', '.join(known)} or {own!r}, got {name!r}{did_you_mean(name, known)}"
+    )
+
+
+def name_of(function: Callable[..., Any], *, key: str) -> str:
+    """By what name load_callable() finds it: that of its module, or of the notebook or script.
+
+    Raises:
+        ValueError: it has none there, as a lambda.
+    """
+    for module in (getattr(function, "__module__", None), "__main__"):
+        there = vars(sys.modules[module]) if module in sys.modules else {}
+        for name, value in there.items():
+            if value is function:
+                return f"{module}:{name}"
+    raise ValueError(
+        f"{key}: {function!r} has no name in a module, the notebook or the script, by which "
+        "run.json could name it: assign it to one"
     )
 
 

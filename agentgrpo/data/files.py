@@ -1,4 +1,4 @@
-"""Tasks from files: JSON lines, Parquet, and datasets that Hugging Face's `save_to_disk` wrote.
+"""Tasks from rows: of JSON lines, Parquet, datasets that `save_to_disk` wrote, and a hub's.
 
 A row's question becomes the user's message, or is a list of chat messages; the whole row but the
 question becomes the spec, with the answer under "answer". Whatever is wrong with a row is said with
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.data.hub import hub_rows, is_from_hub
 from agentgrpo.data.tasks import RowTasks
 from agentgrpo.extras import needed
 from agentgrpo.files import missing, opened, read_table
@@ -29,33 +30,50 @@ def read_tasks(
     answer: str = "answer",
     answered: bool = True,
     id: str | None = None,
+    columns: Sequence[str] | None = None,
+    subset: str | None = None,
+    split: str = "train",
     seed: int = 0,
 ) -> RowTasks:
-    """The tasks of a file or a dataset's directory.
+    """The tasks of a file, of a dataset's directory or of a hub's dataset.
 
     Args:
-        path: `*.jsonl` (blank lines are skipped), `*.parquet`, or a directory with a state.json.
+        path: `*.jsonl` (blank lines are skipped), `*.parquet`, a directory with a state.json; or
+            `owner/name`, where nothing here is called so (data/hub.py).
         question: the column of the question: text, or a list of {"role", "content"}.
         answer: the column of the expected answer.
         answered: every row must have one. False: the environment knows what is right, or a reward
             that reads other columns.
         id: the column of a unique id; None numbers the rows: "name.jsonl:17".
+        columns: which of the others are kept; None: all.
+        subset: of a hub's dataset.
+        split: of a hub's dataset.
         seed: as for RowTasks.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is of another kind, has no rows, or one is bad; starts with file:line.
     """
-    path = Path(path)
-    columns = [question, *([answer] if answered else []), *([] if id is None else [id])]
+    needed = [question, *([answer] if answered else []), *([] if id is None else [id])]
+    kept = None if columns is None else {*needed, answer, *columns}
+    digest = None
+    if is_from_hub(str(path)):
+        name, digest = f"{path} {split}", hashlib.sha256()
+        rows = _numbered(name, hub_rows(str(path), subset=subset, split=split, columns=kept))
+    else:
+        path = Path(path)
+        name, rows = path.name, _reader(path)(path)
     tasks: dict[str, Task] = {}
-    for place, number, value in _reader(path)(path):
+    for place, number, value in rows:
         try:
-            row = _row(value, columns)
+            row = _row(value, needed, kept)
+            if digest is not None:
+                digest.update(json.dumps(row, sort_keys=True).encode())
             task = Task(
-                id=f"{path.name}:{number}" if id is None else str(row[id]),
+                id=f"{name}:{number}" if id is None else str(row[id]),
                 messages=_messages(row[question], column=question),
                 spec=_spec(row, question, answer),
+                is_text=isinstance(row[question], str),
             )
             if task.id in tasks:
                 raise ValueError(f"the id {task.id!r} appears twice")
@@ -64,12 +82,16 @@ def read_tasks(
         tasks[task.id] = task
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
-    source = f"{path.name} (SHA-256 {_digest(path)})"
+    source = f"{name} (SHA-256 {_digest(Path(path)) if digest is None else digest.hexdigest()})"
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 
-Rows = Iterator[tuple[Path, int, Any]]
-"""The file a row lies in, its number there from 1, and the row."""
+Rows = Iterator[tuple[Path | str, int, Any]]
+"""The file or dataset a row lies in, its number there from 1, and the row."""
+
+
+def _numbered(name: str, rows: Iterable[Any]) -> Rows:
+    yield from ((name, number, row) for number, row in enumerate(rows, start=1))
 
 
 def _reader(path: Path) -> Callable[[Path], Rows]:
@@ -129,11 +151,12 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _row(value: Any, columns: Iterable[str]) -> dict[str, Any]:
+def _row(value: Any, needed: Iterable[str], kept: Collection[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    row = {column: _as_json(column, cell) for column, cell in value.items()}
-    for column in columns:
+    chosen = value if kept is None else {name: value[name] for name in value if name in kept}
+    row = {column: _as_json(column, cell) for column, cell in chosen.items()}
+    for column in needed:
         if row.get(column) is None:
             raise ValueError(f"no column {column!r}; the row has {sorted(row)}")
     return row
@@ -146,7 +169,7 @@ def _as_json(column: str, cell: Any) -> Any:
     try:
         return json.loads(json.dumps(cell, default=_text))
     except TypeError as error:
-        raise ValueError(f"column {column!r}: {error}; leave it out of the file") from None
+        raise ValueError(f"column {column!r}: {error}; leave it out (data.columns)") from None
 
 
 def _text(value: Any) -> str:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 from agentgrpo.config import DataConfig
-from agentgrpo.config.playing import require_source
+from agentgrpo.config.read import did_you_mean
+from agentgrpo.config.section import refuse_unread
 from agentgrpo.data import word_problems
 from agentgrpo.data.files import read_tasks
+from agentgrpo.data.hub import is_from_hub
 from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Environment
 from agentgrpo.types import Task
 from agentgrpo.usercode import WrongResult, calling
+
+NAMES = ("word_problems", "env", "split")
 
 
 def training_tasks(
@@ -30,6 +36,7 @@ def training_tasks(
     Raises:
         ValueError, FileNotFoundError: the source cannot be read; names the key, or file and line.
     """
+    _refuse_unread(config)
     if config.train == "word_problems":
         return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
     rows = _rows(config, "train", env, answers=answers, seed=seed)
@@ -42,6 +49,7 @@ def heldout_tasks(
     config: DataConfig, env: Environment | None = None, *, answers: bool = True
 ) -> list[Task]:
     """The tasks of every evaluation, in order; arguments and errors as of training_tasks()."""
+    _refuse_unread(config)
     if config.heldout_source == "word_problems":
         source = word_problems.generate("heldout", config.heldout_levels)
         return list(islice(source, config.num_heldout))
@@ -49,6 +57,20 @@ def heldout_tasks(
         rows = _rows(config, "train", env, answers=answers)
         return rows.split(config.num_heldout, config.split_seed)[0]
     return _rows(config, "heldout", env, answers=answers).rows[: config.num_heldout]
+
+
+def _refuse_unread(config: DataConfig) -> None:
+    """Refuse settings of sources that are not read."""
+    train, heldout = (
+        name not in NAMES and is_from_hub(name) for name in (config.train, config.heldout_source)
+    )
+    named = "with a hub's owner/name"
+    unread = partial(refuse_unread, config, "data")
+    unread("split", unless=train, need=f"data.train {named}")
+    unread("heldout_split", unless=heldout, need=f"data.heldout {named}")
+    unread("subset", unless=train or heldout, need=f"data.train or data.heldout {named}")
+    files = {config.train, config.heldout_source} - {*NAMES}
+    unread("columns", unless=bool(files), need="a file or dataset as data.train or data.heldout")
 
 
 def _rows(
@@ -62,11 +84,19 @@ def _rows(
     name = config.train if key == "train" else config.heldout_source
     if name == "env":
         return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
-    require_source(key, name)
-    read = read_tasks(
-        name, question=config.question, answer=config.answer, answered=answers, id=config.id,
-        seed=seed,
-    )  # fmt: skip
+    if not Path(name).exists() and not Path(name).suffix and "/" not in name:
+        raise ValueError(
+            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file, a directory that "
+            f"save_to_disk wrote or a hub's owner/name, got {name!r}{did_you_mean(name, NAMES)}"
+        )
+    try:
+        read = read_tasks(
+            name, question=config.question, answer=config.answer, answered=answers, id=config.id,
+            columns=config.columns, subset=config.subset, seed=seed,
+            split=config.split if key == "train" else config.heldout_split,
+        )  # fmt: skip
+    except OSError as error:
+        raise type(error)(f"data.{key}: {error}") from None
     begin = getattr(env, "begin", None)
     if begin is not None:
         read.rows = [_begun(begin, task) for task in read.rows]

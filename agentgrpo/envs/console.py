@@ -95,7 +95,8 @@ class ConsoleEpisode(Episode):
         rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used.counts(typed.step)}
         if outcome in self._env.line_rewards:
             rewards["line"] = self._env.line_rewards[outcome]
-        told = Observation(typed.shown + terminal.prompt, rewards=rewards, counts=counts)
+        shown = typed.shown + terminal.prompt + self._used.diverged
+        told = Observation(shown, rewards=rewards, counts=counts)
         told = replace(told, memory=typed.step.host_calls or None)
         if typed.step.more:
             return told

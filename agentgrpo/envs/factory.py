@@ -102,30 +102,31 @@ class _World:
 
     def __init__(self, world: Any, toolset: Toolset, task: Task) -> None:
         self.toolset = toolset
-        self._world, self._spec = world, task.spec
+        self.environment, self._spec = world, task.spec
+        """The instance, which reward functions in TRL's form may ask for."""
         self._begun = False
 
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            _reset(self._world, self._spec)
+            _reset(self.environment, self._spec)
 
     def _after(self, observation: Observation) -> Observation:
-        if not getattr(self._world, "done", False):
+        if not getattr(self.environment, "done", False):
             return observation
-        answer = getattr(self._world, "answer", None)
+        answer = getattr(self.environment, "answer", None)
         return replace(observation, done=True, answer=None if answer is None else str(answer))
 
     def _call(self, name: str) -> Any:
         """A method of the instance, if it has one."""
-        return getattr(self._world, name, dict)()
+        return getattr(self.environment, name, dict)()
 
     def _rewards(self, value: Any) -> Mapping[str, float]:
         if isinstance(value, Mapping):
             return value
         number = as_number(value)
         if number is None:
-            name = type(self._world).__name__
+            name = type(self.environment).__name__
             raise TypeError(f"{name}.get_reward: expected a number or named parts, got {value!r}")
         return {"environment": number}
 

@@ -26,6 +26,7 @@ from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
 Style = Literal["terminal", "labelled"]
+DIVERGED = "\n(the step that was repeated made other calls of functions of the host)"
 RESTARTED = "(the interpreter was restarted: its variables are gone)"
 
 
@@ -49,6 +50,9 @@ class Used:
         self._host = None if host_tools is None else host_tools.begin()
         self._session: Session | None = None
         self._cpu = 0.0
+        self.diverged = ""
+        """What is said of a repeated step that made other calls, so that it shows something else
+        than the step that it repeats."""
 
     def begin(self, pool: SandboxPool) -> Session:
         """A session of the pool. Raises what acquire() does."""
@@ -65,6 +69,11 @@ class Used:
         if self._host is not None:
             self._host.recall(calls or ())
 
+    def recall_again(self) -> None:
+        """The step begins anew, in another session."""
+        if self._host is not None:
+            self._host.recall_again()
+
     def counts(self, result: StepResult) -> dict[str, float]:
         """What a step has used, by the names of Rollout.stats (docs/rollouts.md)."""
         assert self._session is not None
@@ -78,7 +87,7 @@ class Used:
         }
         if self._host is None:
             return counts
-        self._host.recall(None)
+        self.diverged = "" if self._host.recall(None) else DIVERGED
         failed = sum(call.kind == "raised" for call in calls) + result.host_refused
         return counts | {
             "host_calls": float(len(calls)),
@@ -160,11 +169,13 @@ class PythonEpisode(Episode):
         result = self._run(action)
         if result.status == "infra_error" and fresh:  # no state is lost by another try
             self.close()
+            self._used.recall_again()
             result = self._run(action)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
         counts = self._used.counts(result)
         text = render(result, style=self._env.style, max_chars=self._env.max_chars)
+        text += self._used.diverged
         if result.state_lost and not self._env.stateless:
             text += f"\n{RESTARTED}"
         if self._env.stateless or (result.state_lost and action.language not in self._contexts):

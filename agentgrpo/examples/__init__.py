@@ -11,14 +11,14 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from agentgrpo.examples import functions
-from agentgrpo.recipe import almanac
-
 PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py")
 
 
 def files() -> dict[str, str]:
     """The contents of every file, by name."""
+    from agentgrpo.examples import functions  # `python -m agentgrpo.examples` imports this first
+    from agentgrpo.recipe import almanac
+
     texts = ({"id": id, "title": title, "text": text} for id, title, text in almanac.corpus())
     questions = (
         {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}

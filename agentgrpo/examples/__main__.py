@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("examples")
+
 import sys
 from pathlib import Path
 
@@ -20,7 +25,3 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

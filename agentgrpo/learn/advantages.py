@@ -165,14 +165,19 @@ def _gdpo(
     weights: Mapping[str, float],
 ) -> None:  # fmt: skip
     """GDPO (arXiv:2601.05242) as TRL computes it: z-scores of each part by group, weighted and
-    summed, then whitened over the step. A part without contrast adds nothing.
+    summed, then whitened over the step. A part without contrast adds nothing, and one that does not
+    apply to a rollout is normalised without it.
     """
     for group, rollouts in zip(groups, sound, strict=True):
         parts = [reward_parts(rollout) for rollout in rollouts]
         for name in sorted({name for part in parts for name in part}):
-            values = [part.get(name, 0.0) for part in parts]
+            pairs = zip(rollouts, parts, strict=True)
+            applies = [
+                (r, part.get(name, 0.0)) for r, part in pairs if name not in r.not_applicable
+            ]
+            values = [value for _, value in applies]
             factor = weights.get(name, 1.0) * _one_over_deviation(values)
-            for rollout, value in zip(rollouts, _checked(group, values, baseline), strict=True):
+            for (rollout, _), value in zip(applies, _checked(group, values, baseline), strict=True):
                 rollout.advantage += value * factor
     summed = [rollout.advantage for rollouts in sound for rollout in rollouts]
     if not has_contrast(summed):

@@ -262,6 +262,7 @@ class _TreeAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[_Block],
         scaling: float | None,
     ) -> Tensor:  # fmt: skip
+        query, key, value = map(_last_stride_1, (query, key, value))
         q, k, v = _by_group(query, key, value)
         # [1, T, Hq, D] as is returned, and the groups' view of it; merging in 16 bit would round
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -288,7 +289,8 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         q, k, v = _by_group(query, key, value)
-        o, g = (x[0].unflatten(1, q.shape[:2]).permute(1, 2, 0, 3) for x in (out, grad))
+        pair = (out, _last_stride_1(grad))
+        o, g = (x[0].unflatten(1, q.shape[:2]).permute(1, 2, 0, 3) for x in pair)
         dq = torch.empty_like(q)
         dk, dv = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (k, v))
         for queries, keys, causal, first in ctx.blocks:
@@ -307,6 +309,11 @@ class _TreeAttention(torch.autograd.Function):
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _last_stride_1(x: Tensor) -> Tensor:
+    """The kernels take it as given; only the dispatcher, which is not asked, would look."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

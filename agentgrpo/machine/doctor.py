@@ -5,6 +5,11 @@ Ends with status 1 if something essential is missing.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("doctor")
+
 import argparse
 import platform
 import sys
@@ -66,7 +71,3 @@ def verdict(lacking: list[str]) -> str:
     if lacking:
         return f"Nothing can be trained here before this is mended: {', '.join(lacking)}."
     return "This machine can train. What is missing above, if anything, is not essential."
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

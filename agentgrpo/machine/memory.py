@@ -10,10 +10,12 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from agentgrpo.machine.hardware import kib_of
 from agentgrpo.types import Metrics
 
+PACKAGE = Path(__file__).parent.parent
 _SAID = ("can't allocate memory", "error: out of memory", "cublas_status_alloc_failed")
 """What plain RuntimeErrors say of it: torch's on the host; the CUDA driver's, through vLLM's
 sleeping allocator ("CUDA Error: out of memory at ...") and torch; cuBLAS's workspace."""
@@ -73,6 +75,17 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     said = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in said for words in _SAID)
+
+
+def release_frames(error: BaseException) -> None:
+    """Drop what our functions held when they raised: a notebook keeps an error's frames.
+
+    Those of other code are left as they are, for a debugger.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
 
 
 def release() -> None:

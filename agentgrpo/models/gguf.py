@@ -15,6 +15,11 @@ attn_q and attn_k is llama.cpp's (convert_hf_to_gguf.py).
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("gguf")
+
 import argparse
 import hashlib
 import json
@@ -73,8 +78,10 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> bool:
         _write_model(gguf_path, partial)
         _write_json(partial / MARKER, source)
         partial.rename(out_dir)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial)
+        if isinstance(error, OSError) and _is_import_of(out_dir, source):
+            return False  # another process was first
         raise
     return True
 
@@ -323,7 +330,3 @@ def main(arguments: list[str]) -> int:
     else:
         print(f"{options.out_dir}: already there, nothing to do")  # noqa: T201
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -159,8 +159,9 @@ def _parts_normalised(
         earned = [_parts(rollout) for rollout in rollouts]
         total = np.zeros((len(rollouts), 1))
         for name in sorted(set().union(*earned)):
-            values = np.array([[part.get(name, 0.0)] for part in earned])
-            total = total + weights.get(name, 1.0) * _centred(values, loss) * _scale(values)
+            applies = [name not in rollout.not_applicable for rollout in rollouts]
+            values = np.array([[part.get(name, 0.0)] for part in earned])[applies]
+            total[applies] += weights.get(name, 1.0) * _centred(values, loss) * _scale(values)
         sums.append(total)
     every = np.concatenate([total.ravel() for total in sums] or [np.zeros(0)])
     if every.size < 2 or every.max() - every.min() <= CONTRAST:

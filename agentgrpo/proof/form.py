@@ -24,7 +24,8 @@ NUMBERS: Mapping[Any, frozenset[type]] = {
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {part.name: hints[part.name] for part in fields(kind)}
+    recorded = (part.name for part in fields(kind) if part.metadata.get("recorded", True))
+    return {name: hints[name] for name in recorded}
 
 
 @cache
@@ -50,6 +51,9 @@ def form_faults(kind: Any, value: Any, name: str) -> Iterator[str]:
     elif kind in NUMBERS:
         if type(value) not in NUMBERS[kind] or not math.isfinite(value):
             yield f"{name}: {value!r:.40} is not a finite {kind.__name__}"
+    elif kind is bool:
+        if type(value) is not bool:
+            yield f"{name}: {value!r:.40} is not true or false"
     elif kind is not Any and not isinstance(value, str if _is_text(kind) else dict):
         yield f"{name}: {value!r:.40} is not of its type"
 

@@ -17,11 +17,15 @@ and training from its last checkpoint.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("curriculum")
+
 import argparse
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -365,7 +369,3 @@ def main(arguments: list[str]) -> int:
         lambda parser: parser.add_argument("--part", default="", help=argparse.SUPPRESS),
         plan=plan, saved=SAVED,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

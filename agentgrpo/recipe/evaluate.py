@@ -11,10 +11,14 @@ and there is one report.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("evaluate")
+
 import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +180,3 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str]) -> int:
     """Parse the command line, play, print. Returns the exit status."""
     return command("evaluate", __doc__, arguments, prepared, _options, plan=plan)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

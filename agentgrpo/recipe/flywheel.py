@@ -21,10 +21,14 @@ left out and begins again next time. Sampling depends on what else is in flight:
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("flywheel")
+
 import contextlib
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -362,7 +366,3 @@ def main(arguments: list[str]) -> int:
     return command(
         "flywheel", __doc__, arguments, lambda recipe, _: prepared(recipe), plan=plan, saved=SAVED
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

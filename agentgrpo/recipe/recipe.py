@@ -15,8 +15,12 @@ who played which role, and where the time went.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("recipe")
+
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,7 +207,3 @@ def main(arguments: list[str]) -> int:
         lambda recipe, args: prepared(recipe, [args.config, *args.overrides]),
         plan=plan, saved=SAVED,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,9 +17,13 @@ negative log-likelihood per trained token, over all of a step. vLLM is not start
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("sft")
+
 import contextlib
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -365,7 +369,3 @@ def main(arguments: list[str]) -> int:
     return command(
         "sft", __doc__, arguments, lambda recipe, _: prepared(recipe), plan=plan, saved=SAVED
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -79,7 +79,8 @@ async def score_async(group: Group, reward: Reward, *, limit_s: float | None = N
     for index, rollout in enumerate(group.rollouts):
         if rollout.status is Status.INFRA_ERROR:
             continue
-        given = await ask(reward, rollout, index, _given, limit_s=limit_s)
+        call, task = functools.partial(reward, rollout), group.task.id
+        given = await ask(call, task, index, _given, limit_s=limit_s)
         if given.keys() & rollout.rewards.keys():
             raise ValueError(
                 f"task {group.task.id}: both the environment and the reward give "
@@ -96,15 +97,15 @@ def _given(parts: Any) -> dict[str, float]:
 
 
 async def ask(
-    function: Callable[[Any], Any], of: Any, index: int, read: Callable[[Any], Made], *,
+    function: Callable[[], Any], task: str, index: int | None, read: Callable[[Any], Made], *,
     what: str = "", limit_s: float | None = None,
 ) -> Made:  # fmt: skip
-    """What a reward function, a coroutine or not, says of a rollout.
+    """What a reward function, a coroutine or not, says of a rollout, or of a group.
 
     Args:
-        function: of the user's or shipped.
-        of: what it is given: a Rollout, or what has one as `rollout`.
-        index: of the rollout in its group.
+        function: of the user's or shipped, with what it is given (functools.partial).
+        task: its id.
+        index: of the rollout in its group; None: it is asked for all of them.
         read: what is made of it; may raise a WrongResult.
         what: the function in words.
         limit_s: seconds that it may take. A coroutine is cancelled then; what blocks ends the run.
@@ -112,10 +113,9 @@ async def ask(
     Raises:
         UserCodeError: see calling().
     """
-    task = getattr(of, "rollout", of).task.id
     what = what or f"the reward {name_of(function)}"
     with calling(function, what, task=task, rollout=index, limit_s=limit_s):
-        value = function(of)
+        value = function()
         if not inspect.isawaitable(value):
             return read(value)
     longest = None if limit_s is None else 2 * limit_s  # of one that keeps the loop for itself

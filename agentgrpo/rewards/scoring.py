@@ -12,7 +12,9 @@ A function takes a RolloutView and returns one of
     None                            this rollout cannot be scored: it leaves its group's baseline,
                                     as one that the machine broke, also with on_error = "raise"
 
-each times the function's weight. It may be `async def`: those of all rollouts of a step wait for
+each times the function's weight. A function with a parameter `completions` is in TRL's form, and is
+called as those are (rewards/trl.py); all of them together are then the reward, unless reward.kind
+names another besides. A function may be `async def`: those of all rollouts of a step wait for
 one another's network, not in line. One that raises is the machine's failure, not the policy's: the
 rollout is set to Status.INFRA_ERROR with a message that names task, rollout and function, or the
 run stops there (reward.on_error = "raise").
@@ -27,131 +29,35 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import found
 from agentgrpo.rewards.efficiency import add_efficiency, decay
 from agentgrpo.rewards.rewards import Reward, ask, score, score_async
+from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
+from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
-from agentgrpo.usercode import UserCodeError, WrongResult, event_loop, said_of
-
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
-
-
-@dataclass(frozen=True)
-class RolloutView:
-    """What a reward function sees of a finished rollout; text is decoded when it is asked for."""
-
-    rollout: Rollout
-    decode: Decode
-
-    @property
-    def task(self) -> Task:
-        """With the hidden spec."""
-        return self.rollout.task
-
-    @property
-    def answer(self) -> str | None:
-        return self.rollout.answer
-
-    @property
-    def stats(self) -> Mapping[str, float]:
-        """Counts and costs of the episode: turns, tool_calls, tool_errors, ..."""
-        return self.rollout.stats
-
-    @cached_property
-    def turns(self) -> tuple[str, ...]:
-        """What the policy wrote, turn by turn."""
-        return tuple(
-            self.decode(s.token_ids.tolist()) for s in self.rollout.all_segments if s.sampled
-        )
-
-    @property
-    def text(self) -> str:
-        """All that the policy wrote, and nothing that it was shown."""
-        return "\n".join(self.turns)
-
-    @cached_property
-    def observations(self) -> tuple[str, ...]:
-        """What it was shown after the prompt: tools' answers with the template around them."""
-        given = [s for row in self.rollout.rows for s in row[1:] if not s.sampled]
-        return tuple(self.decode(s.token_ids.tolist()) for s in given)
-
-    @property
-    def turn_spans(self) -> tuple[tuple[int, int], ...]:
-        """Token range of each turn, for SpanReward."""
-        spans, start = [], 0
-        for segment in self.rollout.all_segments:
-            end = start + len(segment.token_ids)
-            if segment.sampled:
-                spans.append((start, end))
-            start = end
-        return tuple(spans)
-
-    def cost(self, name: str) -> float:
-        """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds.
-
-        Raises:
-            ValueError: nobody recorded it; the message lists what was.
-        """
-        if name not in self.stats:
-            raise ValueError(f"no cost {name!r} was recorded, only {', '.join(sorted(self.stats))}")
-        return self.stats[name]
-
-
-def tool_cost(view: RolloutView) -> float:
-    """Minus one for every tool call, those of sandbox.host_tools by the policy's code included."""
-    return -view.cost("tool_calls") - view.stats.get("host_calls", 0.0)
-
-
-def tool_errors(view: RolloutView) -> float:
-    """Minus the share of tool calls that failed."""
-    return -view.cost("tool_errors") / max(1.0, view.cost("tool_calls"))
-
-
-def syntax_errors(view: RolloutView) -> float:
-    """Minus the share of tool calls whose answer tells of a syntax error."""
-    told = sum("SyntaxError" in text or "IndentationError" in text for text in view.observations)
-    return -told / max(1.0, view.cost("tool_calls"))
-
-
-def length(view: RolloutView) -> float:
-    """Minus the sampled tokens, in thousands."""
-    return -view.rollout.num_sampled / 1000
-
-
-def efficiency(view: RolloutView) -> float:
-    """One over the turns it took, for a rollout that solved its task."""
-    if view.rollout.solved is None:
-        raise ValueError("neither the environment nor reward.kind says what is solved")
-    return view.rollout.solved / max(1.0, view.cost("turns"))
-
-
-def exact(view: RolloutView) -> float:
-    """One for an answer that is the expected text, but for space around it."""
-    expected = view.task.spec.get("answer")
-    if expected is None:
-        raise ValueError("the task's spec has no 'answer'")
-    return float(view.answer is not None and view.answer.strip() == str(expected).strip())
-
-
-BUILT_IN: dict[str, Callable[[RolloutView], float]] = {
-    function.__name__: function
-    for function in (tool_cost, tool_errors, syntax_errors, length, efficiency, exact)
-}
+from agentgrpo.usercode import UserCodeError, WrongResult, calling, event_loop, said_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
     name: str
     weight: float
-    call: Callable[[RolloutView], Any]
+    call: Callable[..., Any]
+    of_group: bool
+    """It is in TRL's form."""
+
+    @property
+    def said(self) -> str:
+        """In words."""
+        return f"the reward function {self.name}"
 
 
 def score_all(
@@ -193,6 +99,9 @@ class Scoring:
         self._limit_s = limit_s
         self._config, self._total_steps = config, total_steps
         self._functions = [_load(name, weight) for name, weight in config.functions.items()]
+        self._logged: defaultdict[str, list[float]] = defaultdict(list)
+        self.steps_done: Callable[[], int] = lambda: 0
+        """The learner's optimizer steps so far, for functions in TRL's form."""
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
@@ -214,27 +123,49 @@ class Scoring:
         else:
             in_background(work).result()
 
+    def require_columns(self, task: Task, *, environments: bool) -> None:
+        """That there is what functions in TRL's form ask for: columns of the task, environments.
+
+        Raises:
+            ValueError: it lacks one; names the function and the column.
+        """
+        for function in self._functions:
+            if function.of_group:
+                name, call = function.name, function.call
+                require_columns(name, call, task.spec, environments=environments)
+
+    def view(self, rollout: Rollout) -> RolloutView:
+        """A rollout as functions see it."""
+        return RolloutView(rollout, self._decode)
+
+    def take_logged(self) -> dict[str, list[float]]:
+        """What functions have given to log_metric since this was last asked, by name."""
+        taken, self._logged = dict(self._logged), defaultdict(list)
+        return taken
+
     def begin(self, group: Group, *, step: int | None = None) -> Future[None] | None:
         """Begin to score a group in the background; None with reward.overlap = false."""
         return None if self._own_loop is not None else in_background(self._score([group], step))
 
     async def _score(self, groups: Sequence[Group], step: int | None) -> None:
-        rollouts = [
-            (index, rollout)
+        sound = [
+            [(i, r) for i, r in enumerate(group.rollouts) if r.status is not Status.INFRA_ERROR]
             for group in groups
-            for index, rollout in enumerate(group.rollouts)
-            if rollout.status is not Status.INFRA_ERROR
         ]
         for group in groups:
             await score_async(group, self._base, limit_s=self._limit_s)
         if self._functions:
-            await self._apply_all(rollouts)
+            await asyncio.gather(*(self._apply_all(rollouts) for rollouts in sound if rollouts))
         if self._config.solved_at is not None:
-            for _, rollout in rollouts:
-                rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
+            for rollouts in sound:
+                for _, rollout in rollouts:
+                    rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
         if step is not None:
             for group in groups:
                 self._compare(group, step)
+        for group in groups:
+            for rollout in group.rollouts:
+                rollout.environment = None
 
     def _compare(self, group: Group, step: int) -> None:
         """Reward spending less than one's siblings, where the config says so."""
@@ -245,21 +176,56 @@ class Scoring:
             add_efficiency(group, sigma_tool=tool, sigma_length=length)
 
     async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
-        await asyncio.gather(*(self._apply(index, rollout) for index, rollout in rollouts))
-
-    async def _apply(self, index: int, rollout: Rollout) -> None:
-        view = RolloutView(rollout, self._decode)
-        for function in self._functions:
-            what, task = f"the reward function {function.name}", rollout.task.id
-            read = partial(_parts, rollout, function)
-            try:
-                parts = await ask(
-                    function.call, view, index, read, what=what, limit_s=self._limit_s
+        """Apply all functions to the sound rollouts of a group, in order."""
+        views = [self.view(rollout) for _, rollout in rollouts]
+        of_group = {
+            function.name: asyncio.ensure_future(
+                values_of_group(
+                    function.call, views, what=function.said, limit_s=self._limit_s,
+                    step=self.steps_done(), total_steps=self._total_steps, logged=self._logged,
                 )
+            )
+            for function in self._functions
+            if function.of_group
+        }  # fmt: skip
+
+        async def parts_of(function: _Function, place: int) -> dict[str, float] | None:
+            index, rollout = rollouts[place]
+            task, read = rollout.task.id, partial(_parts, rollout, function)
+            if not function.of_group:
+                call = partial(function.call, views[place])
+                return await ask(call, task, index, read, what=function.said, limit_s=self._limit_s)
+            value = (await of_group[function.name])[place]
+            if value is None:
+                rollout.not_applicable.append(function.name)
+                return {}
+            with calling(function.call, function.said, task=task, rollout=index):
+                return read(value)
+
+        try:
+            await asyncio.gather(
+                *(self._apply(i, r, place, parts_of) for place, (i, r) in enumerate(rollouts))
+            )
+        finally:
+            for asked in of_group.values():
+                asked.cancel()
+            await asyncio.gather(*of_group.values(), return_exceptions=True)
+
+    async def _apply(
+        self, index: int, rollout: Rollout, place: int,
+        parts_of: Callable[[_Function, int], Coroutine[Any, Any, dict[str, float] | None]],
+    ) -> None:  # fmt: skip
+        task = rollout.task.id
+        for function in self._functions:
+            try:
+                parts = await parts_of(function, place)
             except Exception as error:
-                failed = error
                 if not isinstance(error, UserCodeError):  # a shipped one
-                    failed = UserCodeError(what, said_of(error), task=task, rollout=index)
+                    failed = UserCodeError(function.said, said_of(error), task=task, rollout=index)
+                else:  # of a group it is every rollout's
+                    failed = UserCodeError(
+                        error.what, error.said, error.where, task=task, rollout=index
+                    )
                 # sys.exit() and its like were never meant for one rollout
                 left = not isinstance(error.__cause__, Exception | None)
                 if self._raise or left:
@@ -269,9 +235,12 @@ class Scoring:
                     rollout.rewards |= parts
                     continue
                 said = "gave None: this rollout cannot be scored"
-                failed = UserCodeError(what, said, task=task, rollout=index)
+                failed = UserCodeError(function.said, said, task=task, rollout=index)
             rollout.status, rollout.error = Status.INFRA_ERROR, str(failed)
             return
+        if rollout.not_applicable and not rollout.rewards and not rollout.span_rewards:
+            rollout.status = Status.INFRA_ERROR  # as in TRL: no zero, and no part of the baseline
+            rollout.error = f"task {task!r}, rollout {index}: no reward function applies"
 
 
 class Beside:
@@ -330,7 +299,8 @@ def reward_function(name: str) -> Callable[[RolloutView], Any]:
 
 
 def _load(name: str, weight: float) -> _Function:
-    return _Function(name.rpartition(":")[2], weight, reward_function(name))
+    function = reward_function(name)
+    return _Function(name.rpartition(":")[2], weight, function, is_trl_form(function))
 
 
 def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float] | None:

@@ -14,6 +14,14 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Task
 
 
+def as_task(task: Task | str, id: str) -> Task:
+    """A task; of a text, that of one user message."""
+    if isinstance(task, Task):
+        return task
+    message = {"role": "user", "content": task}
+    return Task(id=id, messages=(message,), spec={}, is_text=True)
+
+
 def generate(
     tasks: Sequence[Task | str],
     engine: Decoder,
@@ -43,12 +51,7 @@ def generate(
         One group per task, in order, each with its n rollouts in index order, unscored but for
         what the environment gives.
     """
-    made = [
-        task
-        if isinstance(task, Task)
-        else Task(id=str(i), messages=({"role": "user", "content": task},), spec={})
-        for i, task in enumerate(tasks)
-    ]
+    made = [as_task(task, str(i)) for i, task in enumerate(tasks)]
     config = config or RolloutConfig()
     chat = ChatTemplate(tokenizer, config.template_options)
     sampler = Sampler(engine, agent, env, chat, config, max_live=max_live)

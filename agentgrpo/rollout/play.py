@@ -492,6 +492,7 @@ class Play:
         live = self._live.pop(index)
         live.took("finish_s")
         rollout = live.rollout
+        rollout.environment = getattr(live.episode, "environment", None)
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         self._record(index, rollout)

@@ -154,6 +154,8 @@ class TeamSampler(AnySampler):
                 )
             finally:
                 self._leader.finish()
+        for rollout in (rollout for group in played for rollout in group.rollouts):
+            rollout.environment = None  # of a user's class, which need not be one that pickles
         groups = self._team.tell(played)
         first = sum(map(len, shares[: self._team.place]))
         return groups[first : first + len(tasks)], stats

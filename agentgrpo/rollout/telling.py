@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentgrpo.actions import Action, Message, Observation, Schema
+from agentgrpo.actions import Action, CallTools, Message, Observation, Schema
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
@@ -84,6 +84,16 @@ def tell(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
     said = said_by(agent, action, shown)
+    end = _append(live, said, agent, chat, config)
+    if end is None:
+        calls = action.calls + action.refused if isinstance(action, CallTools) else ()
+        live.rollout.told.append(([(call.name, call.arguments) for call in calls], said))
+    return end
+
+
+def _append(
+    live: Live, said: str | list[Message], agent: Agent, chat: ChatTemplate, config: RolloutConfig
+) -> Status | None:
     texts = [said] if isinstance(said, str) else [m.get("content") for m in said]
     if any(isinstance(t, str) and chat.exceeds(t, live.spent.max_length) for t in texts):
         return Status.TRUNCATED_LENGTH  # whatever the agent made of what was cut

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,17 +16,10 @@ from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
 
-@contextlib.contextmanager
-def locked(out_dir: Path) -> Iterator[IO[str]]:
-    """Make out_dir this run's; the lock goes with rank 0's file object.
-
-    Raises:
-        ValueError: it is another's, or cannot be.
-    """
+def locked(out_dir: Path) -> IO[str]:
+    """Make out_dir this run's, until the file is closed; ranks but 0 get one that locks nothing."""
     if parallel.rank() > 0:
-        with Path(os.devnull).open("w") as file:
-            yield file
-        return
+        return Path(os.devnull).open("w")
     require_folder(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
@@ -36,8 +28,7 @@ def locked(out_dir: Path) -> Iterator[IO[str]]:
     except BlockingIOError:
         file.close()
         raise ValueError(f"out_dir {str(out_dir)!r} is in use by another run") from None
-    with file:
-        yield file
+    return file
 
 
 MAY_CHANGE = {

@@ -5,15 +5,20 @@ process run. So each command has a guard, a small process of its own. The kernel
 signal writes its number to the guard, whatever this process does. The guard says it back, to a
 thread that ends the process when it does not end by itself after the second one; and where even
 that thread cannot run, it kills the process.
+
+A forked child, such as a worker of a multiprocessing.Pool, has none of this: a signal to it is not
+one to this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -31,17 +36,19 @@ OVERDUE = signal.SIGRTMIN + 7
 """Sent by this process to its main thread where a call has taken too long."""
 INTERRUPTED, FAILED = 130, 3
 GUARD = f"""
-import os, select, signal, time
+import os, select, signal, sys, time
 for number in {tuple(map(int, SIGNALS))}:
     signal.signal(number, signal.SIG_IGN)
-parent, asked, kill_at = os.getppid(), 0, None
+parent, asked, kill_at = int(sys.argv[1]), 0, None
 while os.getppid() == parent:
     if kill_at and time.monotonic() > kill_at:
         os.write(2, b"interrupted: code that keeps Python's lock was killed\\n")
         os.kill(parent, signal.SIGKILL)
         break
     if select.select([0], [], [], 0.2 if kill_at else 1.0)[0]:
-        asked += sum(number in {tuple(map(int, SIGNALS))} for number in os.read(0, 64))
+        if not (numbers := os.read(0, 64)):
+            break
+        asked += sum(number in {tuple(map(int, SIGNALS))} for number in numbers)
         if asked > 1 and not kill_at:
             kill_at = time.monotonic() + {KILL_S}
             os.write(1, b"2")
@@ -58,24 +65,19 @@ def guarded() -> Iterator[None]:
         yield  # only the main thread may handle signals
         return
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        start_new_session=True,
+        [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid())], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert guard.stdin is not None
     os.set_blocking(guard.stdin.fileno(), False)
     wakes = signal.set_wakeup_fd(guard.stdin.fileno(), warn_on_full_buffer=False)
-    ended, overdue = threading.Event(), SimpleQueue[str]()
+    _pipes.append(guard.stdin.fileno())
+    ended = threading.Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         raise usercode.Interrupted
 
-    def on_overdue(number: int, frame: FrameType | None) -> None:
-        raise usercode.Overdue(overdue.get())
-
     def end_overdue(said: str) -> None:
-        """Stop the main thread with an error; end the process, if it does not stop."""
-        overdue.put(said)
-        signal.pthread_kill(main, OVERDUE)
         if not ended.wait(GRACE_S):
             _end(f"error: {said}", FAILED)
 
@@ -87,30 +89,121 @@ def guarded() -> Iterator[None]:
             hangs = "".join(f", in {call.described()}" for call in usercode.under_way()[:1])
             _end(f"interrupted{hangs}", INTERRUPTED)
 
-    main = threading.main_thread().ident or 0
-    before = {OVERDUE: signal.signal(OVERDUE, on_overdue)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
+    nobodys = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if nobodys:
+        signal.signal(signal.SIGINT, on_interrupt)
     threading.Thread(target=end_after_two, daemon=True).start()
-    usercode.ends.append(end_overdue)
     try:
-        yield
+        with overdue_raised(end_overdue):
+            yield
     finally:
         ended.set()
-        usercode.ends.remove(end_overdue)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if nobodys:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(wakes)
+        _pipes.pop()
         guard.kill()
         guard.stdin.close()
         guard.wait()
 
 
+@contextlib.contextmanager
+def overdue_raised(then: Callable[[str], None]) -> Iterator[None]:
+    """Within this a call that takes too long raises Overdue in the main thread, which this is.
+
+    Args:
+        then: told of it after that, on another thread.
+    """
+    main, overdue = threading.get_ident(), SimpleQueue[str]()
+    left, leaving = False, threading.Lock()
+
+    def on_overdue(number: int, frame: FrameType | None) -> None:
+        if not left:
+            raise usercode.Overdue(overdue.get())
+
+    def end_overdue(said: str) -> None:
+        with leaving:
+            if left:
+                return
+            overdue.put(said)
+            signal.pthread_kill(main, OVERDUE)
+        then(said)
+
+    signal.signal(OVERDUE, on_overdue)
+    usercode.ends.append(end_overdue)
+    try:
+        yield
+    finally:
+        left = True  # the handler stays, and does nothing: a signal may be on its way
+        with leaving:
+            usercode.ends.remove(end_overdue)
+
+
+@contextlib.contextmanager
+def timeouts() -> Iterator[None]:
+    """The same in a program of somebody else's, such as a notebook, which nothing of ours ends.
+
+    Raises:
+        TimeoutError: a call has taken too long. Its thread is left to itself.
+    """
+    if usercode.ends or threading.current_thread() is not threading.main_thread():
+        yield  # a command's; or no signal can be handled
+        return
+    try:
+        with overdue_raised(lambda said: None):
+            yield
+    except usercode.Overdue as error:
+        usercode.event_loop.cache_clear()  # the next one's calls must not wait for this one
+        raise TimeoutError(str(error)) from None
+
+
+_pipes: list[int] = []
+"""To the guards: what set_wakeup_fd() was given."""
+_masked = threading.local()
+
+
+def _before_fork() -> None:
+    """Until the child has let go of the pipe and the handlers, signals wait."""
+    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masked.before)
+
+
+def _in_child() -> None:
+    if _pipes:
+        signal.set_wakeup_fd(-1)
+    for number in (*SIGNALS, OVERDUE):
+        if getattr(signal.getsignal(number), "__module__", None) == __name__:
+            ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if ctrl_c else signal.SIG_DFL)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+
+
 def _end(said: str, status: int) -> None:
     """End the process as it stands: every line of its records is on its way to the disk."""
-    print(said, file=sys.stderr, flush=True)  # noqa: T201
-    sys.stdout.flush()
+    usercode.tell(said)
+    usercode.flush()
     os._exit(status)
+
+
+def _leave_closed_terminals() -> None:
+    """Standard output and errors that are a terminal which is gone: lines are lost from now on.
+
+    Whoever writes them: an error of print() in a reward would end what is to be saved.
+    """
+    for stream in (1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # another one where it never was a terminal
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -141,6 +234,8 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
+        if number == signal.SIGHUP:
+            _leave_closed_terminals()
         restore()
         words.put("stopping after this step, then saving; Ctrl-C again: at once, unsaved")
 

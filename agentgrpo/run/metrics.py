@@ -73,8 +73,8 @@ class RunLog:
         if parallel.rank() == 0:
             self._heads = {name: head_of(out_dir / name) for name in FILES}
 
-    def write(self, step: int, **areas: Metrics) -> None:
-        """One line of metrics.jsonl: the step and `area/name: value` for all."""
+    def write(self, step: int, **areas: Metrics) -> Metrics:
+        """One line of metrics.jsonl: the step and `area/name: value` for all, which it returns."""
         numbers = {
             f"{area}/{name}": value
             for area, metrics in areas.items()
@@ -85,6 +85,7 @@ class RunLog:
         self._seal()
         for tracker in self._trackers:
             tracker.write(step, numbers)
+        return numbers
 
     def solved(self) -> dict[int, float]:
         """The share of held-out tasks solved, by step, as recorded; empty on other ranks."""

@@ -29,10 +29,13 @@ class Lasting:
     What is written then is lost, and the run goes on.
     """
 
+    def __init__(self) -> None:
+        self._file = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
     def write(self, text: str) -> int:
         """As a file's."""
         try:
-            sys.stdout.write(text)
+            self._file.write(text)
         except OSError:
             self._let_go()
         return len(text)
@@ -40,7 +43,7 @@ class Lasting:
     def flush(self) -> None:
         """As a file's."""
         try:
-            sys.stdout.flush()
+            self._file.flush()
         except OSError:
             self._let_go()
 
@@ -51,7 +54,7 @@ class Lasting:
         os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+        return getattr(self._file, name)
 
 
 class Progress:

@@ -8,6 +8,11 @@ of Rollout becomes follows from its type, so a new field is recorded without a l
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("export")
+
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +37,8 @@ PLACE = ("step", "split", "group", "index", "previous_hash", "flywheel")
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as JSON values; read_rollout() gives it back exactly."""
-    return {field.name: _plain(getattr(rollout, field.name)) for field in fields(Rollout)}
+    recorded = (f.name for f in fields(Rollout) if f.metadata.get("recorded", True))
+    return {name: _plain(getattr(rollout, name)) for name in recorded}
 
 
 def require_recordable(task: Task) -> None:
@@ -213,7 +219,3 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,10 @@
 """The sandbox alone: examine this machine, attack it, time it, prepare environments."""
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("sandbox")
+
 import argparse
 import sys
 import time
@@ -115,7 +120,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,9 +8,10 @@ import time
 from typing import Any
 
 from agentgrpo.sandbox.guest.wire import Malformed, decode, encode
-from agentgrpo.sandbox.host_tools import HostCall, HostCalls, HostFailed
+from agentgrpo.sandbox.host_tools import MAX_REFUSED, HostCall, HostCalls, HostFailed
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import MAX_FIELDS, Ending, RawStep, Stream
+from agentgrpo.sandbox.result import StepStatus
 
 SOON = 1e-6
 
@@ -37,9 +38,15 @@ class Conversation:
         self._asked: tuple[str, bytes] | None = None
         self.calls: list[HostCall] = []
         """Those that were made."""
-        self.refused = 0
-        self.failed = ""
-        """What of the machine failed, if a function says so."""
+        self.told: list[HostCall] = []
+        """Those and the refused ones, in order."""
+        self.over: tuple[StepStatus, str] | None = None
+        """What ends the session: a failure of the machine, or too many refused calls."""
+
+    @property
+    def refused(self) -> int:
+        """Calls that the budget did not allow."""
+        return len(self.told) - len(self.calls)
 
     def goes_on(self, part: RawStep) -> bool:
         """Take what a part came to; whether it asks for a call: then answer() is next."""
@@ -68,14 +75,18 @@ class Conversation:
         except Malformed:  # as what it is: an answer of no kind that ends a step
             return None
         except HostFailed as error:
-            self.failed = str(error)
+            self.over = StepStatus.INFRA_ERROR, str(error)
             return None
+        self.told.append(call)
         if made:
             self.calls.append(call)
-        else:
-            self.refused += 1
+        elif self.refused > MAX_REFUSED:
+            status = StepStatus.TIMEOUT_KILLED if self._raw[1] else StepStatus.PROTOCOL_ERROR
+            self.over = status, f"more than {MAX_REFUSED} calls over the budget"
+            return None
         self._number += 1
-        return self._next(encode(self._number, [call.kind.encode(), *call.told]))
+        kind = b"returned" if call.kind == "returned" else b"raised"
+        return self._next(encode(self._number, [kind, *call.told]))
 
     def _next(self, request: bytes) -> tuple[Any, ...]:
         """After an interrupt no other follows, only the end."""

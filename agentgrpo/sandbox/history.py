@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
     state_lost: bool
     digest: int
     calls: tuple[HostCall, ...] = ()
-    """Of functions of the host."""
+    """Of functions of the host, the refused ones too."""
 
     @property
     def repeatable(self) -> bool:

@@ -11,21 +11,23 @@ import builtins
 import inspect
 import json
 import keyword
+import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxInfraError, printable
 from agentgrpo.sandbox.guest.data import NotData, read, spell
 from agentgrpo.sandbox.guest.wire import Malformed
+from agentgrpo.usercode import event_loop
 
 Function = Callable[..., Any]
 Cached = Literal["no", "rollout", "run"]
@@ -33,6 +35,14 @@ MAX_TEXT = 2000
 """Characters of an exception's text."""
 MAX_RUNNING = 1024
 """Calls under way at once, those included that nobody waits for any more."""
+MAX_REFUSED = 1000
+"""Calls over the budget in one step; the next one ends the session."""
+LOOP_S = 1.0
+"""How soon the event loop of the coroutines must answer; otherwise one of them blocks it."""
+SECRET = re.compile(
+    r"(key|token|secret|password|passwd|passphrase|pwd|credential|auth)s?$", re.IGNORECASE
+)
+"""How a word of a parameter's name ends that is likely to hold a secret."""
 CACHE_MIB = 256
 SLICE_S = 0.05
 """How soon a wait for a function notices that its session was closed."""
@@ -83,7 +93,7 @@ class HostCall(NamedTuple):
     arguments: bytes
     """As data: ``[positional, named]``."""
     kind: str
-    """returned or raised."""
+    """returned, raised, or refused: over the budget, and so not made (without its arguments)."""
     told: tuple[bytes, ...]
     """The data, or the exception's name and text."""
     seconds: float
@@ -103,17 +113,21 @@ class HostTool:
     """A function of the host.
 
     Args:
-        function: may be a coroutine function. Arguments are checked against its annotations.
+        function: may be a coroutine function. Arguments are checked against its annotations. Of a
+            functools.partial, what is bound is neither shown nor to be set.
 
     Raises:
-        ValueError: it has no name that a session could call it by, or an annotation cannot be
-            checked.
+        ValueError: it has no name that a session could call it by, an annotation cannot be
+            checked, or a default is not for a policy to see.
     """
 
     def __init__(self, function: Function) -> None:
         import pydantic  # takes a while, and most sessions have no host tools
 
-        name = getattr(function, "__name__", None)
+        own: Any = function
+        while isinstance(own, partial):
+            own = own.func
+        name = getattr(function, "__name__", getattr(own, "__name__", None))
         if not callable(function) or not isinstance(name, str):
             raise InvalidArgumentException(f"host_tools: expected functions, got {function!r:.80}")
         if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
@@ -123,28 +137,84 @@ class HostTool:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function)
         try:
-            signature = self._signature = inspect.signature(function, eval_str=True)
-            self.call = pydantic.validate_call(function)
+            signature = self._signature = _to_be_set(function, own)
+            self.call = pydantic.validate_call(_with_signature(function, signature))
         except (NameError, TypeError, ValueError, pydantic.PydanticUserError) as error:
             raise InvalidArgumentException(f"host_tools: {name}: {error}") from error
         self.line = f"def {name}{signature}:"
-        self.doc = inspect.getdoc(function) or ""
+        self.doc = inspect.getdoc(own) or ""
 
     def key(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[str, str]:
-        """What the calls with the same arguments have in common, however they were given."""
+        """What the calls with the same arguments have in common, by position or by name. Nothing
+        but data that was read is in it: a parameter that was left out is not.
+        """
         try:
-            bound = self._signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given: Any = bound.arguments
+            given: Any = self._signature.bind(*args, **kwargs).arguments
         except TypeError:  # the function will say so
             given = [args, kwargs]
-        return self.name, json.dumps(given, sort_keys=True, default=repr)
+        return self.name, json.dumps(given, sort_keys=True)
 
     @property
     def shown(self) -> str:
         """The def line with the docstring, as a policy is shown it."""
         lines = f'"""{self.doc}"""' if self.doc else "..."
         return f"{self.line}\n" + "\n".join(f"    {x}".rstrip() for x in lines.split("\n"))
+
+
+def _to_be_set(function: Function, own: Function) -> inspect.Signature:
+    """The signature without what functools.partial has bound by name.
+
+    Raises:
+        ValueError: a default is no data, looks like a secret, or is that of a keyword-only one.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    bound = function.keywords if isinstance(function, partial) else {}
+    left = [one for one in signature.parameters.values() if one.name not in bound]
+    kinds = inspect.signature(own).parameters  # partial() makes some keyword-only
+    for one in left:
+        if one.default is one.empty:
+            continue
+        why = ""
+        if one.name in kinds and kinds[one.name].kind is one.KEYWORD_ONLY:
+            why = "is keyword-only"
+        elif _is_secret(one.name, one.default):
+            why = "looks like a secret"
+        else:
+            try:
+                spell(one.default, 1 << 20)
+            except NotData:
+                why = f"is no data (a {type(one.default).__name__})"
+        if why:
+            raise ValueError(
+                f"the default of {one.name} {why}: every parameter and its default is shown to "
+                "the policy, which can set it. Bind what is not for it: functools.partial("
+                f"{own.__name__}, {one.name}=...); what is for it is positional, with data"
+            )
+    return signature.replace(parameters=left)
+
+
+def _is_secret(name: str, default: Any) -> bool:
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    holds = isinstance(default, (str, list, dict)) and bool(default)
+    return holds and any(SECRET.search(word) for word in words)
+
+
+def _with_signature(function: Function, signature: inspect.Signature) -> Function:
+    """It, or for a partial what takes only the parameters that are left."""
+    if not isinstance(function, partial):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    given: Any = call
+    given.__signature__ = signature
+    given.__annotations__ = {
+        one.name: one.annotation
+        for one in signature.parameters.values()
+        if one.annotation is not one.empty
+    }
+    return call
 
 
 class HostTools:
@@ -183,8 +253,9 @@ class HostTools:
             )
         self.budget, self.cached = budget or HostBudget(), cached
         self.machine_errors = machine_errors
-        self.cache = _Cache()
-        self._places = threading.BoundedSemaphore(MAX_RUNNING)
+        self.cache = _Cache(self.budget.call_s)
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
 
     def begin(self) -> "HostCalls":
         """The calls of a rollout that has made none."""
@@ -203,15 +274,16 @@ class HostTools:
     def start(self, tool: HostTool, arguments: Any, serves: object) -> "Future[tuple[str, Any]]":
         """Begin a call: ("returned", data), ("raised", (name, text)) or ("failed", text)."""
         future: Future[tuple[str, Any]] = Future()
-        if not self._places.acquire(blocking=False):
-            future.set_result(("raised", ("RuntimeError", f"{MAX_RUNNING} calls are under way")))
+        if full := self._admit(tool):
+            future.set_result(("failed", full))
             return future
 
         def settle(produce: Callable[[], Any]) -> None:
             try:
                 outcome = self._outcome(tool, produce)
-            finally:
-                self._places.release()
+            except BaseException:  # of a class that cannot even be named: somebody waits
+                outcome = "failed", f"{tool.name}(): its exception cannot be read"
+            self._leave(tool)
             future.set_result(outcome)
 
         args, kwargs = arguments
@@ -232,14 +304,30 @@ class HostTools:
             settle(lambda: tool.call(*args, **kwargs))
 
         if tool.is_async:
-            asyncio.run_coroutine_threadsafe(wait(), _event_loop())
+            asyncio.run_coroutine_threadsafe(wait(), _loop())
         else:
             try:
                 threading.Thread(target=work, name=f"host-{tool.name}", daemon=True).start()
             except RuntimeError as error:  # no thread
-                self._places.release()
+                self._leave(tool)
                 future.set_result(("failed", str(error)))
         return future
+
+    def _admit(self, tool: HostTool) -> str:
+        """Count a call as under way; if there are too many, which function's they are."""
+        with self._lock:
+            if self._running.total() < MAX_RUNNING:
+                self._running[tool.name] += 1
+                return ""
+            (name, most), *_ = self._running.most_common(1)
+        return (
+            f"{tool.name}(): {MAX_RUNNING} calls of functions of the host are under way, {most} of "
+            f"them of {name}(); those that nobody waits for have not come back"
+        )
+
+    def _leave(self, tool: HostTool) -> None:
+        with self._lock:
+            self._running[tool.name] -= 1
 
     def _outcome(self, tool: HostTool, produce: Callable[[], Any]) -> tuple[str, Any]:
         try:
@@ -276,39 +364,56 @@ def text_of(error: Any) -> str:
         else:
             told = str(error)
         return printable(told[:MAX_TEXT])
-    except Exception:  # of its own making
+    except BaseException:  # of its own making: SystemExit too ends nothing here
         return "<unprintable>"
 
 
-@cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="host-tools", daemon=True).start()
-    return loop
+def _loop() -> asyncio.AbstractEventLoop:
+    return event_loop("host-tools")
+
+
+def _loop_answers() -> bool:
+    """Whether no coroutine keeps the event loop from running the others."""
+    heard = threading.Event()
+    _loop().call_soon_threadsafe(heard.set)
+    return heard.wait(LOOP_S)
 
 
 class _Cache:
-    """Answers by name and arguments. Who asks while another asks the same waits for that answer."""
+    """Answers by name and arguments. Who asks while another asks the same waits for that answer.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: how old a call that has not come back may be for others to wait for it.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], Future[tuple[str, Any]]] = {}
+        self._began: dict[tuple[str, str], float] = {}
         self._settled_keys: deque[tuple[str, str]] = deque()
         self._size = 0
 
     def get(
         self, key: tuple[str, str], start: Callable[[], "Future[tuple[str, Any]]"]
     ) -> "Future[tuple[str, Any]]":
+        now = time.monotonic()
         with self._lock:
             if key in self._known:
-                return self._known[key]
+                known = self._known[key]
+                if known.done() or now - self._began[key] < self._patience_s:
+                    return known
             made = self._known[key] = start()
-        made.add_done_callback(lambda done: self._settled(key, done.result()))
+            self._began[key] = now
+        made.add_done_callback(lambda done: self._settled(key, done))
         return made
 
-    def _settled(self, key: tuple[str, str], outcome: tuple[str, Any]) -> None:
-        kind, told = outcome
+    def _settled(self, key: tuple[str, str], done: "Future[tuple[str, Any]]") -> None:
+        kind, told = done.result()
         with self._lock:
+            if self._known.get(key) is not done:  # it hung; another has been made since
+                return
+            self._began.pop(key, None)
             if kind != "returned":
                 self._known.pop(key, None)
                 return
@@ -329,21 +434,52 @@ class HostCalls:
         self.tools = tools
         self.calls = self.failures = self.size = 0
         self.seconds = 0.0
+        self._held_s = self._held_size = 0.0
+        """Of the budget, what calls that are under way may still use."""
         self._lock = threading.Lock()
-        self._cache = tools.cache if tools.cached == "run" else _Cache()
+        self._cache = tools.cache if tools.cached == "run" else _Cache(tools.budget.call_s)
         self._recalled: deque[HostCall] | None = None
+        self._diverged = False
+        self._counts_again = True
+        self._before: Any = None
 
     def fork(self) -> "HostCalls":
-        """Those of another rollout that begins as this one began; its calls are told to it again by
-        recall(), and count as this one's did.
+        """Those of another rollout that goes on as this one could, with what it has left of its
+        budget. Calls that are told to it by recall() have been counted.
         """
-        return HostCalls(self.tools)
+        other = HostCalls(self.tools)
+        with self._lock:
+            other._set(self._used())
+        other._counts_again = False
+        return other
 
-    def recall(self, calls: Iterable[HostCall] | None) -> None:
+    def _used(self) -> tuple[int, int, int, float]:
+        return self.calls, self.failures, self.size, self.seconds
+
+    def _set(self, used: tuple[int, int, int, float]) -> None:
+        self.calls, self.failures, self.size, self.seconds = used
+
+    def recall(self, calls: Iterable[HostCall] | None) -> bool:
         """From now on the session repeats steps in which these calls were made: it is told the
         answers that were told then, and no function runs. None: from now on they run.
+
+        Returns:
+            whether what was recalled before was asked for, all of it and nothing else.
         """
-        self._recalled = None if calls is None else deque(calls)
+        with self._lock:
+            whole = not (self._recalled or self._diverged)
+            told = None if calls is None else tuple(calls)
+            self._before = None if told is None else (told, self._used())
+            self._recalled, self._diverged = None if told is None else deque(told), False
+        return whole
+
+    def recall_again(self) -> None:
+        """Another session repeats the same steps from the start, if steps are being repeated."""
+        if self._before is not None:
+            told, used = self._before
+            with self._lock:
+                self._set(used)
+            self.recall(told)
 
     def answer(
         self, name: str, data: bytes, made: int, left_s: float, serves: object,
@@ -366,31 +502,50 @@ class HostCalls:
         tool = self.tools.by_name.get(name)
         if tool is None:
             raise Malformed(f"a call of {name[:40]!r}, which is no function of the host's")
+        if self._recalled is not None:
+            return self._told_again(tool, data, made)
+        budget = self.tools.budget
+        with self._lock:
+            spent = self._spent(made, len(data))
+            if spent:  # before anything of it is read
+                return self._refused(tool, spent), False
+            self.calls += 1
+            self.size += len(data)
+            patience = min(budget.call_s, budget.seconds - self.seconds - self._held_s)
+            room = (budget.total_kib << 10) - self.size - self._held_size
+            held = patience, max(0.0, min(room, self.tools.sizes[1]))
+            self._hold(*held)
+        told = None
+        try:
+            arguments = self._read(data)
+            told = self._ask(tool, data, arguments, min(patience, left_s), serves, stopped)
+        finally:
+            with self._lock:
+                self._hold(-held[0], -held[1])
+                if told is not None:
+                    self.seconds += told.seconds
+                    self.failures += told.kind == "raised"
+                    self.size += told.size - len(data)
+        return told, True
+
+    def _read(self, data: bytes) -> Any:
         try:
             arguments = read(data, self.tools.sizes[0])
         except NotData as error:
             raise Malformed(f"arguments that are no data: {error}") from None
         match arguments:
             case [list(), dict()]:
-                pass
+                return arguments
             case _:
                 raise Malformed("arguments of another form")
-        with self._lock:
-            spent = self._spent(made, len(data))
-            self.calls += not spent
-            self.size += 0 if spent else len(data)
-            patience = min(self.tools.budget.call_s, self.tools.budget.seconds - self.seconds)
-        if spent:
-            told = HostCall(name, data, "raised", (b"RuntimeError", spent.encode()), 0.0)
-        elif self._recalled is not None:
-            told = self._told_again(tool, data, arguments)
-        else:
-            told = self._ask(tool, data, arguments, min(patience, left_s), serves, stopped)
-        with self._lock:
-            self.seconds += told.seconds
-            self.failures += told.kind == "raised"
-            self.size += 0 if spent else told.size - len(data)
-        return told, not spent
+
+    def _hold(self, seconds: float, size: float) -> None:
+        self._held_s += seconds
+        self._held_size += size
+
+    def _refused(self, tool: HostTool, why: str) -> HostCall:
+        self.failures += 1
+        return HostCall(tool.name, b"", "refused", (b"RuntimeError", why.encode()), 0.0)
 
     def _spent(self, made: int, size: int) -> str:
         """What of the budget is used up; "" if nothing is."""
@@ -398,23 +553,35 @@ class HostCalls:
         for of, what, used in (
             (budget.calls_per_step, "calls in one step", made),
             (budget.calls, "calls", self.calls),
-            (budget.seconds, "seconds", self.seconds),
-            (budget.total_kib, "KiB", (self.size + size) / 1024),
+            (budget.seconds, "seconds", self.seconds + self._held_s),
+            (budget.total_kib, "KiB", (self.size + self._held_size + size) / 1024),
         ):
             if used >= of:
                 return f"the budget of {of:g} {what} of functions of the host is used up"
         return ""
 
-    def _told_again(self, tool: HostTool, data: bytes, arguments: Any) -> HostCall:
-        assert self._recalled is not None
-        if self._recalled:
-            call = self._recalled.popleft()
-            if (call.name, call.arguments) == (tool.name, data):
-                if self.tools.cached != "no":
-                    self._cache.get(tool.key(*arguments), lambda: _known(call))
-                return call
-        text = b"the step that is repeated made another call"
-        return HostCall(tool.name, data, "raised", (b"RuntimeError", text), 0.0)
+    def _told_again(self, tool: HostTool, data: bytes, made: int) -> tuple[HostCall, bool]:
+        """The call that was made, or refused, at this place of the step that is repeated."""
+        with self._lock:
+            queue, anew = self._recalled or deque(), self._counts_again
+            first = queue[0] if queue else None
+            if first is not None and first.name == tool.name and first.kind == "refused":
+                return queue.popleft(), False
+            if first is None or (first.name, first.arguments) != (tool.name, data):
+                if anew and (spent := self._spent(made, len(data))):
+                    return self._refused(tool, spent), False
+                self._diverged = True
+                text = b"the step that is repeated made another call"
+                return HostCall(tool.name, data, "raised", (b"RuntimeError", text), 0.0), True
+            call = queue.popleft()
+            if anew:
+                self.calls += 1
+                self.failures += call.kind == "raised"
+                self.size += call.size
+                self.seconds += call.seconds
+        if self.tools.cached != "no" and call.kind == "returned":
+            self._cache.get(tool.key(*self._read(data)), lambda: _known(call))
+        return call, True
 
     def _ask(
         self, tool: HostTool, data: bytes, arguments: Any, patience: float, serves: object,
@@ -438,9 +605,17 @@ class HostCalls:
             try:
                 kind, told = future.result(min(left, SLICE_S))
                 break
-            except NotYet:
-                if future.done():
-                    raise
+            except NotYet:  # what the function raises is not raised here, see _outcome()
+                continue
+        else:
+            if tool.is_async and patience > 0 and not stopped() and not _loop_answers():
+                kind, told = (
+                    "failed",
+                    (
+                        f"{tool.name}(): the event loop of functions of the host is blocked; a "
+                        "coroutine must await what takes time"
+                    ),
+                )
         if kind == "failed":
             raise HostFailed(told)
         fields = (told,) if kind == "returned" else tuple(one.encode() for one in told)
@@ -448,10 +623,9 @@ class HostCalls:
 
 
 def _known(call: HostCall) -> "Future[tuple[str, Any]]":
-    """A call that has been made, for the cache."""
+    """A call that has returned, for the cache."""
     future: Future[tuple[str, Any]] = Future()
-    told: Any = call.told[0] if call.kind == "returned" else tuple(map(bytes.decode, call.told))
-    future.set_result((call.kind, told))
+    future.set_result(("returned", call.told[0]))
     return future
 
 

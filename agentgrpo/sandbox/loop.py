@@ -41,7 +41,8 @@ class StepLoop(Held):
         self._busy: set[int] = set()
         self._ready: deque[tuple[int, StepResult]] = deque()
         self._talks: dict[int, Conversation] = {}
-        self._answered: SimpleQueue[tuple[int, tuple[Any, ...] | None]] = SimpleQueue()
+        self._answered: SimpleQueue[tuple[int, tuple[Any, ...] | BaseException | None]]
+        self._answered = SimpleQueue()
         self._calling = 0
         self._next = 0
 
@@ -83,7 +84,8 @@ class StepLoop(Held):
     def wait(self, timeout_s: float | None = None) -> list[tuple[int, StepResult]]:
         """Block until at least one step is over; (tag, result) of those that are, in that order.
 
-        Empty if nothing runs or timeout_s have passed.
+        Empty if nothing runs or timeout_s have passed. What fails in a call of a function of the
+        host, and is not that function's, is raised; that session is over, and the others go on.
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -107,7 +109,17 @@ class StepLoop(Held):
             return
         self._calling += 1
         put = self._answered.put
-        Thread(target=lambda: put((tag, talk.answer())), name="host-call", daemon=True).start()
+
+        def answer() -> None:
+            try:
+                put((tag, talk.answer()))
+            except BaseException as error:  # wait() raises it: nobody looks at this thread
+                put((tag, error))
+
+        try:
+            Thread(target=answer, name="host-call", daemon=True).start()
+        except RuntimeError as error:  # no thread
+            put((tag, error))
 
     def _go_on(self, patience: float) -> bool:
         """Go on with the steps whose calls are answered; whether there are any. Waits for one only
@@ -123,9 +135,22 @@ class StepLoop(Held):
                 self._calling -= 1
                 if arguments is None:
                     self._end(tag, self._talks[tag].raw)
-                else:
+                    continue
+                try:
+                    if isinstance(arguments, BaseException):
+                        raise arguments
                     _C.sandbox_loop_submit(self._loop, tag, arguments)
+                except BaseException:
+                    self._drop(tag)
+                    raise
         return found
+
+    def _drop(self, tag: int) -> None:
+        """What the step came to cannot be had: its session is over."""
+        session = self._running.pop(tag)
+        self._busy.discard(id(session))
+        self._talks.pop(tag, None)
+        session.abandon()
 
     def _end(self, tag: int, step: RawStep) -> None:
         session = self._running.pop(tag)

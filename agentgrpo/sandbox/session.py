@@ -97,7 +97,7 @@ class Session(Held):
         self._asked = self._cpu_before = 0.0
         self._asking: list[bytes] = []
         self._over_memory: tuple[str, int | None] | None = None
-        self._machine_failed = ""
+        self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
         self.pid = pid_of(channels.interpreter)
         """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
@@ -375,16 +375,16 @@ class Session(Held):
             raw: that.
             talk: the step's parts, if it could call functions of the host.
         """
-        calls: tuple[HostCall, ...] = ()
+        told: tuple[HostCall, ...] = ()
         try:
             if talk is not None:
-                self._sent, calls = talk.last_number, tuple(talk.calls)
-                self._machine_failed = talk.failed
+                self._sent, told = talk.last_number, tuple(talk.told)
+                self._ended_by = talk.over
             result = self._interpret(raw)
-            if talk is not None and (calls or talk.refused):
-                result.host_calls, result.host_refused = calls, talk.refused
+            if talk is not None and told:
+                result.host_calls, result.host_refused = tuple(talk.calls), talk.refused
             step = (tuple(self._asking), self._asked, result.status, result.state_lost)
-            self._remember(Recorded(*step, digest(result), calls))
+            self._remember(Recorded(*step, digest(result), told))
             return result
         finally:
             self._done()
@@ -402,8 +402,8 @@ class Session(Held):
         result = self._result(status=StepStatus.OK, wall_s=raw[2])
         show_output(raw, result)
         self._count_processes(result)
-        if self._machine_failed:
-            status, detail = StepStatus.INFRA_ERROR, self._machine_failed
+        if self._ended_by is not None:
+            status, detail = self._ended_by
         elif ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
@@ -468,11 +468,14 @@ class Session(Held):
         for number, step in enumerate(history, 1):
             if self.host is not None:
                 self.host.recall(step.calls)
+            whole = True
             try:
                 result = self._request(list(step.fields or ()), 2 * step.timeout_s + 1)
             finally:
                 if self.host is not None:
-                    self.host.recall(None)
+                    whole = self.host.recall(None)
+            if not whole:
+                raise ReplayDiverged(f"step {number} made other calls of functions of the host")
             if digest(result) != step.digest:
                 raise ReplayDiverged(f"step {number} showed something else than before: {result}")
 

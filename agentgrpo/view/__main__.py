@@ -6,6 +6,11 @@ server and no network, and holds everything it shows.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports: a package may be missing
+    from agentgrpo import cli
+
+    cli.run("view")
+
 import functools
 import sys
 from pathlib import Path
@@ -70,7 +75,3 @@ def main(arguments: list[str]) -> int:
         f"{output}: {played:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -13,10 +13,12 @@ import pytest
 
 from agentgrpo.config import DataConfig
 from agentgrpo.data.files import read_tasks
+from agentgrpo.data.hub import hub_rows
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, question_of
 from agentgrpo.run.records import require_recordable
 from agentgrpo.types import Task
+from tests.data.hub_cache import put_in_cache
 
 ROWS = [{"q": f"question {i}", "gold": i, "extra": {"n": [i]}, "key": f"k{i}"} for i in range(20)]
 COLUMNS: Any = {"question": "q", "answer": "gold", "id": "key"}
@@ -45,6 +47,7 @@ def test_the_same_rows_come_from_every_kind_of_file(rows: Path) -> None:
         id="k3",
         messages=({"role": "user", "content": "question 3"},),
         spec={"gold": 3, "extra": {"n": [3]}, "key": "k3", "answer": 3},
+        is_text=True,
     )
     again = read_tasks(rows, **COLUMNS, seed=5)
     first = [t.id for t in again.next(30)]
@@ -76,7 +79,7 @@ def test_arrows_other_types_are_what_a_record_can_hold(tmp_path: Path) -> None:
     assert given.spec == {"gold": 1, "answer": 1, **expected}
     require_recordable(given)
     pyarrow.parquet.write_table(pa.Table.from_pylist([{**row, "image": {"b": b"x"}}]), path)
-    said = r"rows\.parquet:1: column 'image': bytes cannot be in a task; leave it out of the file"
+    said = r"rows\.parquet:1: column 'image': bytes cannot be in a task; leave it out"
     with pytest.raises(ValueError, match=said):
         read_tasks(path, question="q", answer="gold")
 
@@ -209,3 +212,57 @@ def test_only_keeps_the_order_and_says_when_nothing_is_left(jsonl: str) -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no tasks"):
         rows.only(lambda t: False)
+
+
+@pytest.fixture
+def at_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    put_in_cache(tmp_path / "home", "org/rows", "main", {"train": ROWS, "test": ROWS[:3]})
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
+    monkeypatch.chdir(tmp_path)
+
+
+def hub(**settings: Any) -> DataConfig:
+    named = {"train": "org/rows", "question": "q", "answer": "gold", "num_heldout": 4}
+    return DataConfig(**{**named, **settings})
+
+
+@pytest.mark.slow
+def test_a_dataset_of_the_hub_is_read_by_its_name(at_hub: None, tmp_path: Path) -> None:
+    config = hub(split="train[:10]", subset="main", heldout="org/rows", columns=["key"])
+    first, *_ = trained = training_tasks(config, 0).rows  # type: ignore[attr-defined]
+    assert (len(trained), first.spec) == (10, {"gold": 0, "key": "k0", "answer": 0})
+    assert first.id == "org/rows train[:10]:1"
+    row = next(hub_rows("org/rows", subset=None, split="test", columns={"key", "absent"}))
+    assert row == {"key": "k0"}, "what is not asked for is not read"
+    assert [task.id for task in heldout_tasks(config)] == [f"org/rows test:{n}" for n in (1, 2, 3)]
+    train, heldout = (heldout_tasks(hub()), training_tasks(hub(), 0).rows)  # type: ignore[attr-defined]
+    assert (len(train), len(heldout)) == (4, 16), "by default rows are held out of the same split"
+    (tmp_path / "org" / "rows").mkdir(parents=True)
+    with pytest.raises(ValueError, match="not a dataset that save_to_disk wrote"):
+        training_tasks(hub(), 0)  # what is here has its name first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train": "org/absent"}, "data.train: dataset 'org/absent', .* no file or directory here"),
+        ({"subset": "other"}, "(?s)subset 'other'.*Available configs in the cache: .'main'"),
+        ({"split": "dev"}, "split 'dev': .*Unknown split"),
+        ({"heldout": "org/rows", "heldout_split": "dev"}, "split 'dev'"),
+        ({"train": "./org/rows"}, "data.train: org/rows: no such file or directory"),
+        ({"train": "org/rows.jsonl"}, "data.train: org/rows.jsonl: no such file or directory"),
+        ({"question": "prompt"}, "org/rows train:1: no column 'prompt'"),
+        ({"heldout_split": "dev"}, "data.heldout_split: 'dev' does nothing without data.heldout"),
+        ({"train": "rows.jsonl", "split": "dev"}, "data.split: 'dev' does nothing without"),
+        ({"train": "rows.jsonl", "subset": "dev"}, "data.subset: 'dev' does nothing without"),
+        ({"train": "env", "columns": ["q"]}, "data.columns: .* does nothing without a file"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said_by_its_key(
+    at_hub: None, settings: dict[str, Any], said: str
+) -> None:
+    config = hub(**settings)
+    with pytest.raises((ValueError, OSError), match=said):
+        [heldout_tasks(config), training_tasks(config, 0)]

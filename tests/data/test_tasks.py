@@ -180,6 +180,7 @@ def test_rows_become_tasks(rows: Path) -> None:
         id="rows.jsonl:1",
         messages=({"role": "user", "content": "q0"},),
         spec={"answer": 0, "hint": "h"},
+        is_text=True,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation import Mutant
 
 FOLDER = "agentgrpo"
-FILES = ("engine/engine.py", "engine/start.py", "train.py", "learn/publish.py")
+FILES = ("engine/engine.py", "engine/start.py", "loop.py", "learn/publish.py")
 TESTS = {file: ["engine/test_sleep.py"] for file in FILES}
 
 MUTANTS = [
@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant("engine/engine.py", 'self._engine.wake_up(["kv_cache"])', "pass"),
     Mutant("engine/start.py", '"enable_sleep_mode": not on_cpu', '"enable_sleep_mode": False'),
     Mutant("engine/start.py", '"enable_sleep_mode": not on_cpu', '"enable_sleep_mode": True'),
-    Mutant("train.py", "metrics = parts.engine.wake()", "metrics = {}"),
-    Mutant("train.py", "parts.engine.sleep()", "pass"),
+    Mutant("loop.py", "metrics = parts.engine.wake()", "metrics = {}"),
+    Mutant("loop.py", "parts.engine.sleep()", "pass"),
     Mutant("learn/publish.py", "self._engine.reset_prefix_cache()", "pass"),
     Mutant("learn/publish.py", "self._engine.weights_loaded()", "pass"),
 ]

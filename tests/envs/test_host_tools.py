@@ -11,13 +11,21 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.config.read import load_config
 from agentgrpo.envs.console import ConsoleEnv
-from agentgrpo.envs.python import PythonEnv
+from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
 from agentgrpo.rewards.scoring import score_all
 from agentgrpo.rollout.branch import Step
-from agentgrpo.sandbox import HostBudget, HostTools, Limits, SandboxPool
+from agentgrpo.sandbox import (
+    HostBudget,
+    HostCall,
+    HostTools,
+    Limits,
+    SandboxPool,
+    StepResult,
+    StepStatus,
+)
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -114,6 +122,51 @@ def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> N
     assert "104" in parent.step(RunCode("ticket()")).text
     for episode in (parent, branch):
         episode.close()
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("kind", [PythonEnv, ConsoleEnv])
+def test_a_branch_that_makes_fewer_calls_shows_something_else(pool: SandboxPool, kind: Any) -> None:
+    env = kind(pool, 5.0, host_tools=tools())
+    code = RunCode("import os; os.getpid() or ticket()")
+    episode = env.reset(TASK)
+    alike, other = env.reset(TASK), env.reset(TASK)
+    told = episode.step(code)
+    call = HostCall("ticket", b"[[],{}]", "returned", (b"101",), 0.1)
+    for branch, memory in ((alike, told.memory), (other, (call,))):
+        branch.recall(memory)
+        same = Step.of(code, branch.step(code)) == Step.of(code, told)
+        assert same == (branch is alike)
+        assert "other calls" not in branch.step(RunCode("1")).text, "it is said once"
+    for one in (episode, alike, other):
+        one.close()
+
+
+@pytest.mark.nsjail
+def test_a_second_try_of_a_repeated_step_is_told_everything_again(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = PythonEnv(pool, 5.0, host_tools=tools(calls=3))
+    parent, branch = env.reset(TASK), env.reset(TASK)
+    told = parent.step(RunCode("ticket() + ticket()"))
+    run, tries = PythonEpisode._run, iter([RunCode("ticket()"), RunCode("ticket() + ticket()")])
+
+    def fails_once(self: PythonEpisode, _: RunCode) -> StepResult:
+        code = next(tries)
+        result = run(self, code)
+        if code.code == "ticket()":
+            result.status = StepStatus.INFRA_ERROR
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PythonEpisode, "_run", fails_once)
+        branch.recall(told.memory)
+        assert branch.step(RunCode("ticket() + ticket()")).text == told.text == "203"
+    assert len(seen) == 2, "no function ran"
+    assert branch.step(RunCode("ticket()")).text == "103", "and they are counted once"
+    assert "used up" in branch.step(RunCode("ticket()")).text
+    for one in (parent, branch):
+        one.close()
 
 
 @pytest.mark.slow

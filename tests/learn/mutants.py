@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant("learn/advantages.py", "(stdev(rewards) + EPS) if len(rewards) > 1 else 1.0", "(stdev(rewards) + EPS)"),
     # of what
     Mutant("learn/advantages.py", "weights.get(name, 1.0) * _one", "_one"),
-    Mutant("learn/advantages.py", "part.get(name, 0.0) for part", "part.get(name, 1.0) for part"),
+    Mutant("learn/advantages.py", "(r, part.get(name, 0.0)) for r", "(r, part.get(name, 1.0)) for r"),
     Mutant("learn/advantages.py", "_checked(group, values, baseline), strict=True):\n                rollout.advantage +=", "_checked(group, values, baseline), strict=True):\n                rollout.advantage ="),
     Mutant("learn/advantages.py", "if not has_contrast(summed):\n        return", "if False:\n        return"),
     Mutant("learn/advantages.py", "rollout.advantage = (rollout.advantage - mean) * factor", "rollout.advantage = rollout.advantage * factor"),

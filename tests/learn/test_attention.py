@@ -566,3 +566,22 @@ def test_a_backward_pass_makes_no_tensor_for_each_slice() -> None:
     assert counts.get("CatBackward0", 0) <= 2 * layers, counts
     kernel = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
     assert counts[kernel] > 5 * layers
+
+
+def test_on_a_cpu_the_layout_of_what_is_given_changes_nothing() -> None:
+    """The last stride above all: a fused projection taken apart, and a transposed tensor."""
+    batch = large_batch(share=True)
+    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    total = len(batch.tout_T)
+    torch.manual_seed(0)
+    fused = torch.randn(1, total, 4, 16, 3).transpose(1, 2)
+    turned = torch.randn(1, 4, 16, total).transpose(2, 3)
+    for given in (fused.unbind(-1), (turned, turned * 2, turned.flip(1))):
+        results = []
+        for layout in (Tensor.detach, Tensor.contiguous):
+            leaves = q, k, v = [layout(x).detach().requires_grad_() for x in given]
+            assert (q.stride(-1) == 1) == (layout is Tensor.contiguous)
+            out, _ = tree_attention(torch.nn.Module(), q, k, v, None, tree=tree)
+            grads = torch.autograd.grad(out.transpose(1, 3).pow(2).sum(), leaves)
+            results.append((out, *grads))
+        assert all(torch.equal(strided, plain) for strided, plain in zip(*results, strict=True))

@@ -381,3 +381,21 @@ def test_smollm2_tokens_are_those_of_transformers_but_for_its_missing_digit_spli
     assert ours("a  1").input_ids == [81, 256, 33]
     for text in texts:
         assert ours.decode(ours(text).input_ids) == text
+
+
+def test_of_two_imports_at_once_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = (
+        write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True))),
+        tmp_path / "out",
+    )
+    rename = Path.rename
+
+    def second(partial: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        assert import_gguf(path, tmp_path / "first")  # as by another process
+        rename(tmp_path / "first", target)
+        return rename(partial, target)
+
+    monkeypatch.setattr(Path, "rename", second)
+    assert not import_gguf(path, out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "out"]

@@ -27,13 +27,13 @@ from agentgrpo.config.read import load_config
 from agentgrpo.engine.agreement import Probes
 from agentgrpo.learn.step_record import Look, StepRecord
 from agentgrpo.learn.updates import Update
+from agentgrpo.loop import train
 from agentgrpo.registry import make_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
-from agentgrpo.train import train
 from agentgrpo.types import Completion, Float32, Int32, Task
 from tests.playing import CHAT, EOT, TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv, Turn

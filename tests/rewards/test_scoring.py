@@ -15,7 +15,8 @@ import pytest
 
 from agentgrpo.config import LossConfig, RewardConfig
 from agentgrpo.learn.advantages import assign_advantages
-from agentgrpo.rewards.scoring import BUILT_IN, RolloutView, Scoring
+from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rewards.view import BUILT_IN, RolloutView
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentgrpo.files import CHECKSUMS, seal
+from agentgrpo.files import CHECKSUMS, read_json, read_toml, require_as_sealed, seal
 from agentgrpo.run import checkpoint
 
 
@@ -268,6 +268,45 @@ def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
     check = ["sha256sum", "--check", "--strict", CHECKSUMS]
     told = subprocess.run(check, cwd=saved, capture_output=True, text=True, check=True)
     assert told.stdout == "sub/more: OK\nweights: OK\n"
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "sub/chat_template.jinja"])
+def test_what_was_added_to_a_checkpoint_is_seen(tmp_path: Path, name: str) -> None:
+    saved = checkpoint.save(tmp_path, 1, writer("a text"), keep=1)
+    (saved / "README.md").write_text("nobody loads it")
+    require_as_sealed(saved, whole=True)
+    (saved / name).write_text("more")
+    with pytest.raises(ValueError, match=f"^{saved / name}: was added: .* does not list it"):
+        require_as_sealed(saved, whole=True)
+    require_as_sealed(saved, whole=False)
+
+
+@pytest.mark.parametrize("option", [[], ["--binary"], ["--tag"]])
+def test_checksums_of_sha256sum_are_taken(tmp_path: Path, option: list[str]) -> None:
+    """Many models are published with them."""
+    (tmp_path / "config.json").write_text("{}")
+    names = ["./config.json", CHECKSUMS]
+    (tmp_path / CHECKSUMS).write_text("of before\n")
+    made = subprocess.run(["sha256sum", *option, *names[: 1 if option else 2]], cwd=tmp_path,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    listed = made.stdout.replace(f"  {CHECKSUMS}", "  gone.bin")
+    (tmp_path / CHECKSUMS).write_text(listed)
+    require_as_sealed(tmp_path, whole=False)
+    with pytest.raises(ValueError, match="is not as it was written"):
+        require_as_sealed(tmp_path, whole=True)
+    (tmp_path / "config.json").write_text("[]")
+    if option != ["--tag"]:  # another form, which nothing here reads
+        with pytest.raises(ValueError, match=r"config\.json: is not as it was written"):
+            require_as_sealed(tmp_path, whole=False)
+
+
+@pytest.mark.parametrize(("read", "text"), [(read_json, "["), (read_toml, "x = [")])
+def test_a_file_that_is_nested_too_deeply_is_named(
+    tmp_path: Path, read: Callable[[Path], object], text: str
+) -> None:
+    (tmp_path / "deep").write_text(text + "[" * 100_000)
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'deep'}: not .*: nested too deeply$"):
+        read(tmp_path / "deep")
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:

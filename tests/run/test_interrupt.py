@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo.run.interrupt import GUARD
 from tests.warm import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -190,3 +191,71 @@ def test_ctrl_c_twice_ends_everything_whatever_hangs(
     else:
         assert status == 130
         assert "interrupted" in err
+
+
+FORKS = """
+import multiprocessing, time
+from agentgrpo.run.interrupt import guarded, stop_after_step
+
+with guarded(), stop_after_step(print) as stopping:
+    for step in range(2):  # its workers are ended by SIGTERM
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(abs, range(4))
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print("begun", stopping(), flush=True)
+        while not stopping():
+            time.sleep(0.1)
+        time.sleep(6)  # longer than what is left after a second signal
+        print("saved", flush=True)
+"""
+
+
+def test_processes_that_users_code_forks_are_not_taken_for_the_run() -> None:
+    """Neither what ends them nor the Ctrl-C that they get too counts as another one."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=environment(PYTHONPATH=str(ROOT)), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    assert run.stdout.readline() == "begun False\n"
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=PATIENCE_S)
+    assert (run.returncode, "saved" in out) == (0, True), (out, err)
+
+
+UNHEARD = """
+import os, time
+from agentgrpo.run.interrupt import guarded
+from agentgrpo.usercode import Overdue, calling
+
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 2)
+try:
+    with guarded(), calling(None, "f", limit_s=2):
+        time.sleep(10**6)
+except Overdue:
+    os._exit(7)
+"""
+
+
+def test_limits_hold_where_nobody_can_be_told() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", UNHEARD], env=environment(PYTHONPATH=str(ROOT)),
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert run.returncode == 7
+
+
+@pytest.mark.parametrize("parent", ["1", str(os.getpid())])
+def test_a_guard_ends_with_what_it_guards(parent: str) -> None:
+    """Whether that has ended before the guard began, or the pipe to it is closed."""
+    guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", GUARD, parent],
+                             stdin=subprocess.PIPE)  # fmt: skip
+    try:
+        if parent != "1":
+            guard.communicate(timeout=PATIENCE_S)
+        assert guard.wait(PATIENCE_S) == 0
+    finally:
+        guard.kill()
+        guard.communicate()

@@ -225,10 +225,13 @@ from agentgrpo.run.progress import Progress
 progress = Progress(3)
 with stop_after_step(progress.say) as stopping:
     progress.say("begun")
-    while not stopping():
-        time.sleep(0.01)
-    for step in range(3):
-        progress.say("a line for nobody")
+    with progress.phase("playing"):  # live lines
+        while not stopping():
+            time.sleep(0.01)
+        for step in range(3):
+            progress.say("a line for nobody")
+    for stream in (sys.stdout, sys.stderr):
+        print("a line of the user's code", file=stream, flush=True)
 open(sys.argv[1], "w").write("saved")
 """
 

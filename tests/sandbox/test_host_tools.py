@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,7 +21,9 @@ from agentgrpo.sandbox import (
     HostTools,
     InvalidArgumentException,
     Limits,
+    ReplayDiverged,
     Sandbox,
+    SandboxException,
     SandboxInfraError,
     SandboxPool,
     Session,
@@ -30,6 +33,7 @@ from agentgrpo.sandbox import (
 from agentgrpo.sandbox.calls import joined
 from agentgrpo.sandbox.guest.data import NotData, read, spell
 from agentgrpo.sandbox.guest.wire import Malformed
+from agentgrpo.sandbox.host_tools import HostCalls, HostFailed
 
 pytestmark = pytest.mark.nsjail
 LATE = 10.0
@@ -73,6 +77,20 @@ def fail(kind: str) -> Any:
                 raise RuntimeError
 
         raise Unprintable
+    if kind == "exits":
+
+        class Exits(Exception):
+            def __str__(self) -> str:
+                raise SystemExit
+
+        raise Exits
+    if kind == "nameless":
+
+        class Nameless(type):
+            __module__ = property(lambda _: 1 // 0)
+
+        odd: Any = Nameless("Odd", (Exception,), {})
+        raise odd
     raised: dict[str, BaseException] = {
         "value": ValueError("a bad value"), "exit": SystemExit(3), "stop": StopIteration("end"),
         "interrupt": KeyboardInterrupt(), "key": KeyError("k"), "own": Own("mine"),
@@ -206,7 +224,7 @@ def test_data_is_limited_in_depth_on_both_sides() -> None:
         ([add, add], "expected different names"),
         ([lambda: 1], "no name to call it by"),
         (["add"], "expected functions"),
-        ([partial(add, 1)], "expected functions"),
+        ([partial(int, 1)], "Python's own"),
     ],
 )
 def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
@@ -229,6 +247,77 @@ def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() ->
     for field in ("calls", "call_s", "total_kib"):
         with pytest.raises(ValueError, match=f"host_budget.{field}"):
             HostBudget(**{field: 0})
+
+
+CLIENT = threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda q, client=CLIENT: 1, "client is no data .a Event."),
+        (lambda q, sizes=(1, 2): 1, "sizes is no data"),
+        (lambda q, api_key="sk-1": 1, "api_key looks like a secret"),
+        (lambda q, apiKey="sk-1": 1, "apiKey looks like a secret"),
+        (lambda q, auth_tokens=["sk-1"]: 1, "auth_tokens looks like a secret"),
+        (lambda q, *, where="http://me:pw@host": 1, "where is keyword-only"),
+    ],
+)
+def test_a_default_that_is_not_for_a_policy_is_refused(function: Any, why: str) -> None:
+    function.__name__ = "search"
+    wanted = rf"search: the default of {why}.*functools.partial\(search, "
+    with pytest.raises(InvalidArgumentException, match=wanted):
+        HostTools([function])
+
+
+def test_defaults_that_are_for_a_policy_are_shown() -> None:
+    def search(key: str, max_tokens: int = 9, token: str | None = None, keyword: str = "a") -> str:
+        """A key without a default is the policy's own."""
+        return key
+
+    assert "max_tokens: int = 9, token: str | None = None" in HostTools([search]).shown
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_partial_binds_is_neither_shown_nor_to_be_set(is_async: bool) -> None:
+    def search(base: str, query: str, api_key: str, client: Any = CLIENT, top_n: int = 3) -> Any:
+        """Of the web."""
+        return [base, query, api_key, top_n, client is CLIENT]
+
+    async def also(
+        base: str, query: str, api_key: str, client: Any = CLIENT, top_n: int = 3
+    ) -> Any:
+        """Of the web."""
+        return search(base, query, api_key, client, top_n)
+
+    also.__name__ = "search"
+    bound = partial(also if is_async else search, "base-1", api_key="sk-1", client=CLIENT)
+    made = HostTools([bound])
+    assert made.shown.startswith('def search(query: str, *, top_n: int = 3) -> Any:\n    """Of the')
+    rest = (0, 9.0, None, lambda: False)
+    calls = made.begin()
+    good, _ = calls.answer("search", b'[["q"],{"top_n":"4"}]', *rest)
+    assert good.told == (b'["base-1","q","sk-1",4,true]',)
+    for named in (b"api_key", b"client"):
+        bad, _ = calls.answer("search", b'[["q"],{"%s":"mine"}]' % named, *rest)
+        assert bad.told == (b"TypeError", b"%s: Unexpected keyword argument" % named)
+
+
+def test_a_key_holds_what_was_passed_and_nothing_else() -> None:
+    def f(a: object, b: object = None, table: dict[str, int] = {}) -> None: ...  # noqa: B006
+
+    tool = HostTools([f]).by_name["f"]
+    table = f.__defaults__
+    assert table is not None
+    table[1][("a", "b")] = CLIENT  # a default that is no data any more
+    given: list[Any] = [
+        ([1], {}), ([1.0], {}), ([True], {}), (["1"], {}), ([1, None], {}), ([1, "None"], {}),
+        ([], {"a": 1, "b": 1}), ([1, 2, {}, 3], {}), ([{"a": 1, "b": 2}], {}),
+    ]  # fmt: skip
+    keys = [tool.key(args, kwargs) for args, kwargs in given]
+    assert len({*keys}) == len(given)
+    assert tool.key([1, 1], {}) == tool.key([1], {"b": 1}) == tool.key([], {"b": 1, "a": 1})
+    assert tool.key([{"b": 2, "a": 1}], {}) == keys[-1]
 
 
 def test_only_what_is_exact_reaches_a_function() -> None:
@@ -382,7 +471,130 @@ def test_a_function_cannot_step_the_session_that_calls_it(pool: SandboxPool) -> 
         assert session.step("1").value == "1"
 
 
+def test_a_call_that_hangs_is_asked_anew_by_who_comes_later() -> None:
+    def flaky() -> str:
+        """Hangs once, then fails."""
+        seen.append(1)
+        if len(seen) > 1:
+            return "fine"
+        release.wait(60)
+        raise ValueError
+
+    host = tools(flaky, cached="run", call_s=0.05)
+    ask = ("flaky", b"[[],{}]", 0, 9.0, None, lambda: False)
+    assert host.begin().answer(*ask)[0].told[0] == b"TimeoutError"
+    time.sleep(0.02)
+    host.budget = HostBudget()
+    assert host.begin().answer(*ask)[0].told == (b'"fine"',)
+    release.set()
+    join("host-flaky")
+    assert host.begin().answer(*ask)[0].told == (b'"fine"',)
+    assert len(seen) == 2, "the later call's answer is kept"
+
+
+def join(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join()
+
+
+def test_calls_that_do_not_come_back_fail_the_machine_not_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentgrpo.sandbox.host_tools.MAX_RUNNING", 2)
+    host = tools(call_s=0.01)
+    rest = (0, 9.0, None, lambda: False)
+    for _ in range(2):
+        assert host.begin().answer("hang", b"[[],{}]", *rest)[0].told[0] == b"TimeoutError"
+    with pytest.raises(HostFailed, match=r"add\(\): 2 calls .* 2 of them of hang\(\)"):
+        host.begin().answer("add", b"[[1],{}]", *rest)
+    release.set()
+    join("host-hang")
+    assert host.begin().answer("add", b"[[1],{}]", *rest)[0].told == (b"2",)
+
+
+def test_the_event_loop_outlives_what_runs_on_it_and_a_blocked_one_is_the_machines_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def exits() -> str:
+        """A task of it ends by sys.exit()."""
+
+        async def inner() -> None:
+            sys.exit(3)
+
+        task = asyncio.get_running_loop().create_task(inner())
+        task.add_done_callback(lambda done: done.exception())  # or it is logged at some later time
+        await asyncio.sleep(0.05)
+        return "went on"
+
+    async def blocks() -> None:
+        """Does not await."""
+        release.wait(60)
+
+    host = tools(exits, later, blocks, call_s=5.0)
+    rest = (0, 9.0, None, lambda: False)
+    assert host.begin().answer("exits", b"[[],{}]", *rest)[0].told == (b'"went on"',)
+    assert host.begin().answer("later", b"[[0.0],{}]", *rest)[0].told == (b'"late"',)
+    monkeypatch.setattr("agentgrpo.sandbox.host_tools.LOOP_S", 0.05)
+    quick = tools(later, blocks, call_s=0.05)
+    for name, data in (("blocks", b"[[],{}]"), ("later", b"[[0.0],{}]")):
+        with pytest.raises(HostFailed, match=f"{name}.*event loop .* is blocked"):
+            quick.begin().answer(name, data, *rest)
+    release.set()
+    assert host.begin().answer("later", b"[[0.0],{}]", *rest)[0].told == (b'"late"',)
+
+
+@pytest.mark.parametrize("kind", ["exits", "nameless"])
+def test_an_exception_that_cannot_be_read_settles_its_call(kind: str) -> None:
+    call = ("fail", b'[["%s"],{}]' % kind.encode(), 0, 9.0, None, lambda: False)
+    if kind == "exits":
+        assert tools().begin().answer(*call)[0].told == (b"Exits", b"<unprintable>")
+    else:
+        with pytest.raises(HostFailed, match="cannot be read"):
+            tools().begin().answer(*call)
+
+
 # --- budget
+
+
+def test_calls_at_once_reserve_what_they_may_use() -> None:
+    rest = (0, 9.0, None, lambda: False)
+    for budget in ({"seconds": 9.0, "call_s": 9.0}, {"total_kib": 64, "answer_kib": 64}):
+        calls = tools(**budget).begin()
+        thread = threading.Thread(target=calls.answer, args=("hang", b"[[],{}]", *rest))
+        release.clear()
+        thread.start()
+        while "hang" not in seen:
+            time.sleep(0.001)
+        refused, made = calls.answer("add", b"[[1],{}]", *rest)
+        assert (refused.kind, made) == ("refused", False)
+        release.set()
+        thread.join()
+        assert calls.answer("add", b"[[1],{}]", *rest)[0].told == (b"2",), "it was given back"
+        seen.clear()
+
+
+def test_a_refused_call_is_not_read() -> None:
+    calls = tools(calls=1).begin()
+    rest = (0, 9.0, None, lambda: False)
+    calls.answer("add", b"[[1],{}]", *rest)
+    told_, made = calls.answer("add", b"no data at all", *rest)
+    assert (told_.kind, made, calls.calls, calls.failures) == ("refused", False, 1, 1)
+
+
+def test_refused_calls_are_bounded(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgrpo.sandbox.calls.MAX_REFUSED", 5)
+    code = "for n in range({}):\n try: add(n)\n except RuntimeError: pass"
+    with pool.acquire(host=tools(calls_per_step=2).begin()) as session:
+        assert session.step(code.format(7)).status == "ok"
+        result = session.step(code.format(8))
+        assert (result.status, result.detail, result.state_lost) == (
+            "protocol_error", "more than 5 calls over the budget", True
+        )  # fmt: skip
+        assert (len(result.host_calls), result.host_refused) == (2, 6)
+
+
+# --- budget over sessions
 
 
 @pytest.mark.slow
@@ -415,7 +627,7 @@ def test_a_budget_holds_over_the_sessions_of_a_rollout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cached", "calls"), [("no", 8), ("rollout", 2), ("run", 1)])
+@pytest.mark.parametrize(("cached", "calls"), [("no", 8), ("rollout", 4), ("run", 2)])
 def test_the_same_arguments_have_the_same_answer(
     pool: SandboxPool, cached: str, calls: int
 ) -> None:
@@ -504,6 +716,62 @@ def test_a_repeated_step_that_calls_otherwise_is_not_answered(pool: SandboxPool)
         assert session.step("add(3)").value == "4"
 
 
+@pytest.mark.slow
+def test_a_fork_has_what_was_left_whatever_it_repeats(pool: SandboxPool) -> None:
+    storm = (
+        "n = 0\nfor i in range(9):\n try: add(i); n += 1\n except RuntimeError as e: print(e)\nn"
+    )
+    for cached in ("no", "rollout"):
+        calls = tools(calls=4, cached=cached).begin()
+        with pool.acquire(host=calls) as first:
+            first.step("add(7)")
+        with pool.acquire(host=calls) as session:
+            before = session.step(storm)
+            assert (before.value, before.host_refused) == ("3", 6)
+            with pool.fork(session) as fork:
+                assert fork.host is not None
+                assert (fork.host.calls, fork.host.size) == (calls.calls, calls.size)
+                assert fork.host.failures == calls.failures
+                assert fork.step(storm).value == "0", "an earlier session's calls count"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["not flag", "flag"])
+def test_a_repeated_step_that_makes_fewer_or_more_calls_is_no_fork(
+    pool: SandboxPool, when: str
+) -> None:
+    code = ("import time\nflag = time.monotonic() > {until}\n"
+            f"if {when}:\n try: add(1)\n except RuntimeError: pass")  # fmt: skip
+    with pool.acquire(host=tools().begin()) as session:
+        assert session.step("import time; time.monotonic() > 0").value == "True"
+        until = time.monotonic() + 0.5
+        assert session.step(code.format(until=until)).error is None
+        time.sleep(max(0.0, until - time.monotonic()))
+        with pytest.raises(ReplayDiverged, match="other calls"):
+            pool.fork(session)
+
+
+def test_recall_says_whether_all_of_it_was_asked_for() -> None:
+    call = HostCall("add", b"[[1],{}]", "returned", (b"2",), 0.5)
+    rest = (0, 9.0, None, lambda: False)
+    host = tools().begin()
+    for asked, whole in (([b"[[1],{}]"], True), ([], False), ([b"[[3],{}]"], False),
+                         ([b"[[1],{}]"] * 2, False)):  # fmt: skip
+        host.recall([call])
+        for data in asked:
+            host.answer("add", data, *rest)
+        assert host.recall(None) is whole
+        assert host.recall(None), "it is said once"
+    used = host.calls
+    host.recall([call, call])
+    host.answer("add", b"[[1],{}]", *rest)
+    host.recall_again()
+    for _ in range(2):
+        assert host.answer("add", b"[[1],{}]", *rest)[0] == call
+    assert host.recall(None)
+    assert (host.calls, seen) == (used + 2, []), "counted once"
+
+
 # --- everywhere
 
 
@@ -566,6 +834,44 @@ def test_in_a_loop_that_steps_many_sessions(pool: SandboxPool) -> None:
         loop.close()
         for session in (*sessions, plain):
             session.close()
+
+
+def test_what_fails_in_an_answer_is_raised_by_wait(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pool.acquire(host=tools().begin()) as session, pool.acquire() as plain:
+        loop = StepLoop()
+        with monkeypatch.context() as patched:
+            patched.setattr(HostCalls, "answer", broken)
+            loop.submit(session, "add(1)")
+            with pytest.raises(SandboxException, match="ZeroDivisionError"):
+                loop.wait()
+        assert (len(loop), session.alive) == (0, False)
+        tag = loop.submit(plain, "7")
+        assert [(tag, "7")] == [(one, result.value) for one, result in loop.wait()]
+        loop.close()
+
+
+def test_a_timeout_of_the_functions_own_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes in the moment between a wait that was in vain and a look."""
+
+    class Racing(Future[Any]):
+        first = True
+
+        def result(self, timeout: float | None = None) -> Any:
+            if not self.first:
+                return super().result(timeout)
+            self.first = False
+            super().exception(60)
+            raise TimeoutError
+
+    monkeypatch.setattr("agentgrpo.sandbox.host_tools.Future", Racing)
+    assert tools().begin().answer("add", b"[[1],{}]", 0, 9.0, None, lambda: False)[0].told == (
+        b"2",
+    )
 
 
 @pytest.mark.slow

@@ -1,0 +1,115 @@
+"""What a reward function sees of a rollout, and those that are shipped by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from agentgrpo.types import Rollout, Task
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+
+@dataclass(frozen=True)
+class RolloutView:
+    """What a reward function sees of a finished rollout; text is decoded when it is asked for."""
+
+    rollout: Rollout
+    decode: Decode
+
+    @property
+    def task(self) -> Task:
+        """With the hidden spec."""
+        return self.rollout.task
+
+    @property
+    def answer(self) -> str | None:
+        return self.rollout.answer
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Counts and costs of the episode: turns, tool_calls, tool_errors, ..."""
+        return self.rollout.stats
+
+    @cached_property
+    def turns(self) -> tuple[str, ...]:
+        """What the policy wrote, turn by turn."""
+        return tuple(
+            self.decode(s.token_ids.tolist()) for s in self.rollout.all_segments if s.sampled
+        )
+
+    @property
+    def text(self) -> str:
+        """All that the policy wrote, and nothing that it was shown."""
+        return "\n".join(self.turns)
+
+    @cached_property
+    def observations(self) -> tuple[str, ...]:
+        """What it was shown after the prompt: tools' answers with the template around them."""
+        given = [s for row in self.rollout.rows for s in row[1:] if not s.sampled]
+        return tuple(self.decode(s.token_ids.tolist()) for s in given)
+
+    @property
+    def turn_spans(self) -> tuple[tuple[int, int], ...]:
+        """Token range of each turn, for SpanReward."""
+        spans, start = [], 0
+        for segment in self.rollout.all_segments:
+            end = start + len(segment.token_ids)
+            if segment.sampled:
+                spans.append((start, end))
+            start = end
+        return tuple(spans)
+
+    def cost(self, name: str) -> float:
+        """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds.
+
+        Raises:
+            ValueError: nobody recorded it; the message lists what was.
+        """
+        if name not in self.stats:
+            raise ValueError(f"no cost {name!r} was recorded, only {', '.join(sorted(self.stats))}")
+        return self.stats[name]
+
+
+def tool_cost(view: RolloutView) -> float:
+    """Minus one for every tool call, those of sandbox.host_tools by the policy's code included."""
+    return -view.cost("tool_calls") - view.stats.get("host_calls", 0.0)
+
+
+def tool_errors(view: RolloutView) -> float:
+    """Minus the share of tool calls that failed."""
+    return -view.cost("tool_errors") / max(1.0, view.cost("tool_calls"))
+
+
+def syntax_errors(view: RolloutView) -> float:
+    """Minus the share of tool calls whose answer tells of a syntax error."""
+    told = sum("SyntaxError" in text or "IndentationError" in text for text in view.observations)
+    return -told / max(1.0, view.cost("tool_calls"))
+
+
+def length(view: RolloutView) -> float:
+    """Minus the sampled tokens, in thousands."""
+    return -view.rollout.num_sampled / 1000
+
+
+def efficiency(view: RolloutView) -> float:
+    """One over the turns it took, for a rollout that solved its task."""
+    if view.rollout.solved is None:
+        raise ValueError("neither the environment nor reward.kind says what is solved")
+    return view.rollout.solved / max(1.0, view.cost("turns"))
+
+
+def exact(view: RolloutView) -> float:
+    """One for an answer that is the expected text, but for space around it."""
+    expected = view.task.spec.get("answer")
+    if expected is None:
+        raise ValueError("the task's spec has no 'answer'")
+    return float(view.answer is not None and view.answer.strip() == str(expected).strip())
+
+
+BUILT_IN: dict[str, Callable[[RolloutView], float]] = {
+    function.__name__: function
+    for function in (tool_cost, tool_errors, syntax_errors, length, efficiency, exact)
+}
