@@ -65,7 +65,8 @@ def published(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 kept[key] = shown(inner, f"{where}.{key}")
         return kept
 
-    default = TrainConfig(model="", out_dir=Path()).model_dump(mode="json")
+    least = TrainConfig(model="m", out_dir=Path())
+    default = least.model_dump(mode="json", exclude={"model", "out_dir"})
     found: dict[str, Any] = {}
     for name, value in config.items():
         if name in PLACES or value == default.get(name):

@@ -119,6 +119,22 @@ def writing(path: Path) -> Iterator[None]:
         raise type(error)(in_words(error, path)) from error
 
 
+def require_output(path: Path) -> None:
+    """That a file can be written at `--output`, before the work that makes it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if path.is_dir():
+        raise ValueError(f"--output {path}: it is a directory, expected a file")
+    if not path.parent.exists():
+        raise ValueError(f"--output {path}: no such directory {path.parent}{how_far(path.parent)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: {path.parent} is no directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--output {path}: it cannot be written to")
+
+
 def read_text(path: Path) -> str:
     """A text file's text; errors as of opened()."""
     with opened(path) as file:

@@ -22,9 +22,12 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
+from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
 from agentgrpo.registry import checked_options, env_kind, judges, needs_answers
+from agentgrpo.rewards.answers import accepted_answers, last_number
 from agentgrpo.settings import as_toml, settings
+from agentgrpo.types import Task
 
 HEAD = """\
 # Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.
@@ -67,19 +70,33 @@ def values_for(
         "out_dir": str(out_dir),
     }
     if data != "env":
-        rows = _count(Path(data), question, answer, _chosen(values, overrides))
-        values["data.num_heldout"] = max(1, min(64, rows // 5))
+        config = _chosen(values, overrides)
+        rows = _rows(Path(data), question, answer, config)
+        values["data.num_heldout"] = max(1, min(64, len(rows) // 5))
+        if _are_texts(rows, config):
+            values["reward.kind"] = "text"
     return values
 
 
-def _count(data: Path, question: str, answer: str, config: TrainConfig) -> int:
+def _rows(data: Path, question: str, answer: str, config: TrainConfig) -> list[Task]:
     from agentgrpo.data.files import read_tasks
 
     answered = needs_answers(config.reward, judged=judges(config) is not False)
-    rows = len(read_tasks(data, question=question, answer=answer, answered=answered).rows)
-    if rows < 2:
-        raise ValueError(f"{data}: {rows} row; at least 2 are needed, one of them to be held out")
+    rows = read_tasks(data, question=question, answer=answer, answered=answered).rows
+    if len(rows) < 2:
+        raise ValueError(
+            f"{data}: {len(rows)} row; at least 2 are needed, one of them to be held out"
+        )
     return rows
+
+
+def _are_texts(rows: Sequence[Task], config: TrainConfig) -> bool:
+    """Whether answers would be compared as numbers, because nothing else was asked for, and are
+    none.
+    """
+    if config.reward.kind != "auto" or config.reward.strict or judges(config) is not False:
+        return False
+    return any(last_number(accepted_answers(task)[0]) is None for task in rows)
 
 
 def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:
@@ -140,6 +157,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
     args = parser.parse_intermixed_args(arguments)
     try:
+        require_output(args.output)
         if args.output.exists():
             raise ValueError(f"{args.output} exists; remove it, or choose another with --output")
         if not args.model.startswith("package:"):

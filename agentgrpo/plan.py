@@ -64,10 +64,19 @@ def said(name: str, text: str) -> Check:
 
 
 def to_be_trained_on(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-    """The tasks of a training run, and its steps."""
+    """The tasks of reinforcement learning, and one of its steps."""
     train = stage.training_tasks(config).next(NUM_LOOKED_AT)
     yield from played(config, stage, [*train, *stage.heldout])
-    yield from _steps(config)
+    yield from _step(config)
+
+
+def to_be_trained(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+    """What `agentgrpo train` does: the same, and how long it is."""
+    yield from to_be_trained_on(config, stage)
+    newest = checkpoint.newest(config.out_dir)
+    done = newest is not None and checkpoint.step_of(newest) >= config.steps
+    more = "; all are done: with a larger steps it goes on" if done else ""
+    yield said("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
 
 
 def to_be_evaluated(config: TrainConfig, stage: Stage) -> Iterator[Check]:
@@ -97,7 +106,7 @@ def played(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator
     )
 
 
-def _steps(config: TrainConfig) -> Iterator[Check]:
+def _step(config: TrainConfig) -> Iterator[Check]:
     r = config.rollout
     played = r.tasks_per_step * r.group_size
     sampled = played * r.max_sampled_tokens
@@ -107,7 +116,6 @@ def _steps(config: TrainConfig) -> Iterator[Check]:
         f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
         f"{sampled:,} sampled tokens, then one learner step",
     )
-    yield said("the run", f"{config.steps} steps, saved every {config.save_every}")
 
 
 def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]:
@@ -160,8 +168,6 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
 
 def _folder(config: TrainConfig) -> str:
     newest = checkpoint.newest(config.out_dir)
-    if newest is not None and (done := checkpoint.step_of(newest)) >= config.steps:
-        return f"{done} steps are done; with a larger steps it goes on"
     if newest is not None:
         return f"continues after step {checkpoint.step_of(newest)}"
     if (config.out_dir / "metrics.jsonl").exists():
@@ -178,7 +184,7 @@ def planned(
     *,
     trained: bool = True,
     sampled: bool = True,
-    lines: Lines = to_be_trained_on,
+    lines: Lines = to_be_trained,
 ) -> str:
     """What a command would do, after all checks that it would make; writes nothing.
 

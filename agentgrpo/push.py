@@ -68,7 +68,7 @@ def prepared(run: Path, repo: str, which: str = "last") -> Upload:
     described, rows = _records(run)
     adapter = described["config"]["learner"]["lora"]["rank"] > 0
     folder = _chosen(run, rows, which)
-    checkpoint.require_whole(folder, adapter=adapter)
+    checkpoint.require_whole(folder, adapter=adapter, remedy="--checkpoint STEP chooses another")
     step = checkpoint.step_of(folder)
     done = [row for row in rows if _after(row) <= step]
     if max(map(_after, done), default=0) < step:

@@ -48,9 +48,10 @@ from numpy.typing import NDArray
 from agentgrpo.audit.claims import CLAIMS, Tokens, judge
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
+from agentgrpo.config.read import checked
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
-from agentgrpo.foreign.read import read
+from agentgrpo.foreign.read import is_ours, read, require_foreign
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import reads_whole_rollouts
 from agentgrpo.proof import sums
@@ -135,7 +136,7 @@ def verify_run(run: Path) -> Report:
         ValueError: run.json is not a training run's, or a line of the records is none; names it.
     """
     if not (run / "run.json").is_file():
-        raise FileNotFoundError(f"{run}: no run.json, so this is not a run's folder (out_dir)")
+        raise FileNotFoundError(f"{run}: no run.json, which a run's folder (out_dir) has")
     about, seals = _described(run / "run.json")
     report = Report()
     metrics = Chain(run / "metrics.jsonl", seals["metrics.jsonl"])
@@ -185,7 +186,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     """What run.json says, and its seals of both files."""
     described = read_table(path)
     try:
-        config = TrainConfig.model_validate(described["config"])
+        config = _config_of(described["config"], path)
         device, seals = described["learner"]["device"], described["records"]
         seals = {
             name: {key: seals[name][key] for key in ("bytes", "hash")}
@@ -198,6 +199,16 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not that of a training run: {error!r}") from error
     return run, seals
+
+
+def _config_of(table: Mapping[str, Any], path: Path) -> TrainConfig:
+    try:
+        return checked(TrainConfig, table, str(path))
+    except ValueError as error:
+        said = str(error).replace("\n", f"\n{path}: ")
+        raise ValueError(
+            f"{path}: {said}; the run may be of another version of agentgrpo"
+        ) from None
 
 
 def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
@@ -628,7 +639,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        if (args.run / "run.json").is_file():
+        if args.tokenizer:
+            require_foreign([args.run])
+        if is_ours(args.run):
             return _print_report(verify_run(args.run))
         return _print_judgement(args.run, args.tokenizer)
     except (OSError, ValueError) as error:

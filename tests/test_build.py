@@ -99,7 +99,7 @@ def test_a_plan_is_of_a_loss_and_a_checkpoint_that_would_do(tmp_path: Path) -> N
         planned(asked)
     damaged = tmp_path / "checkpoints" / "step_000003"
     damaged.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"step_000003 is not a checkpoint that this run can"):
+    with pytest.raises(ValueError, match=r"step_000003 is no whole checkpoint"):
         planned(config(Path("m"), out_dir=str(tmp_path)))
 
 

@@ -187,6 +187,24 @@ def test_init_asks_for_answers_that_somebody_reads(
     assert init.main(["m/m", "rows.jsonl", *overrides.split()]) == (2 if asked else 0)
 
 
+@pytest.mark.parametrize(
+    ("answer", "more", "kind"),
+    [
+        ("pear", (), "text"),
+        ("12 pears", (), "auto"),
+        ("pear", ("reward.kind=math",), "math"),
+        ("pear", ("env.kind=unit_tests",), "auto"),
+    ],
+)
+def test_init_compares_answers_that_are_no_numbers_as_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, more: tuple[str, ...], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(f'{{"question": "a", "answer": "{answer}"}}\n' * 2)
+    assert init.main(["m/m", "rows.jsonl", *more]) == 0
+    assert load_config("train.toml").reward.kind == kind
+
+
 def test_init_takes_the_tasks_of_an_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from agentgrpo.completion import __main__ as completion
 from agentgrpo.completion.words import words_of
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.config.readers import READS, reads, require_read
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.registry import KINDS
 from agentgrpo.settings import options, settings
@@ -32,13 +33,18 @@ TRAIN = words_of("agentgrpo.train").words
 
 
 def test_every_setting_is_offered() -> None:
-    """By what docs/config.md is made from."""
-    for module, kind in (("agentgrpo.train", TrainConfig), ("agentgrpo.recipe.sft", RecipeConfig)):
+    """By what docs/config.md is made from, and the command reads."""
+    for command in READS:
+        kind = TrainConfig if command == "train" else RecipeConfig
+        module = cli.COMMANDS[command][0]
         keys = {f"{s.section}.{s.key}=".lstrip(".") for s in settings(kind)}
         keys |= {f"{of}.options.{s.key}=" for of in KINDS for each in KINDS[of]
                  for s in options(of, each)}  # fmt: skip
         keys -= {f"{of}.options=" for of in KINDS}
-        assert {word for word in words_of(module).words if word.endswith("=")} == keys
+        keys -= {key for key in keys if not reads(command, key[:-1])}
+        offered = words_of(module).words
+        assert {word for word in offered if word.endswith("=")} == keys
+        require_read(command, {word.partition("=")[0] for word in offered if "=" in word})
 
 
 def test_every_value_that_is_offered_is_taken() -> None:

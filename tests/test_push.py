@@ -345,7 +345,7 @@ def broken(run: Path, how: str) -> None:
     [
         ("edited", "metrics.jsonl:5: does not follow the line before it"),
         ("nan", "step 3: learner/loss is nan: the run is broken"),
-        ("short", "model.safetensors"),
+        ("short", "--checkpoint STEP chooses another"),
         ("ahead", "metrics.jsonl ends before step 9"),
         ("none", "no checkpoint was saved"),
         ("no run", "no run.json, so this is not a run's folder"),

@@ -404,7 +404,40 @@ def test_the_folder_of_something_else_is_told(
     (tmp_path / "run.json").write_text(json.dumps(described))
     assert verify.main([str(tmp_path)]) == 2
     assert "error: " in (said := capsys.readouterr().err)
-    assert re.search(r"run\.json: (not that of|expected a JSON object)|Field required", said)
+    assert re.search(r"run\.json: (not that of|expected a JSON object|config key model is )", said)
+
+
+def test_settings_of_another_version_are_told_by_their_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "run.json"
+    described = json.loads(path.read_text())
+    described["config"] |= {"steps": "many", "gone": 1}
+    path.write_text(json.dumps(described))
+    assert verify.main([str(tmp_path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {path}: config key steps: Input should be a valid integer")
+    assert second.startswith(f"{path}: unknown config key gone")
+    assert second.endswith("; the run may be of another version of agentgrpo")
+
+
+@pytest.mark.parametrize(
+    ("gone", "arguments", "why"),
+    [
+        ("run.json", (), "{run}: no run.json, which a run's folder (out_dir) has"),
+        ("run.json metrics.jsonl", (), "rollouts.jsonl: a file of a run of agentgrpo: give"),
+        ("", ("--tokenizer", "x"), "--tokenizer: only another program's rollouts read it"),
+    ],
+)
+def test_what_is_missing_of_a_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str, arguments: tuple[str], why: str
+) -> None:
+    write_run(tmp_path)
+    for name in gone.split():
+        (tmp_path / name).unlink()
+    assert verify.main([str(tmp_path), *arguments]) == 2
+    assert why.format(run=tmp_path) in capsys.readouterr().err
 
 
 def test_a_line_that_is_no_record_is_named(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from typing import Any
 import pytest
 
 from agentgrpo import cli
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.readers import reads
+from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import CHECKSUMS
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json, write_lines
@@ -62,6 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copytree(model, saved, dirs_exist_ok=True)
         torch.save({"tasks": {}, "log_offsets": {}, "step": 3}, saved / checkpoint.STATE)
 
+    (folder / "unmade.toml").write_text('extends = "c.toml"\n[sft]\nepochs = 1\n')
     (folder / "saved").mkdir()
     checkpoint.save(folder / "saved", 3, write, keep=1)
     with contextlib.chdir(folder):
@@ -111,6 +116,27 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     assert (status, told.err) == (0, ""), told.err
     assert "the plan, nothing was " in told.out
     assert not (place / "run").exists()
+    word, config, *more = command.split()
+    numbers = {"steps": 4711, "save_every": 4712, "eval_every": 4713, "keep_checkpoints": 4714,
+               "rollout.group_size": 4716,
+               "flywheel.tasks": 4717, "sft.epochs": 4718, "sft.batch_size": 4719,
+               "curriculum.stages": 4720, "curriculum.candidates": 4721}  # fmt: skip
+    known = (TrainConfig if word == "train" else RecipeConfig).model_fields
+    unread = {
+        key: number
+        for key, number in numbers.items()
+        if not reads(word, key) and key.partition(".")[0] in known
+    }
+    lines = [f"{key} = {number}" for key, number in unread.items()]
+    other = place / "other.toml"
+    other.write_text("\n".join([*lines, f'extends = "{config}"', ""]))
+    try:
+        status = cli.main([word, str(other), *more, "--of-recipe", "--dry-run"])
+    finally:
+        other.unlink()
+    told = capsys.readouterr()
+    assert (status, told.err) == (0, ""), told.err
+    assert "47" not in re.sub(r"(?!47[12]\d\b)\b[\d,.]+", "", told.out), "what it does not read"
 
 
 PATHS = {
@@ -136,6 +162,14 @@ PATHS = {
     "train {c} --dry-run sandbox.tools=nosuch.py": "sandbox.tools: nosuch.py: no such file",
     "train {c} --dry-run sandbox.template=nosuch": "sandbox.template: ",
     "train {c} --dry-run out_dir={here}/rows.jsonl/run": "rows.jsonl is no directory",
+    "train {c} --dry-run out_dir=/proc/x": "out_dir '/proc/x': no folder can be made in /proc: no ",
+    "train {c} out_dir=/proc/x": "out_dir '/proc/x': no folder can be made in /proc: no ",
+    "train {c} --dry-run data.train=./nosuch.jsonl data.levels=[3]": "data.train: nosuch.jsonl: no",
+    "sft {r} --dry-run model=./nosuch sft.data=./nosuch.jsonl": "sft.data: nosuch.jsonl: no such",
+    "sft unmade.toml --dry-run": "sft.jsonl: no such file or directory; {here} is there; "
+    "`agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE",
+    "init model rows.jsonl -o no/c.toml": "--output no/c.toml: no such directory no",
+    "init model rows.jsonl -o {here}": "--output {here}: it is a directory, expected a file",
     "sft {r} --dry-run sft.data=./nosuch.jsonl": "nosuch.jsonl: no such file or directory",
     "sft {r} --dry-run sft.data={here}": "{here}: it is a directory, expected a file",
     "evaluate {r} --dry-run --report x --compare nosuch.json": "nosuch.json: no such file",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from agentgrpo.config import Section, TrainConfig
 from agentgrpo.config.read import shipped_configs
+from agentgrpo.config.readers import READS, reads
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.kernels.objective import LOSSES
 from agentgrpo.registry import KINDS, REWARDS, class_of, options_of
@@ -77,7 +78,12 @@ def words_of(module: str) -> Words:
         found += shipped_configs()
     if "overrides" in known:
         kind = RecipeConfig if module.startswith("agentgrpo.recipe") else TrainConfig
-        found += settings(kind)
+        command = module.rpartition(".")[2]
+        found += (
+            word
+            for word in settings(kind)
+            if command not in READS or reads(command, word.partition("=")[0])
+        )
     return Words(
         words=tuple(dict.fromkeys(found)),
         place=next((PLACES[name] for name in PLACES if name in known), ""),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from agentgrpo.config.section import (
     NotNegative,
     NotNegativeNumber,
     Number,
+    PathOf,
     Place,
     Positive,
     PositiveNumber,
@@ -20,6 +22,7 @@ from agentgrpo.config.section import (
     is_set,
     refuse_unread,
 )
+from agentgrpo.files import looks_like_path, missing
 from agentgrpo.types import Status, Treatment
 
 
@@ -314,7 +317,7 @@ class SandboxConfig(Section):
     """Directories of packages that sessions may import from, besides the template's."""
     env: dict[str, str] = {}
     """Environment variables of all code."""
-    tools: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    tools: PathOf | None = None
     """A Python script that every session runs first: its functions need no import. The code agent
     shows it in its prompt (agent.options.show_tools)."""
     host_tools: tuple[str, ...] = ()
@@ -388,10 +391,13 @@ class DataConfig(Section):
         ):
             for key in keys:
                 if name != "word_problems" and is_set(self, key):
+                    if looks_like_path(name) and not Path(name).exists():
+                        raise ValueError(f"data.{source}: {missing(Path(name))}")
+                    kept = type(self).model_fields[key].default
+                    default = json.dumps(kept, separators=(",", ":"))
                     raise ValueError(
                         f"data.{key}: only data.{source} = 'word_problems' reads it, "
-                        f"and it is {name!r}; leave it at its default, "
-                        f"{type(self).model_fields[key].default}"
+                        f"and it is {name!r}; leave it at its default, data.{key}={default}"
                     )
         if self.heldout == "split" and self.train in ("word_problems", "env"):
             raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")

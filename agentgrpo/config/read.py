@@ -58,7 +58,9 @@ def load_config_of(
         dotted, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"override {override!r}: expected section.key=value")
-        *parents, leaf = dotted.strip().split(".")
+        *parents, leaf = names = dotted.strip().split(".")
+        if not all(names):
+            raise ValueError(f"override {override!r}: a name is empty; expected section.key=value")
         section, name = table, ""
         for name in parents:
             section = section.setdefault(name, {})
@@ -68,11 +70,28 @@ def load_config_of(
         if leaf == "kind" and _is_another(name, section, value):
             section.pop("options", None)
         section[leaf] = value
-    config = _validated(kind, table, str(path))
+    config = checked(kind, table, str(path))
     if command:
         require_read(command, (override.partition("=")[0].strip() for override in overrides))
         require_read_somewhere(read_toml(path), str(path))
     return config
+
+
+def checked(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
+    """The settings that a table holds.
+
+    Args:
+        kind: which sections there may be.
+        table: of all settings.
+        of: the file it is from, for the messages.
+
+    Raises:
+        ValueError: as load_config_of(); a line for each key.
+    """
+    try:
+        return kind.model_validate(table)
+    except pydantic.ValidationError as error:
+        raise ValueError("\n".join(_explained(error, kind, of))) from None
 
 
 def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
@@ -93,14 +112,7 @@ def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any
     elif given is not None:
         path = _find(given, Path())
         table, of = _read(path), str(path)
-    return _validated(TrainConfig, _merged(table, settings), of)
-
-
-def _validated(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
-    try:
-        return kind.model_validate(table)
-    except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_explained(error, kind, of))) from None
+    return checked(TrainConfig, _merged(table, settings), of)
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -175,8 +187,12 @@ _ALTERNATIVE = re.compile(r"bool|int|float|str|none|(literal|list|tuple|dict)\[.
 def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> list[str]:
     """A line for each key; what a key of several types may be stands in one."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for one in error.errors():
+    every = error.errors()
+    for one in every:
         where = one["loc"]
+        within = any(e["loc"][: len(where)] == where != e["loc"] for e in every)
+        if one["type"] == "too_short" and within:  # without the items that are refused themselves
+            continue
         if where and _ALTERNATIVE.fullmatch(str(where[-1])):
             where = where[:-1]
         found.setdefault(where, []).append(dict(one))
@@ -203,7 +219,11 @@ def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
         return f"config key {where} is required, and {of} does not set it"
     if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
-    return told(error, "config key ")
+    section, dot, leaf = where.rpartition(".")
+    meant = f"{section}{dot}num_{leaf}"  # a number in the place of a text
+    number = error["type"] == "string_type" and isinstance(error["input"], int)
+    hint = f"; did you mean {meant}?" if number and meant in _all_keys(kind) else ""
+    return told(error, "config key ") + hint
 
 
 def _hint(wrong: str, keys: Sequence[str]) -> str:

@@ -102,9 +102,9 @@ class FlywheelConfig(Section):
 class SftConfig(Section):
     """Fine-tuning (recipe/sft.py)."""
 
-    data: Place = ""
+    data: Place | None = None
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
-    conversations: {"messages": [...]}. Empty: sft.jsonl in out_dir/flywheel."""
+    conversations: {"messages": [...]}. Left out: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"
     """Of rollouts: all, or those with a reward part `answer` above 0."""
     epochs: Positive = 3

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
@@ -18,7 +17,7 @@ from agentgrpo.config.playing import (
     RolloutConfig,
     SandboxConfig,
 )
-from agentgrpo.config.section import NotNegative, Place, Positive, Section, Seed
+from agentgrpo.config.section import NotNegative, PathOf, Place, Positive, Section, Seed
 
 
 class TrainConfig(Section):
@@ -26,7 +25,7 @@ class TrainConfig(Section):
 
     model: Place
     """Model directory, hub name, or package:NAME for a model inside an installed package."""
-    out_dir: Annotated[Path, AfterValidator(Path.expanduser)]
+    out_dir: PathOf
     """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
     steps: Positive = 200
     """Optimizer steps."""

@@ -5,15 +5,27 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from agentgrpo.files import expanded
 
-Place = Annotated[str, pydantic.AfterValidator(expanded)]
+
+def _not_empty(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise PydanticCustomError("empty_path", "expected a path")  # "" would be where one is
+    return value
+
+
+NotEmpty = pydantic.BeforeValidator(_not_empty)
+Place = Annotated[str, NotEmpty, pydantic.AfterValidator(expanded)]
 """A path, or a name of something else."""
+PathOf = Annotated[Path, NotEmpty, pydantic.AfterValidator(Path.expanduser)]
+"""A path."""
 Positive = Annotated[int, Field(ge=1, le=10**7)]
 NotNegative = Annotated[int, Field(ge=0, le=10**7)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]

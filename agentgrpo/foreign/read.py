@@ -42,7 +42,27 @@ GLOBS = (
     "states.jsonl", "rollouts.jsonl",
 )  # fmt: skip
 """Where files of rollouts lie in a folder, the first kind that is there."""
+OURS = {"previous_hash", "records"}
+"""Keys that lines of rollouts.jsonl and metrics.jsonl of ours have, and run.json."""
 TRL_COLUMNS = {"step", "prompt", "completion", "advantage"}
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a path is the folder of a run of agentgrpo, which read() does not read."""
+    return any((path / name).is_file() for name in ("run.json", "metrics.jsonl"))
+
+
+def require_foreign(paths: Sequence[Path]) -> None:
+    """That one of these may be another program's: only there --tokenizer is read.
+
+    Raises:
+        ValueError: all are runs of agentgrpo.
+    """
+    if all(map(is_ours, paths)):
+        raise ValueError(
+            f"--tokenizer: only another program's rollouts read it, and {paths[0]} is a run of "
+            "agentgrpo, which has its own"
+        )
 
 
 def read(path: Path) -> tuple[str, list[Trajectory]]:
@@ -85,6 +105,11 @@ def _read_file(path: Path) -> tuple[str, list[Trajectory]]:
     for name, keys, reader in FORMATS:
         if isinstance(rows[0][1], dict) and rows[0][1].keys() >= keys:
             return name, [*_each(path, rows, reader)]
+    if isinstance(rows[0][1], dict) and rows[0][1].keys() & OURS:
+        raise ValueError(
+            f"{path}: a file of a run of agentgrpo: give its folder, {path.parent}, which has "
+            "run.json and metrics.jsonl too"
+        )
     known = "; ".join(f"{name}: {', '.join(sorted(keys))}" for name, keys, _ in FORMATS)
     raise ValueError(f"{path}: its first record has not the keys of any format ({known})")
 

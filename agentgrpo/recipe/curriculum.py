@@ -287,7 +287,11 @@ def stages(recipe: RecipeConfig) -> Iterator[Check]:
     require_stages(recipe)
     c = recipe.curriculum
     steps = ", ".join(str(c.steps_of(stage)) for stage in range(c.stages))
-    yield said("stages", f"{c.stages}: {c.candidates} candidates x {c.group_size}, {steps} steps")
+    yield said(
+        "stages",
+        f"{c.stages}: {c.candidates} candidates x {c.group_size}, {steps} steps, saved every "
+        f"{recipe.save_every}",
+    )
 
 
 def plan(recipe: RecipeConfig, _: object = None) -> str:

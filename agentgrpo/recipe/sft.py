@@ -34,6 +34,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
+from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.machine.packages import require
 from agentgrpo.machine.room import room_checks
@@ -266,12 +267,24 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
     )
 
 
+def data_of(recipe: RecipeConfig) -> Path:
+    """The file of a recipe's examples, which is looked for before all else.
+
+    Raises:
+        FileNotFoundError: it is not there; says what writes it.
+    """
+    made = recipe.out_dir / "flywheel" / "sft.jsonl"
+    data = Path(recipe.sft.data or made)
+    if data.exists():
+        return data
+    remedy = "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE"
+    raise FileNotFoundError(f"sft.data: {missing(data)}{remedy if data == made else ''}")
+
+
 def examples_of(recipe: RecipeConfig, stage: Stage) -> list[Rollout]:
-    """The examples of a recipe; arguments and errors as of read_examples()."""
-    sft = recipe.sft
-    data = Path(sft.data) if sft.data else recipe.out_dir / "flywheel" / "sft.jsonl"
+    """The examples of a recipe; arguments and errors as of data_of() and read_examples()."""
     limit = recipe.engine.max_model_len
-    return read_examples(data, sft, stage.chat, stage.agent, max_tokens=limit)
+    return read_examples(data_of(recipe), recipe.sft, stage.chat, stage.agent, max_tokens=limit)
 
 
 def steps_of(sft: SftConfig, examples: int) -> int:
@@ -281,6 +294,7 @@ def steps_of(sft: SftConfig, examples: int) -> int:
 
 def plan(recipe: RecipeConfig, _: object = None) -> str:
     """What fine-tuning would do, after all checks; errors as of prepared()."""
+    data_of(recipe)
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
         sft, examples = recipe.sft, examples_of(recipe, stage)
@@ -304,6 +318,7 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
         OSError: something cannot be read or written.
     """
     config, sft = settings_of(recipe), recipe.sft
+    data_of(recipe)
     with locked(config.out_dir):
         require_same_run(config)
         resumed = whole_checkpoint(config)

@@ -29,10 +29,15 @@ def newest(out_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def require_whole(checkpoint: Path, *, adapter: bool) -> None:
+def require_whole(checkpoint: Path, *, adapter: bool, remedy: str = REMEDY) -> None:
     """Refuse what is named like a checkpoint and is none, before anything is loaded from it.
 
     All of it is read, and held against the checksums that it was saved with.
+
+    Args:
+        checkpoint: its folder.
+        adapter: whether it is one, or a whole model.
+        remedy: what can be done, for the message.
 
     Raises:
         ValueError: naming the files that are missing, empty or changed, and what can be done.
@@ -47,13 +52,12 @@ def require_whole(checkpoint: Path, *, adapter: bool) -> None:
         missing.append("*.safetensors")
     if missing:
         raise ValueError(
-            f"{checkpoint} is not a checkpoint that this run can continue from: "
-            f"{', '.join(missing)} missing or empty; {REMEDY}"
+            f"{checkpoint} is no whole checkpoint: {', '.join(missing)} missing or empty; {remedy}"
         )
     try:
         require_as_sealed(checkpoint, whole=True)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{error}; {REMEDY}") from None
+        raise ValueError(f"{error}; {remedy}") from None
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:

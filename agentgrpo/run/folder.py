@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
-from agentgrpo.files import read_table
+from agentgrpo.files import in_words, read_table
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
@@ -19,6 +20,7 @@ def locked(out_dir: Path) -> IO[str]:
     """Make out_dir this run's, until the file is closed; ranks but 0 get one that locks nothing."""
     if parallel.rank() > 0:
         return Path(os.devnull).open("w")
+    require_folder(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     file = (out_dir / ".lock").open("w")
     try:
@@ -40,7 +42,7 @@ MAY_CHANGE = {
 
 
 def require_folder(out_dir: Path, key: str = "out_dir") -> None:
-    """That out_dir, or what `key` names, can be written to, or made.
+    """That out_dir, or what `key` names, can be written to, or made: a folder is, and goes again.
 
     Raises:
         ValueError: it cannot.
@@ -50,6 +52,11 @@ def require_folder(out_dir: Path, key: str = "out_dir") -> None:
         raise ValueError(f"{key} {str(out_dir)!r}: {there} is no directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"{key} {str(out_dir)!r}: {there} cannot be written to")
+    try:  # root may write everywhere, but for /proc, a frozen folder, a full disk
+        os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=there))
+    except OSError as error:
+        said = in_words(error, there)
+        raise ValueError(f"{key} {str(out_dir)!r}: no folder can be made in {said}") from None
 
 
 def require_same_run(config: TrainConfig) -> None:

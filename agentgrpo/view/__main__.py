@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 from agentgrpo.config.arguments import parser_of
+from agentgrpo.files import missing, require_output
+from agentgrpo.foreign.read import is_ours, require_foreign
 from agentgrpo.view.collect import read_foreign, read_run
 from agentgrpo.view.group import short_names
 from agentgrpo.view.page import make_page
@@ -53,10 +55,15 @@ def main(arguments: list[str]) -> int:
     first = args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent
     output = args.output or first / ("view.html" if len(args.runs) == 1 else "compare.html")
     try:
+        if gone := [path for path in args.runs if not path.exists()]:
+            raise FileNotFoundError(missing(gone[0]))
+        require_output(output)
+        if args.tokenizer:
+            require_foreign(args.runs)
         runs = []
         for path, name in zip(args.runs, short_names(args.runs), strict=True):
-            ours = (path / "metrics.jsonl").is_file()
-            how = read_run if ours else functools.partial(read_foreign, tokenizer=args.tokenizer)
+            foreign = functools.partial(read_foreign, tokenizer=args.tokenizer)
+            how = read_run if is_ours(path) else foreign
             runs.append(how(path, name=name, rollouts=not args.curves))
         page = make_page(runs)
         output.write_text(page, encoding="utf-8")

@@ -96,7 +96,7 @@ def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) ->
     """
     metrics, played = folder / "metrics.jsonl", folder / "rollouts.jsonl"
     if not metrics.is_file():
-        raise ValueError(f"{folder}: no metrics.jsonl, so this is not a run's folder (out_dir)")
+        raise ValueError(f"{folder}: no metrics.jsonl, which a run's folder (out_dir) has")
     described = _described(folder / "run.json")
     columns = _Columns()
     if rollouts and played.is_file():

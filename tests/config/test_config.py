@@ -85,6 +85,12 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("learner.max_tokens=1023", "learner.max_tokens must hold .* 1024, got 1023"),
         ("steps", "override 'steps': expected section.key=value"),
         ("steps.more=1", "steps is not a section"),
+        ("=3", "override '=3': a name is empty"),
+        ("data.=3", "override 'data.=3': a name is empty"),
+        ("data.heldout=1000", "valid string, got 1000; did you mean data.num_heldout?"),
+        ("out_dir=", "config key out_dir: expected a path, got ''"),
+        ("data.train=", "config key data.train: expected a path, got ''"),
+        ("sandbox.tools=", "config key sandbox.tools: expected a path, got ''"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_name(override: str, message: str) -> None:
@@ -118,8 +124,13 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
 
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ValueError, match="steps") as caught:
-        a_config("steps=0", "seed=-1", "nosuch.key=2")
-    assert len(str(caught.value).splitlines()) == 3
+        a_config("steps=0", "seed=-1", "nosuch.key=2", "data.levels=[9,9]")
+    assert len(str(caught.value).splitlines()) == 5
+    data = ("data.train=env", "data.promote_at=0.5")
+    with pytest.raises(ValueError, match=r"leave it at its default, data\.promote_at=0\.7$"):
+        a_config(*data)
+    with pytest.raises(ValueError, match=r"^data\.train: gone\.jsonl: no such file"):
+        a_config("data.train=gone.jsonl", "data.levels=[3]")
 
 
 @pytest.mark.parametrize("missing", ["model", "out_dir"])

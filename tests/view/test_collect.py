@@ -12,6 +12,7 @@ import pytest
 
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Segment, SpanReward, Status
+from agentgrpo.view.__main__ import main
 from agentgrpo.view.collect import STREAMS, RunData, read_run
 from agentgrpo.view.page import finite
 from tests.given import TASK
@@ -150,8 +151,32 @@ def test_the_command_says_what_is_no_run(tmp_path: Path) -> None:
     assert ran.returncode == 2
     said = f"error: {tmp_path}: no rollouts that are known here: expected run.json (agentgrpo), "
     assert ran.stderr.startswith(said)
-    with pytest.raises(ValueError, match=r"no metrics\.jsonl, so this is not a run's folder"):
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl, which a run's folder"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{run}/rollouts.jsonl", "a file of a run of agentgrpo: give its folder, {run}, which"),
+        ("{run}/metrics.jsonl", "a file of a run of agentgrpo: give its folder, {run}, which"),
+        ("{run} --tokenizer x", "--tokenizer: only another program's rollouts read it"),
+        ("{here}/gone", "{here}/gone: no such file or directory; {here} is there"),
+        ("{here}/begun", "{here}/begun: no metrics.jsonl, which a run's folder (out_dir) has"),
+        ("{here}/begun -o {here}/a/b.html", "--output {here}/a/b.html: no such directory {here}/a"),
+        ("{here}/begun -o {here}", "--output {here}: it is a directory, expected a file"),
+        ("{here}/begun -o {here}/begun/run.json/a", "begun/run.json is no directory"),
+    ],
+)
+def test_a_wrong_path_is_said_before_anything_is_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_text("{}")
+    assert main(line.format(run=run, here=tmp_path).split()) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert said.format(run=run, here=tmp_path) in told
 
 
 def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
