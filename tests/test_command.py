@@ -134,9 +134,10 @@ def test_every_command_knows_whether_its_work_has_begun_and_from_what_it_continu
 ) -> None:
     name, makes, works, saved = COMMANDS[arguments]
     module = importlib.import_module(f"agentgrpo.{name}")
+    settings = [f"sft.data={__file__}"] if name == "recipe.sft" else []  # any file
 
     def run() -> tuple[int, str]:
-        status = module.main([*arguments.split()[1:], f"out_dir={tmp_path}"])
+        status = module.main([*arguments.split()[1:], f"out_dir={tmp_path}", *settings])
         return status, capsys.readouterr().err.strip()
 
     def fails(with_: BaseException) -> Callable[..., Any]:

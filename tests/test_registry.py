@@ -210,7 +210,11 @@ def test_wrong_names_and_options_are_refused_by_their_key(
         (["reward.tool_cost=-1"], "config key reward.tool_cost: .*greater than or equal to 0"),
     ],
 )
-def test_keys_that_would_be_ignored_are_refused(overrides: list[str], message: str) -> None:
+def test_keys_that_would_be_ignored_are_refused(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("")  # what is not there is said first
     with pytest.raises(ValueError, match=message):
         a_config(*overrides)
 

@@ -30,7 +30,8 @@ _READS: Mapping[str, str] = {
     "flywheel": f"{PLAYS} flywheel.* measures.quality measures.judge",
     "sft": (
         "model seed out_dir save_every keep_checkpoints engine.dtype engine.max_model_len agent.* "
-        "env.* sandbox.* data.* rollout.template_options learner.* sft.*"
+        "env.* sandbox.* data.* rollout.template_options rollout.call_timeout_s "
+        "learner.* sft.*"
     ),
     "curriculum": f"{TRAINS} curriculum.*",
 }

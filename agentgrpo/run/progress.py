@@ -29,8 +29,10 @@ class Lasting:
     What is written then is lost, and the run goes on.
     """
 
-    def __init__(self) -> None:
-        self._file = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    @property
+    def _file(self) -> Any:
+        """What is behind rich, which takes sys.stdout's place within a live phase."""
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
     def write(self, text: str) -> int:
         """As a file's."""

@@ -28,7 +28,8 @@ from tests.warm import ROOT, Command, environment
 STEPS = 4
 PATIENCE_S = 600
 TIMES = (
-    "decode_s", "idle_s", "publish_s", "seconds", "total_s", "sandbox_wall_s", "sandbox_cpu_s",
+    "decode_s", "idle_s", "observe_s", "publish_s", "seconds", "total_s",
+    "sandbox_wall_s", "sandbox_cpu_s",
 )  # fmt: skip
 """Metrics that no run can repeat."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
@@ -366,7 +367,8 @@ def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     status, _, err = finish(start(config, *lora, "steps=2", "learner.learning_rate=0.1"))
     assert (status, err) == (0, "")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
-    seen = evaluated(config, *lora, f"model={checkpoint}")
+    read = [setting for setting in lora if setting.startswith("engine.")]
+    seen = evaluated(config, *read, f"model={checkpoint}")
     rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
     assert [row["step"] for row in rows] == [0, 2]
     names = ("solved", "reward", "answered", "sampled_tokens", "tool_calls")

@@ -36,7 +36,8 @@ def test_each_rank_plays_its_tasks_with_seeds_of_its_own(
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", str(rank))
     shares = [[Group(task=t, rollouts=[]) for t in TASKS[r::3]] for r in range(3)]
-    monkeypatch.setattr(parallel, "gather", lambda value: shares)
+    gathered = iter([shares, [{}] * 3])  # the groups, then what rewards have logged
+    monkeypatch.setattr(parallel, "gather", lambda value: next(gathered))
     sampler = Watched()
     groups, _ = evaluate(cast(Any, sampler), TASKS, lambda r: {}, seed=7)
     seed = 7 + rank * parallel.RANK_SEED

