@@ -1,5 +1,6 @@
 """Attacks on functions of the host: other names, other data, other moments than theirs."""
 
+from functools import cache
 from typing import Any
 
 from agentgrpo.sandbox.host_tools import HostBudget, HostTools
@@ -42,14 +43,16 @@ def unlisted(*values: Any) -> None:
     reached.append(values)
 
 
-TOOLS = HostTools(
-    [echo, counted], budget=HostBudget(calls_per_step=20, argument_kib=8), cached="no"
-)
+@cache
+def tools() -> HostTools:
+    """Made when a row asks: they need pydantic, and `sandbox doctor` nothing."""
+    budget = HostBudget(calls_per_step=20, argument_kib=8)
+    return HostTools([echo, counted], budget=budget, cached="no")
 
 
 def offered(session: Session) -> bool:
     """A step of a row: the session has the functions."""
-    return session.offer(TOOLS.begin()).status is OK
+    return session.offer(tools().begin()).status is OK
 
 
 def safe(_: object = None) -> bool:
