@@ -189,7 +189,8 @@ def test_ctrl_c_twice_ends_everything_whatever_hangs(
         assert status == -signal.SIGKILL
         assert "interrupted: code that keeps Python's lock was killed" in err
     else:
-        assert status == 130
+        # 3 s after the second; a machine too busy for that is met by the guard's 4.5 s
+        assert status in (130, -signal.SIGKILL)
         assert "interrupted" in err
 
 
