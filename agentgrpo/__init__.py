@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentgrpo.run.callbacks import Callback
-    from agentgrpo.train import Trainer
+    from agentgrpo.trainer import Trainer
 
 __all__ = ["Callback", "Trainer", "__version__"]
 
@@ -20,6 +20,6 @@ def __getattr__(name: str) -> object:
 
     prepare_environment()  # now, since what is imported next may be torch
     from agentgrpo.run.callbacks import Callback
-    from agentgrpo.train import Trainer
+    from agentgrpo.trainer import Trainer
 
     return {"Trainer": Trainer, "Callback": Callback}[name]

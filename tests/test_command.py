@@ -97,7 +97,7 @@ def test_the_status_is_that_of_the_work() -> None:
 
 
 COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
-    "train quickstart": ("train", ["build"], "train", ["checkpoints/step_000003"]),
+    "train quickstart": ("train", ["build"], "Trainer.train", ["checkpoints/step_000003"]),
     "flywheel recipe": (
         "recipe.flywheel", ["set_stage", "start_engine"], "spin", ["flywheel/buffer.jsonl"],
     ),
@@ -114,7 +114,8 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         "recipe.curriculum", ["build_player"], "select", ["stage_0/pool.jsonl"],
     ),
     "curriculum recipe --part 0.train curriculum.start=model": (
-        "recipe.curriculum", ["build"], "train.train", ["stage_0/rl/checkpoints/step_000003"],
+        "recipe.curriculum", ["build"], "train.Trainer.train",
+        ["stage_0/rl/checkpoints/step_000003"],
     ),
     "recipe recipe": (
         "recipe.recipe", ["planned", "require_same_recipe"], "run_parts",

@@ -101,6 +101,7 @@ TOP = [
         "verify",
         "init",
         "loop",
+        "trainer",
         "train",
     ),
     *("recipe", "examples", "completion", "__main__"),

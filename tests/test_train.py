@@ -23,7 +23,8 @@ from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
 from agentgrpo.run.callbacks import Callback
-from agentgrpo.train import Trainer, main
+from agentgrpo.train import main
+from agentgrpo.trainer import Trainer
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from agentgrpo.usercode import calling
 from tests.given import LEAST, a_config

@@ -1,0 +1,183 @@
+"""A training run from Python: Trainer. loop.py has what becomes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from agentgrpo import parallel
+from agentgrpo.build import Parts, build
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.read import config_of, name_of
+from agentgrpo.loop import awake, play_heldout, train
+from agentgrpo.machine.memory import release, release_frames
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.rewards.view import RolloutView
+from agentgrpo.rollout.batch import as_task
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.callbacks import Callback
+from agentgrpo.run.interrupt import stop_after_step, timeouts
+from agentgrpo.types import Metrics, Task
+
+
+class Trainer:
+    """A run, from Python: what `agentgrpo train` does is written with it.
+
+        with Trainer("quickstart", steps=8, rollout={"group_size": 4}) as trainer:
+            trainer.train()
+            print(trainer.evaluate()["solved"])
+
+    Everything is checked, and the model loaded, when it is made. A Trainer of the same settings and
+    out_dir continues what an earlier one has saved, as the same command does.
+
+    Args:
+        config: a file, the name of a shipped config, or a TrainConfig; None: settings are all.
+        callbacks: told of every step, see Callback.
+        reward_funcs: functions in TRL's form or ours (docs/agents.md), in place of
+            `reward.functions`: a list of them, each with a name in a module or the notebook.
+        reward_weights: of these; None: 1 each.
+        make: in place of build(), what makes the parts.
+        settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
+
+    Raises:
+        As build(); RuntimeError: torch was imported before agentgrpo.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | TrainConfig | None = None,
+        *,
+        callbacks: Iterable[Callback] = (),
+        reward_funcs: Sequence[Callable[..., Any]] = (),
+        reward_weights: Sequence[float] | None = None,
+        make: Callable[[TrainConfig], Parts] | None = None,
+        **settings: Any,
+    ) -> None:
+        prepare_environment()
+        if reward_funcs:
+            weights = [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
+            names = [name_of(function, key="reward_funcs") for function in reward_funcs]
+            functions = dict(zip(names, weights, strict=True))
+            settings["reward"] = {**settings.get("reward", {}), "functions": functions}
+        self.config = config_of(config, settings)
+        self._callbacks = list(callbacks)
+        self._asked = self._finished = False
+        self._parts: Parts | None = None
+        parallel.start()
+        try:
+            with timeouts():
+                self._parts = (make or build)(self.config)
+        finally:
+            if self._parts is None:
+                parallel.stop()
+
+    @property
+    def parts(self) -> Parts:
+        """Engine, learner, tasks and all else that the run is made of.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        if self._parts is None:
+            raise RuntimeError(
+                "this Trainer is closed, or its train() was ended by an error or Ctrl-C; make "
+                "another, which continues from the last checkpoint in out_dir"
+            )
+        return self._parts
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.parts.learner.step_count
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, of steps and evaluations, also of before it was resumed."""
+        return read_lines(self.config.out_dir / "metrics.jsonl")
+
+    def train(self) -> None:
+        """Train up to config.steps, or until stop(), Ctrl-C or a callback ends it after a step.
+
+        Called again after that, it goes on. What is raised in it closes the Trainer: the memory is
+        free, and another one continues from the last checkpoint.
+
+        Raises:
+            RuntimeError: it is closed.
+            UserCodeError, InfrastructureError, Disagreement: what it has learnt from is not to be
+                trusted; besides, whatever a callback raises.
+            TimeoutError: a call of the user's code has taken too long (rollout.call_timeout_s).
+        """
+        say = self.parts.progress.say
+        if self._finished:
+            return
+        self._asked = False
+        try:
+            with timeouts(), stop_after_step(say) as stopping:
+                self._tell("on_train_begin")
+                train(self.config, self.parts, lambda: self._asked or stopping(), self._tell)
+            self._finished = self.step == self.config.steps
+            self._tell("on_train_end")
+        except BaseException as error:
+            release_frames(error)
+            self.close()
+            raise
+
+    def stop(self) -> None:
+        """End train() after the step that it is in, with a checkpoint."""
+        self._asked = True
+
+    def evaluate(self) -> Metrics:
+        """Play the held-out tasks with the policy as it is; `solved`, `reward`, ... Not recorded.
+
+        Raises:
+            RuntimeError: it is closed.
+            UserCodeError, InfrastructureError, TimeoutError: as of train().
+        """
+        with timeouts():
+            return play_heldout(self.config, self.parts)[1]
+
+    def generate(
+        self, tasks: Sequence[Task | str], n: int = 1, *, temperature: float = 0.0, seed: int = 0
+    ) -> list[list[RolloutView]]:
+        """Play tasks with the policy as it is, in the run's environment; neither scored nor learnt.
+
+        Args:
+            tasks: a text becomes a task of one user message.
+            n: rollouts of each.
+            temperature: 0: greedy.
+            seed: of what is sampled.
+
+        Returns:
+            The n rollouts of each task, with `text`, `answer`, `turns`, `observations`, `stats`.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        parts = self.parts
+        made = [as_task(task, str(place)) for place, task in enumerate(tasks)]
+        with timeouts(), awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
+            groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
+        return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
+
+    def close(self) -> None:
+        """Stop the engine and free its memory and the learner's; another Trainer can be made."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        try:
+            parts.close()
+        finally:
+            parallel.stop()
+            del parts
+            release()
+
+    def _tell(self, event: str, *values: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
