@@ -472,7 +472,8 @@ PyDoc_STRVAR(
     "None; what it raises is raised after the step. One that goes_on is the rest of a step that\n"
     "asked for something: all output is its own, nothing of it background. Returns (ending,\n"
     "interrupted, wall_s, out, err, background, answer, wait_status, max_rss_kib, cpu_us,\n"
-    "errno), out and err as (head, tail, total); answer is None unless ending is 1 (ANSWERED). What a signal's handler raises (Ctrl-C) is raised at "
+    "errno), out and err as (head, tail, total); answer is None unless ending is 1 (ANSWERED). "
+    "What a signal's handler raises (Ctrl-C) is raised at "
     "once;\n"
     "the session is killed.");
 
