@@ -15,7 +15,7 @@ import pytest
 
 from agentgrpo.config import LossConfig, RewardConfig
 from agentgrpo.learn.advantages import assign_advantages
-from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rewards.scoring import Scoring, reward_function
 from agentgrpo.rewards.view import BUILT_IN, RolloutView
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
@@ -41,6 +41,16 @@ def presses(view): raise KeyboardInterrupt
 async def later(view):
     await asyncio.sleep(0)
     raise SystemExit(0)
+async def in_task(view): await asyncio.gather(later(view))
+async def cancels(view): raise asyncio.CancelledError
+async def cancels_itself(view):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1000)
+async def cancelled_at_its_end(view): asyncio.current_task().cancel()
+async def waits_for_none(view):
+    answer = asyncio.get_running_loop().create_future()
+    answer.cancel()
+    await answer
 def endless(view): return float("inf")
 def beyond(view): return [SpanReward(0, 10**6, "turn", 1.0)]
 async def slow(view):
@@ -58,6 +68,18 @@ async def connected(view):
     made[0].call_soon(answered.set_result, 1.0)
     return await answered
 """
+
+
+LEAVES = {
+    "leaves": r"called sys\.exit\(0\)",
+    "presses": "raised KeyboardInterrupt",
+    "later": r"called sys\.exit\(0\)",
+    "in_task": r"called sys\.exit\(0\)",
+    "cancels": "raised CancelledError",
+    "cancels_itself": "raised CancelledError",
+    "cancelled_at_its_end": "raised CancelledError",
+    "waits_for_none": "raised CancelledError",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -227,20 +249,27 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("function", ["leaves", "presses", "later"])
-def test_a_function_that_leaves_ends_the_run_with_a_word(overlap: bool, function: str) -> None:
+@pytest.mark.parametrize("kind", [True, False], ids=["kind", "function"])
+@pytest.mark.parametrize("function", LEAVES)
+def test_a_function_that_leaves_ends_the_run_with_a_word(
+    overlap: bool, kind: bool, function: str
+) -> None:
     """It ended the event loop of all rewards, and the run waited for ever."""
     if function == "presses" and not overlap:
         return  # on the run's own thread it cannot be told from Ctrl-C
     rollouts = [played(), played()]
-    config = RewardConfig(functions={f"mine:{function}": 1.0}, overlap=overlap)
-    scoring = Scoring(base, config, decode)
+    config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0}, overlap=overlap)
+    reward = reward_function(f"mine:{function}") if kind else base
+    scoring = Scoring(reward, config, decode)
     group = Group(task=rollouts[0].task, rollouts=rollouts)
-    did = "raised KeyboardInterrupt" if function == "presses" else r"called sys.exit\(0\)"
-    named = rf"the reward function {function} {did} \(task 'q7', rollout 0, at .*mine.py:\d+\)"
+    what = f"the reward {'' if kind else 'function '}{function}"
+    named = rf"{what} {LEAVES[function]} \(task 'q7', rollout 0, at .*mine.py:\d+\)"
     with pytest.raises(UserCodeError, match=named):
         scoring.score([group])
-    assert scored({"mine:half": 1.0})[0].rewards["half"] == 0.5, "others are scored as before"
+    again = [played()]
+    scoring = Scoring(base, RewardConfig(functions={"mine:half": 1.0}, overlap=overlap), decode)
+    scoring.score([Group(task=again[0].task, rollouts=again)])
+    assert again[0].rewards["half"] == 0.5, "others are scored as before"
 
 
 @pytest.mark.parametrize("on_error", ["drop", "raise"])
