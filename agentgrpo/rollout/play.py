@@ -9,6 +9,7 @@ on others, through futures.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -159,7 +160,9 @@ class Play:
             self._close(begun)
 
     def _close(self, begun: Mapping[int, Then]) -> None:
-        """Wait for the worlds that work, close those that are open."""
+        """Wait for the worlds that work, close those that are open: there are some where an error
+        has ended the play. It stays the error that is told, whatever closing raises.
+        """
         self._waiting.wait()
         ending = {i for i, then in begun.items() if then == self._finished}
         left = self._waiting.abandoned
@@ -168,8 +171,11 @@ class Play:
             for index in self._live.keys() - ending - left
         ]
         wait(closing)
-        for closed in closing:
-            closed.result()
+        why = sys.exception()
+        for error in filter(None, (closed.exception() for closed in closing)):
+            if why is None:
+                raise error
+            why.add_note(f"and while it was ended: {error}")
 
     def _indices(self, task: int, members: Sequence[int]) -> list[int]:
         return [task * self._group_size + member for member in members]
