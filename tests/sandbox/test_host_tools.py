@@ -260,7 +260,10 @@ CLIENT = threading.Event()
         (lambda q, api_key="sk-1": 1, "api_key looks like a secret"),
         (lambda q, apiKey="sk-1": 1, "apiKey looks like a secret"),
         (lambda q, auth_tokens=["sk-1"]: 1, "auth_tokens looks like a secret"),
-        (lambda q, *, where="http://me:pw@host": 1, "where is keyword-only"),
+        (lambda q, *, token="sk-1": 1, "token looks like a secret"),
+        (lambda q, *, client=CLIENT: 1, "client is no data .a Event."),
+        (lambda q, *, where="http://me:pw@host/": 1, "where looks like a secret"),
+        (lambda q, places=["a", "redis://:pw@host"]: 1, "places looks like a secret"),
     ],
 )
 def test_a_default_that_is_not_for_a_policy_is_refused(function: Any, why: str) -> None:
@@ -276,6 +279,23 @@ def test_defaults_that_are_for_a_policy_are_shown() -> None:
         return key
 
     assert "max_tokens: int = 9, token: str | None = None" in HostTools([search]).shown
+
+
+def test_keyword_only_parameters_are_called_by_name() -> None:
+    def search(query: str, *, top_n: int = 3, exact: bool, of: str = "http://me@host:80/") -> Any:
+        """Of the web."""
+        return [query, top_n, exact, of]
+
+    with Sandbox.create(host_tools=[search]) as sandbox:
+        assert sandbox.run_code("search('q', exact=True)").text == (
+            "['q', 3, True, 'http://me@host:80/']"
+        )
+        assert sandbox.run_code("search('q', exact=False, top_n=4)[1]").text == "4"
+        for wrong in ("search('q', 4, exact=True)", "search('q')", "search('q', exact=True, m=1)"):
+            error = sandbox.run_code(wrong).error
+            assert error is not None
+            assert error.name == "TypeError", error
+    assert "(query: str, *, top_n: int = 3, exact: bool, of: " in HostTools([search]).shown
 
 
 @pytest.mark.parametrize("is_async", [False, True])
