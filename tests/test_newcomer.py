@@ -90,7 +90,7 @@ def test_a_dry_run_says_what_is_left_of_a_run(
     (saved / checkpoint.STATE).write_text("of a learner")
     seal(saved)
     _, out, _ = dry_run("steps=4")
-    assert f"out_dir    {tmp_path / 'run'}: continues after step 3" in out
+    assert f"out_dir    {tmp_path / 'run'}: continues from checkpoints/step_000003" in out
     _, out, _ = dry_run("steps=3")
     assert "3 steps" in out
     assert "all are done: with a larger steps it goes on" in out

@@ -303,7 +303,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
         yield from stages(recipe)
         yield from to_be_trained_on(config, stage)
 
-    return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines)
+    return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] 
 def plan(config: RecipeConfig, args: argparse.Namespace) -> str:
     """What would be played, after all checks; errors as of prepared()."""
     asked_for(config, args)
-    return planned(config, trained=False, lines=to_be_evaluated)
+    return planned(config, trained=False, lines=to_be_evaluated, saved=())
 
 
 @contextlib.contextmanager

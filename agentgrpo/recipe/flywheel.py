@@ -335,7 +335,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
             "the work", f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
         )
 
-    return planned(settings_of(recipe), trained=False, lines=lines)
+    return planned(settings_of(recipe), trained=False, lines=lines, saved=SAVED)
 
 
 @contextlib.contextmanager

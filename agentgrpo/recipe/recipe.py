@@ -88,7 +88,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
         yield from curriculum.stages(recipe)
         yield from to_be_trained_on(config, stage)
 
-    return planned(flywheel.settings_of(recipe), lines=lines)
+    return planned(flywheel.settings_of(recipe), lines=lines, saved=SAVED)
 
 
 @contextlib.contextmanager
