@@ -169,11 +169,7 @@ def set_stage(
     with contextlib.ExitStack() as undo:
         pool = None
         if asks_for_pool(config):
-            progress.say("sandbox: checking that this machine can isolate code")
-            pool = undo.enter_context(open_sandbox(config.sandbox))
-            jail = pool.describe()
-            progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
-            progress.watch("sandbox", functools.partial(_busy, pool))
+            pool = undo.enter_context(_sandbox_told_of(config.sandbox, progress))
         env = make_env(config, pool)
         undo.callback(close_env, env)
         answers = needs_answers(config.reward, judged=judged(env))
@@ -183,38 +179,45 @@ def set_stage(
             try_reward(reward, heldout[0])
         progress.say(f"model: {model or config.model}")
         adapter = None if trained else saved_adapter(model or config.model)
-        if adapter is not None:
-            model = base_of(adapter)
-        model = model or resolve_model(config.model, progress.say)
+        base = model if adapter is None else base_of(adapter)
+        model = base or resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
-
-        def call_reader(parser: str) -> ReadCalls:
-            from agentgrpo.engine.tool_parsers import tool_call_reader
-
-            return tool_call_reader(parser, chat.tokenizer)
-
         stage = Stage(
             model=model,
             adapter=adapter,
             pool=pool,
             env=env,
-            agent=make_agent(config, env, call_reader),
+            agent=make_agent(config, env, functools.partial(_call_reader, chat)),
             chat=chat,
             reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
-        alone = config.engine.tensor_parallel_size == 1
-        played_in = isinstance(env, FactoryEnv) and alone
-        stage.reward.require_columns(heldout[0], environments=played_in)
-        _check_shown(stage.agent, chat)
-        _check_tools_shown(stage.agent, chat, heldout[0])
-        stage.heldout = stage.checked(config, heldout, "data.heldout")
+        _check_fit(stage, config)
         undo.pop_all()
     return stage
+
+
+def _check_fit(stage: Stage, config: TrainConfig) -> None:
+    """That reward, agent, template and held-out tasks go together."""
+    heldout, alone = stage.heldout, config.engine.tensor_parallel_size == 1
+    played_in = isinstance(stage.env, FactoryEnv) and alone
+    stage.reward.require_columns(heldout[0], environments=played_in)
+    _check_shown(stage.agent, stage.chat)
+    _check_tools_shown(stage.agent, stage.chat, heldout[0])
+    stage.heldout = stage.checked(config, heldout, "data.heldout")
+
+
+def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:
+    progress.say("sandbox: checking that this machine can isolate code")
+    pool = open_sandbox(config)
+    jail = pool.describe()
+    progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
+    progress.watch("sandbox", functools.partial(_busy, pool))
+    return pool
 
 
 def _busy(pool: SandboxPool) -> str:
@@ -227,6 +230,12 @@ def close_env(env: Environment) -> None:
     if close is not None:
         with calling(close):
             close()
+
+
+def _call_reader(chat: ChatTemplate, parser: str) -> ReadCalls:
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    return tool_call_reader(parser, chat.tokenizer)
 
 
 def _check_shown(agent: Agent, chat: ChatTemplate) -> None:

@@ -252,8 +252,7 @@ class Engine:
             temperature: 0 is greedy.
             seed: of this request's own random stream: what it samples depends on its seed and its
                 logits, not on which other requests run. None: a stream shared by all such.
-            stop: strings that end the turn.
-            stop_token_ids: tokens that end the turn.
+            stop, stop_token_ids: strings and tokens that end the turn.
             top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
             filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
                 what is trained on: EvaluationConfig says why.
@@ -263,14 +262,7 @@ class Engine:
             ValueError: request_id is in flight already, or prompt and max_tokens exceed
                 max_model_len (vLLM would cut max_tokens silently).
         """
-        self._require_awake()
-        if request_id in self._in_flight:
-            raise ValueError(f"request {request_id!r} is in flight already")
-        if len(prompt_ids) + max_tokens > self.max_model_len:
-            raise ValueError(
-                f"request {request_id!r}: {len(prompt_ids)} prompt tokens + max_tokens "
-                f"{max_tokens} exceed engine.max_model_len {self.max_model_len}"
-            )
+        self._require_room(request_id, len(prompt_ids), max_tokens)
         engine, inputs = self._engine, self._engine.input_processor
         asked = inputs.process_inputs(
             request_id,
@@ -290,14 +282,23 @@ class Engine:
             lora_request=self._adapter,
         )
         inputs.assign_request_id(asked)
-        text = None
-        if stop:
-            text = IncrementalDetokenizer.from_new_request(engine.renderer.tokenizer, asked)
+        make_text = IncrementalDetokenizer.from_new_request
+        text = make_text(engine.renderer.tokenizer, asked) if stop else None
         ids = asked.prompt_token_ids
         assert ids is not None, "vLLM was given ids"
         request = Request(request_id, asked.request_id, ids, text, top_logprobs, on_token)
         engine.engine_core.add_request(asked)
         self._in_flight[request_id] = self._running_as[asked.request_id] = request
+
+    def _require_room(self, request_id: str, prompt: int, max_tokens: int) -> None:
+        self._require_awake()
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id!r} is in flight already")
+        if prompt + max_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {request_id!r}: {prompt} prompt tokens + max_tokens {max_tokens} exceed "
+                f"engine.max_model_len {self.max_model_len}"
+            )
 
     def step(self) -> list[Completion]:
         """Decode one token for every running request; return those that finished.

@@ -25,6 +25,7 @@ TESTS = {
     "rewards/efficiency.py": ["rewards/test_efficiency.py", "rewards/test_scoring.py"],
     "engine/endpoints.py": ["engine/test_endpoints.py", "recipe/test_flywheel.py"],
     "command.py": ["test_command.py", "recipe/test_recipe.py"],
+    "run/folder.py": ["test_command.py", "test_wrong_input.py"],
     "recipe/parts.py": ["recipe/test_recipe.py", "recipe/test_curriculum.py"],
     "recipe/recipe.py": ["recipe/test_recipe.py"],
 }
@@ -105,7 +106,7 @@ MUTANTS = [
     Mutant("command.py", "outcome.status = work() or 0", "work()"),
     Mutant("command.py", "            outcome.begun = True\n", ""),
     Mutant("command.py", "if not outcome.begun:", "if False:"),
-    Mutant("command.py", "for pattern in saved for path", "for pattern in saved[:1] for path"),
+    Mutant("run/folder.py", "for pattern in saved for path", "for pattern in [*saved][:1] for path"),
     Mutant("recipe/curriculum.py", 'if stage == 0 and recipe.curriculum.start == "model":', "if stage == 0:"),
     Mutant("recipe/curriculum.py", 'recipe.out_dir / "sft" if stage == 0 else', ""),
     Mutant("recipe/curriculum.py", "folder_of(recipe, stage - 1) / \"rl\"", "folder_of(recipe, 0) / \"rl\""),
