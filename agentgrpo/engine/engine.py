@@ -252,7 +252,8 @@ class Engine:
             temperature: 0 is greedy.
             seed: of this request's own random stream: what it samples depends on its seed and its
                 logits, not on which other requests run. None: a stream shared by all such.
-            stop, stop_token_ids: strings and tokens that end the turn.
+            stop: strings that end the turn.
+            stop_token_ids: tokens that end the turn.
             top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
             filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
                 what is trained on: EvaluationConfig says why.
