@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -81,7 +81,7 @@ def read_tasks(
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 
-def _task(id: str, row: Mapping[str, Any], question: str, answer: str) -> Task:
+def _task(id: str, row: dict[str, Any], question: str, answer: str) -> Task:
     return Task(
         id=id,
         messages=_messages(row[question], column=question),
