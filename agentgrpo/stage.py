@@ -19,6 +19,7 @@ from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, question_of
 from agentgrpo.envs.base import Environment
+from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.machine import hardware
 from agentgrpo.machine.packages import require_packages, require_trainable
@@ -117,6 +118,8 @@ class Stage:
             if is_number:
                 expected_number(task)
             require_recordable(task)
+            if isinstance(self.env, DialogueEnv):
+                self.env.texts_of(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:
                 continue
@@ -208,7 +211,8 @@ def set_stage(
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
         )
         alone = config.engine.tensor_parallel_size == 1
-        played_in = isinstance(env, FactoryEnv) and alone
+        inner = env.inner if isinstance(env, DialogueEnv) else env
+        played_in = isinstance(inner, FactoryEnv) and alone
         stage.reward.require_columns(heldout[0], environments=played_in)
         _check_shown(stage.agent, chat)
         _check_tools_shown(stage.agent, chat, heldout[0])
@@ -249,7 +253,7 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
 def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
     """The policy is told of its tools."""
     users = functools.partial(calling, task=task.id)
-    prompt, _, schemas = prompt_of(agent, chat, task, users)
+    prompt, _, _, schemas = prompt_of(agent, chat, task, users)
     shown = chat.tokenizer.decode(prompt)
     with users(agent.tools):
         names = [str(schema["function"]["name"]) for schema in schemas]

@@ -213,7 +213,8 @@ def conversation(view: View, after_prompt: Sequence[int]) -> list[dict[str, Any]
             continue
         made.append(_assistant(content, calls))
         made += [dict(message) for message in said]
-        content, calls = "", []
+        begun = made.pop() if made[-1]["role"] == "assistant" else {"content": ""}
+        content, calls = begun["content"], []
     return [*made, _assistant(content, calls)] if content else made
 
 

@@ -194,7 +194,7 @@ class Play:
     def _start_alone(self, pending: Pending) -> None:
         task = self._tasks[pending.index // self._group_size]
         users = partial(self._users, pending.index)
-        prompt, messages, _ = prompt_of(self._agent, self._chat, task, users)
+        prompt, message_start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
             raise ValueError(
@@ -217,6 +217,7 @@ class Play:
             attempt=pending.attempt,
             since=pending.since,
             messages=messages,
+            message_start=message_start,
             roles=[message["role"] for message in messages],
         )
         live.episode = self._reset(pending.index, task)
