@@ -286,10 +286,9 @@ def test_verifiers_records_what_can_be_proven(code: str, tmp_path: Path) -> None
 def test_a_user_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs_users.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    env = {"kind": "tools", "options": {"tools": ["agentgrpo.envs.calculator:calculate"]}}
     made = a_config(
-        data={"train": "rows.jsonl"}, agent={"kind": "inline"},
-        env={**env, "user": {"mode": "docs_users:Tourist"}},
+        "agent.kind=inline", "env.kind=tools", "env.user.mode=docs_users:Tourist",
+        'env.options.tools=["agentgrpo.envs.calculator:calculate"]',
     )  # fmt: skip
     world = make_env(made, None)
     given = Task(id="t", messages=({"role": "user", "content": "?"},), spec={"city": "Oslo"})

@@ -112,7 +112,7 @@ class _Dialogue:
         if told.done:
             return replace(told, answer=said.answer)
         self._left -= 1
-        return replace(told, counts={"user_replies": 1.0})
+        return told
 
 
 class DialogueEpisode(_Dialogue):

@@ -26,6 +26,7 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     Observation,
+    Say,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
@@ -353,6 +354,8 @@ class Play:
             self._observe(index, action, Observation(refusal, failed=True, outputs=told))
         else:
             stats["tool_calls"] += len(called(action))
+            if isinstance(action, Say):
+                stats["said"] = stats.get("said", 0.0) + 1.0
             live.spent.malformed = 0
             self._step(index, action, action)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
-from agentgrpo.config import BranchConfig, EnvConfig
+from agentgrpo.config import BranchConfig, EnvConfig, TrainConfig
 from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.proof.ends import end_faults
 from agentgrpo.registry import make_agent, make_env, require_names, with_user
 from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
@@ -144,10 +145,19 @@ def read_call(text: str, tools: Any) -> Reading:
     return Reading(content, calls, attempted=bool(called))
 
 
+def settings(agent: Any, env: Any, data: Any = None, **user: Any) -> TrainConfig:
+    """A config of what tests.playing.play() plays."""
+    return config(
+        agent, {**env, "user": {"mode": "scripted", **user}},
+        data={"train": "rows.jsonl", **(data or {})},
+        rollout={"max_turns": 99, "max_turn_tokens": 500},
+        engine={"max_model_len": 10_000}, learner={"max_tokens": 10_000},
+    )  # fmt: skip
+
+
 def parts(agent: Any, env: Any, pool: Any = None, data: Any = None, **user: Any) -> Any:
     """An agent and an environment with a user, as a run makes them."""
-    user = {"mode": "scripted", **user}
-    made = config(agent, {**env, "user": user}, data={"train": "rows.jsonl", **(data or {})})
+    made = settings(agent, env, data, **user)
     require_names(made)
     world = make_env(made, pool)
     return make_agent(made, world, lambda parser: read_call), world
@@ -163,7 +173,8 @@ def test_the_assistant_asks_the_user_replies_and_the_call_follows(
     agent, env, turns = KINDS[kind]
     played = play(*parts(agent, env, pool), *turns, given=TASK, history=history)
     assert played.status is Status.COMPLETED, played
-    assert (played.answer, played.stats["user_replies"]) == ("rain", 1)
+    said = 1 + (kind == "tools of a class")  # whose answer has no prefix: the user leaves
+    assert (played.answer, played.stats["said"]) == ("rain", said)
     assert played.stats["malformed"] == 0
     prompted = ">>>" if kind == "repl" else ""
     reply = f"<|im_start|>user\nSeattle{EOT}\n<|im_start|>assistant\n{prompted}"
@@ -174,8 +185,9 @@ def test_the_assistant_asks_the_user_replies_and_the_call_follows(
     assert told[1].endswith(reply)
     assert told[1].count("<|im_start|>") == 2, "and nothing else"
     assert [text for mine, text in row if mine] == turns
-    said = conversation(RolloutView(played, CHAT.tokenizer.decode), [])
-    assert [m["content"] for m in said if m["role"] == "user"] == ["Seattle"]
+    messages = conversation(RolloutView(played, CHAT.tokenizer.decode), [])
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["Seattle"]
+    assert [*end_faults(played, settings(agent, env))] == []
     assert any("rain" in text for mine, text in row[1:] if not mine), "the world answers too"
 
 
@@ -204,8 +216,8 @@ def test_a_user_of_ones_own_is_made_of_the_spec(mode: str, reply: str) -> None:
     agent, env = parts(*KINDS["inline"][:2], mode=f"{__name__}:{mode}")
     played = play(agent, env, given=TASK, engine=scripted(policy))
     assert f"<|im_start|>user\n{reply}{EOT}" in shown(played)
-    assert (played.status, played.answer, played.stats["user_replies"]) == (
-        Status.COMPLETED, None, 1.0,
+    assert (played.status, played.answer, played.stats["said"]) == (
+        Status.COMPLETED, None, 2.0,
     )  # fmt: skip
     assert (HEARD == [ASK, "Thanks."]) is (mode != "Asking")
     assert played.stats.get("asked", 0) == 2 * (mode == "Asking")
@@ -222,7 +234,7 @@ def test_a_model_is_told_what_the_column_says() -> None:
     engine = scripted(policy)
     agent, env = parts(*KINDS["tools of a class"][:2], mode="model", temperature=0.5, max_tokens=20)
     played = play(agent, env, given=TASK, engine=engine)
-    assert (played.answer, played.stats["user_replies"], played.stats["asked"]) == ("Thanks", 1, 2)
+    assert (played.answer, played.stats["said"], played.stats["asked"]) == ("Thanks", 2, 2)
     theirs = engine.requests[1::2]
     assert [(r.options["temperature"], r.max_tokens) for r in theirs] == [(0.5, 20)] * 2
 
@@ -237,9 +249,12 @@ def test_a_user_leaves_when_all_is_said_or_the_budget_is_spent(
     turns = [f"and you?{EOT}"] * 9
     three = task("Hello.", user=["one", "two", "three"])
     played = play(*parts(agent, env, max_replies=limit), *turns, given=three)
-    assert played.stats["user_replies"] == min(limit, 3)
-    assert played.stats["turns"] == min(limit, 3) + 1
+    assert played.stats["said"] == played.stats["turns"] == min(limit, 3) + 1
     assert (played.status, played.answer) == (Status.COMPLETED, answer)
+    assert [*end_faults(played, settings(agent, env, max_replies=limit))] == []
+    if limit == 2:
+        (fault,) = end_faults(played, settings(agent, env, max_replies=1))
+        assert "3 turns were said to the user, of env.user.max_replies 1" in fault
     assert "one" in shown(played)
 
 
