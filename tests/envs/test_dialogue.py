@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
-from agentgrpo.config import BranchConfig, EnvConfig, TrainConfig
+from agentgrpo.config import BranchConfig, EngineConfig, EnvConfig, RewardConfig, TrainConfig
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.proof.ends import end_faults
 from agentgrpo.registry import make_agent, make_env, require_names, with_user
 from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
+from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Status
 from tests.playing import (
     CHAT,
@@ -187,8 +190,20 @@ def test_the_assistant_asks_the_user_replies_and_the_call_follows(
     assert [text for mine, text in row if mine] == turns
     messages = conversation(RolloutView(played, CHAT.tokenizer.decode), [])
     assert [m["content"] for m in messages if m["role"] == "user"] == ["Seattle"]
+    assert messages[-1]["content"].startswith(prompted)
+    assert messages[-1]["role"] == "assistant"
     assert [*end_faults(played, settings(agent, env))] == []
     assert any("rain" in text for mine, text in row[1:] if not mine), "the world answers too"
+
+
+@pytest.mark.nsjail
+def test_messages_of_many_turns_are_rendered_whole(pool: SandboxPool) -> None:
+    """Where the template renders the talk again: each message from its beginning."""
+    lines = ["x = 1", 'ask_user("a")', "x", 'ask_user("b")', "submit_final_answer(x)"]
+    twice, typed = task("Hello.", user=["one", "two"]), [f" {line}\n" for line in lines]
+    agent, env = parts(*KINDS["repl"][:2], pool)
+    played = play(agent, env, *typed, given=twice, history="render")
+    assert (played.answer, played.stats["prompts_clean"], played.closed_rows) == ("1", 2, [])
 
 
 def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
@@ -377,6 +392,34 @@ def test_what_cannot_be_is_refused_by_its_key(env: Any, user: Any, data: Any, er
     agent = {"kind": "tools" if env else "code"}
     with pytest.raises(ValueError, match=error):
         parts(agent, env, **user, data=data)
+
+
+def dry(completions: list[str], environments: list[Any], **row: Any) -> list[float]:
+    """A reward function in TRL's form that looks at the instances."""
+    return [0.0 for _ in completions]
+
+
+def test_a_run_with_a_user_is_checked_before_its_model_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its rows have the column; reward functions may ask for an environment's instances."""
+    rows = [{"question": f"Q{i}", "user": ["Seattle"]} for i in range(4)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    data = {"train": str(tmp_path / "rows.jsonl"), "num_heldout": 1}
+    inline = {"kind": "inline", "options": {"system_prompt": "S"}}
+    made = settings(inline, KINDS["tools of a class"][1], data)
+    reward = RewardConfig(functions=[f"{__name__}:dry"])
+    engine = EngineConfig(max_model_len=1000)
+    update = {"model": str(tiny_model), "reward": reward, "engine": engine}
+    made = made.model_copy(update=update)
+    stage = set_stage(made)
+    assert len(stage.training_tasks(made)) == 3
+    stage.close()
+    write_lines(tmp_path / "rows.jsonl", [{"question": "Q", "user": 3}, *rows])
+    with pytest.raises(
+        ValueError, match=r"env\.user\.column 'user': .*rows\.jsonl:1' says.* got 3"
+    ):
+        set_stage(made).training_tasks(made)
 
 
 @pytest.mark.parametrize("given", [None, 3, ["a", 4]])
