@@ -6,6 +6,7 @@ The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +86,7 @@ class CodeAgent(PairAgent):
         """
         return RunCode(body.strip("\n"), self.language)
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The observation as one chat message, or as text of the policy's own message."""
         if isinstance(action, Say):
             return super().observe(action, observation)

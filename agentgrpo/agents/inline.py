@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -96,7 +96,7 @@ class InlineAgent(PairAgent):
         """The one call between the tags."""
         return CallTools((self._read(body.strip(), self._known),))
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result in its tags, for the same message."""
         if isinstance(action, Say):
             return super().observe(action, observation)

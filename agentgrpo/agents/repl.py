@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentgrpo.actions import Action, Finish, Malformed, Message, Observation, RunCode, Say
@@ -80,11 +81,11 @@ class ReplAgent(TextAgent):
             return Malformed(NOT_ASKED) if asked is None else Say(asked)
         return RunCode(line) if newline or line.strip() else Finish(None)
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """What the terminal shows until it waits for the next line, but for the prompt's space."""
         if isinstance(action, Say):
-            prompt: Message = {"role": "assistant", "content": PROMPTS[0].rstrip()}
-            return [*super().observe(action, observation), prompt]
+            prompt = {"role": "assistant", "content": PROMPTS[0].rstrip()}
+            return [{"role": "user", "content": observation.text}, prompt]
         text = observation.text
         return text[:-1] if text.endswith(PROMPTS) else text
 

@@ -14,6 +14,7 @@ so that the policy does not take a document's words for its own. envs/tagged.py 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentgrpo.actions import (
@@ -106,7 +107,7 @@ class TagAgent(FormAgent):
             return RunCode(body.strip("\n"))
         return self.said(text.rpartition(f"</{self.think}>")[2])
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result between its tags, for the same message; tags within it broken up."""
         if isinstance(action, Say):
             return super().observe(action, observation)

@@ -105,7 +105,7 @@ class TextAgent:
             return Finish(answer)
         return Say(text.rpartition(THOUGHT)[2].strip(), answer)
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """What the user replies, as a message of theirs."""
         return [{"role": "user", "content": observation.text}]
 

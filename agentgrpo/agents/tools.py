@@ -96,7 +96,7 @@ class ToolAgent(FormAgent):
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """One message per call, in order; what the user said is theirs."""
         if isinstance(action, Say):
             return super().observe(action, observation)

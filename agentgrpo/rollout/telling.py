@@ -46,7 +46,7 @@ def _with_prefill(ids: Int32, prefill: str, chat: ChatTemplate) -> Int32:
     return np.concatenate([ids, chat.text_ids(prefill, own=True)]) if prefill else ids
 
 
-def _prefill_of(said: Sequence[Message]) -> tuple[Sequence[Message], str]:
+def _prefill_of(said: list[Message]) -> tuple[list[Message], str]:
     """The messages that close the policy's turn, and what its next one begins with."""
     if not said or said[-1]["role"] != "assistant":
         return said, ""
@@ -131,7 +131,7 @@ def _append(
     return None
 
 
-def _render(live: Live, said: Sequence[Message], agent: Agent, chat: ChatTemplate) -> Status | None:
+def _render(live: Live, said: list[Message], agent: Agent, chat: ChatTemplate) -> Status | None:
     """Render the whole conversation for the next turn and make the rollout's rows follow."""
     rollout, transcript = live.rollout, live.transcript
     said, begun = _prefill_of(said)

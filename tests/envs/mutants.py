@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant("agents/text.py", '"role": "user", "content": observation', '"role": "tool", "content": observation'),
     Mutant("agents/text.py", "return said if self.talks else", "return"),
     Mutant("agents/repl.py", "return text if isinstance(text, str) else None", "return str(text)"),
-    Mutant("agents/repl.py", "observe(action, observation), prompt]", "observe(action, observation)]"),
+    Mutant("agents/repl.py", "observation.text}, prompt]", "observation.text}]"),
     Mutant("agents/repl.py", "PROMPT + TALK if self.talks else PROMPT", "PROMPT"),
     # calls of tools
     Mutant("envs/tools.py", "if isinstance(error, InfrastructureError):", "if False:"),
