@@ -51,6 +51,8 @@ class Say:
     """The policy says this to whom it talks with in the environment (a simulated user)."""
 
     text: str
+    answer: str | None = None
+    """What it answers by this, should the user end the talk now."""
 
 
 @dataclass(frozen=True, slots=True)

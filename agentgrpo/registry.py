@@ -28,10 +28,13 @@ from agentgrpo.config import (
     RolloutConfig,
     SandboxConfig,
     TrainConfig,
+    UserConfig,
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
 from agentgrpo.config.section import AsWritten, is_set
 from agentgrpo.envs.base import Environment
+from agentgrpo.envs.customers import Customers
+from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
 from agentgrpo.models.chat import ChatTemplate
@@ -227,6 +230,7 @@ def require_names(config: TrainConfig) -> None:
     checked_options("agent", config.agent.kind, config.agent.options)
     checked_options("env", env_kind(config), config.env.options)
     _require_fit(config)
+    _require_user(config)
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)
@@ -306,7 +310,50 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
     }
     made = _made("env", env_kind(config), config.env, given)
     _require(made, ("reset",), key="env.kind", name=config.env.kind)
+    return with_user(cast(Environment, made), config.env)
+
+
+def with_user(env: Environment, config: EnvConfig) -> Environment:
+    """The environment, and whom env.user puts there.
+
+    Raises:
+        ValueError: there is no such user, or the environment has one of its own; names the key.
+    """
+    users, user = users_of(config.user), config.user
+    if users is None:
+        return env
+    if getattr(env, "talks", False):
+        raise ValueError(
+            f"env.user.mode: env.kind {config.kind!r} has somebody to talk with already, "
+            f"got {user.mode!r}; leave it at 'nobody'"
+        )
+    column = user.column if user.reads_column else None
+    made = DialogueEnv(env, users, user.mode, column, user.max_replies)
     return cast(Environment, made)
+
+
+def _require_user(config: TrainConfig) -> None:
+    user = config.env.user
+    if users_of(user) and user.reads_column and config.data.train == "word_problems":
+        raise ValueError(
+            f"env.user.mode {user.mode!r} reads the data's column {user.column!r}, and data.train "
+            "'word_problems' has no columns: name a file, or a user of your own"
+        )
+
+
+def users_of(config: UserConfig) -> Customers | None:
+    """What env.user names; None: nobody.
+
+    Raises:
+        ValueError: there is no such mode, class or function; names the key.
+    """
+    try:
+        made = Customers(
+            config.mode, "nobody", ("scripted", "model"), config.temperature, config.max_tokens
+        )
+    except ValueError as error:
+        raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
+    return made if made.talk else None
 
 
 def no_reader(parser: str) -> ReadCalls:

@@ -19,6 +19,7 @@ from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, question_of
 from agentgrpo.envs.base import Environment
+from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.machine import hardware
 from agentgrpo.machine.packages import require_packages, require_trainable
@@ -117,6 +118,8 @@ class Stage:
             if is_number:
                 expected_number(task)
             require_recordable(task)
+            if isinstance(self.env, DialogueEnv):
+                self.env.texts_of(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:
                 continue
@@ -204,7 +207,8 @@ def set_stage(
 def _check_fit(stage: Stage, config: TrainConfig) -> None:
     """That reward, agent, template and held-out tasks go together."""
     heldout, alone = stage.heldout, config.engine.tensor_parallel_size == 1
-    played_in = isinstance(stage.env, FactoryEnv) and alone
+    inner = stage.env.inner if isinstance(stage.env, DialogueEnv) else stage.env
+    played_in = isinstance(inner, FactoryEnv) and alone
     stage.reward.require_columns(heldout[0], environments=played_in)
     _check_shown(stage.agent, stage.chat)
     _check_tools_shown(stage.agent, stage.chat, heldout[0])
@@ -258,7 +262,7 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
 def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
     """The policy is told of its tools."""
     users = functools.partial(calling, task=task.id)
-    prompt, _, schemas = prompt_of(agent, chat, task, users)
+    prompt, _, _, schemas = prompt_of(agent, chat, task, users)
     shown = chat.tokenizer.decode(prompt)
     with users(agent.tools):
         names = [str(schema["function"]["name"]) for schema in schemas]

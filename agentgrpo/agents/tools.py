@@ -13,14 +13,12 @@ from typing import Any, Literal
 from agentgrpo.actions import (
     Action,
     CallTools,
-    Finish,
     Message,
     Observation,
     ReadCalls,
     Say,
     Schema,
     ToolCall,
-    answer_in,
     as_json,
 )
 from agentgrpo.agents.text import FormAgent
@@ -42,7 +40,7 @@ class ToolAgent(FormAgent):
         system_prompt: what the policy is told first; a task's own system message joins it.
         observation_role: role of the message that carries a tool's answer.
         answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
-            answer. "": the whole reply is.
+            answer. "": the whole reply is, and nothing that is said to a user ends it.
         parser: which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
             llama3_json, mistral, pythonic ...
         parallel_calls: carry out all calls of a turn. False: the first; the others are answered
@@ -58,7 +56,6 @@ class ToolAgent(FormAgent):
     parallel_calls: bool = False
 
     def __post_init__(self) -> None:
-        self._talks = bool(getattr(self.env, "talks", False))
         self._read_calls = self.call_reader(self.parser)
         self._known: dict[str, Schema] = {}
 
@@ -85,9 +82,7 @@ class ToolAgent(FormAgent):
         if not reading.calls:
             if reading.attempted:
                 return self.malformed("Error: the tool call could not be read; no call was made")
-            if self._talks:
-                return Say(reading.content.strip())
-            return Finish(answer_in(reading.content, self.answer_prefix))
+            return self.answered(reading.content, self.answer_prefix)
         calls = []
         for number, (name, arguments) in enumerate(reading.calls):
             try:
@@ -101,9 +96,11 @@ class ToolAgent(FormAgent):
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
 
-    def observe(self, action: Action, observation: Observation) -> list[Message]:
-        """One message per call, in order; what somebody said is a user's."""
-        role = "user" if isinstance(action, Say) else self.observation_role
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        """One message per call, in order; what the user said is theirs."""
+        if isinstance(action, Say):
+            return super().observe(action, observation)
+        role = self.observation_role
         if not isinstance(action, CallTools):
             return [{"role": role, "content": observation.text}]
         texts = observation.outputs or (observation.text,)

@@ -18,6 +18,7 @@ from agentgrpo.config.playing import (
     EvaluationConfig,
     RolloutConfig,
     SandboxConfig,
+    UserConfig,
 )
 from agentgrpo.config.run import (
     TrainConfig,
@@ -47,5 +48,6 @@ __all__ = [
     "SandboxConfig",
     "Section",
     "TrainConfig",
+    "UserConfig",
     "room_for_adapters",
 ]

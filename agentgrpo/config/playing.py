@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,6 +94,37 @@ class AgentConfig(Section):
     """Keyword arguments of the agent's class."""
 
 
+class UserConfig(Section):
+    """Whom the policy can talk with, in any environment (envs/dialogue.py, docs/agents.md)."""
+
+    mode: str = "nobody"
+    """nobody; scripted: says what the task's column holds, text by text, then leaves; model: the
+    engine plays who knows it; or your own `module:Class` or function, which makes a user
+    (envs/customers.py: User) of a task's spec."""
+    column: str = "user"
+    """Column of the data: what the user says or knows, a text or a list of texts."""
+    max_replies: Positive = 8
+    """Of a rollout. What is said to the user after that ends it, as if they left."""
+    temperature: NotNegativeNumber = 0.0
+    """Of a model's words; 0 is greedy."""
+    max_tokens: Positive = 64
+    """Of one reply of a model."""
+
+    @property
+    def reads_column(self) -> bool:
+        """Whether who plays is shipped; the user's own reads the task's spec."""
+        return self.mode != "nobody" and self.mode.partition(":")[0] in (self.mode, "endpoint")
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> UserConfig:
+        unread, column = partial(refuse_unread, self, "env.user"), self.reads_column
+        model = column and self.mode != "scripted"
+        unread("max_replies", unless=self.mode != "nobody", need="a mode but 'nobody'")
+        unread("column", unless=column, need="a shipped mode")
+        unread("temperature", "max_tokens", unless=model, need="mode 'model'")
+        return self
+
+
 class EnvConfig(Section):
     """What answers the policy (envs/, docs/agents.md)."""
 
@@ -101,6 +133,7 @@ class EnvConfig(Section):
     protocol). auto: the one that the agent is made for."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's class."""
+    user: UserConfig = UserConfig()
 
 
 FILTERS: dict[str, float] = {

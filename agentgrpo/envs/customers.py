@@ -63,12 +63,14 @@ class ScriptedUser:
     """Says its pieces, one a turn, then agrees; hangs up when satisfied.
 
     Deterministic: a function of the pieces and of how often the agent has spoken.
+
+    Args:
+        pieces: what they say.
+        patience: how often they agree, at most.
     """
 
-    PATIENCE = 8
-
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self._pieces = list(pieces)
+    def __init__(self, pieces: Sequence[str], patience: int = 8) -> None:
+        self._pieces, self._patience = list(pieces), patience
         self._turn = 0
 
     def reply(self, said: str, *, satisfied: bool) -> str | None:
@@ -76,7 +78,7 @@ class ScriptedUser:
         self._turn += 1
         if self._turn <= len(self._pieces):
             return self._pieces[self._turn - 1]
-        if satisfied or self._turn > len(self._pieces) + self.PATIENCE:
+        if satisfied or self._turn > len(self._pieces) + self._patience:
             return None
         return "Yes, please go ahead."
 

@@ -118,7 +118,8 @@ def _wrong_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     last_row = rollout.rows[-1]
     told = bool(last_row) and not last_row[-1].sampled  # something was said after its last turn
     cut = bool(rollout.turns) and rollout.turns[-1].finish_reason == "length"
-    acted = stats["tool_calls"] + stats["malformed"] + stats["refused_calls"]
+    said, user = stats.get("said", 0.0), config.env.user
+    acted = stats["tool_calls"] + stats["malformed"] + stats["refused_calls"] + said
     if rollout.answer is not None and status is not Status.COMPLETED:
         yield "it answered, which completes it"
     if not rollout.turns and status is not Status.TIMED_OUT:
@@ -127,6 +128,8 @@ def _wrong_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
         yield "its last turn was cut at its budget"
     if acted < len(rollout.turns) - 1:
         yield f"{acted:g} actions in {len(rollout.turns)} turns"
+    if user.mode != "nobody" and said > user.max_replies + 1:
+        yield f"{said:g} turns were said to the user, of env.user.max_replies {user.max_replies}"
     full = sum(len(s.token_ids) for s in last_row) >= max_length(rollout, config)
     if status is Status.COMPLETED and told:
         yield "it was told something after its last turn"

@@ -27,6 +27,7 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     Observation,
+    Say,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
@@ -200,7 +201,7 @@ class Play:
     def _start_alone(self, pending: Pending) -> None:
         task = self._tasks[pending.index // self._group_size]
         users = partial(self._users, pending.index)
-        prompt, messages, _ = prompt_of(self._agent, self._chat, task, users)
+        prompt, message_start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
             raise ValueError(
@@ -223,6 +224,7 @@ class Play:
             attempt=pending.attempt,
             since=pending.since,
             messages=messages,
+            message_start=message_start,
             roles=[message["role"] for message in messages],
         )
         live.episode = self._reset(pending.index, task)
@@ -358,6 +360,8 @@ class Play:
             self._observe(index, action, Observation(refusal, failed=True, outputs=told))
         else:
             stats["tool_calls"] += len(called(action))
+            if isinstance(action, Say):
+                stats["said"] = stats.get("said", 0.0) + 1.0
             live.spent.malformed = 0
             self._step(index, action, action)
 

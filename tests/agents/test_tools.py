@@ -213,7 +213,7 @@ def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
     talker = agent(hermes, talks=True)
-    assert talker.parse("Hello?") == Say("Hello?")
+    assert talker.parse("<think>Who?</think>Hello?") == Say("Hello?", "<think>Who?</think>Hello?")
     assert talker.parse(call("add", a=1)) == ADD
 
 
