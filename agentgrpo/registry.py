@@ -19,7 +19,7 @@ from typing import Annotated, Any, cast
 import pydantic
 
 from agentgrpo import extras
-from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.actions import MODELS, InfrastructureError, Model, ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import (
     AgentConfig,
@@ -75,14 +75,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
     "agent": ("env", "tools_script", "host_tools", "call_reader"),
-    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed"),
+    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed", "models"),
 }
 """What a class is given that asks for it by name; no options.
 
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
 sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
 the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed.
+seed, who may be asked to speak in a second role (actions.Model) by the name of the endpoint.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -287,12 +287,13 @@ def asks_for_pool(config: TrainConfig) -> bool:
     return "pool" in parameters_of(class_of("env", env_kind(config)))
 
 
-def make_env(config: TrainConfig, pool: Any) -> Environment:
+def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
     """The environment of a run.
 
     Args:
         config: of the run.
         pool: the sandbox, for environments that run code; None if asks_for_pool() says no.
+        models: who may be asked to speak in a second role.
 
     Raises:
         ValueError: there is no such kind or class, or its options are wrong; names the key.
@@ -303,6 +304,7 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
         "stateless": config.sandbox.stateless,
         "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
+        "models": models,
     }
     made = _made("env", env_kind(config), config.env, given)
     _require(made, ("reset",), key="env.kind", name=config.env.kind)
