@@ -24,6 +24,7 @@ from agentgrpo.config.read import load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.envs.runner import settled
 from agentgrpo.envs.tau2 import pieces_of
+from agentgrpo.envs.tau_bench import pieces_of as requests_of
 from agentgrpo.examples.functions import FUNCTIONS
 from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rewards.scoring import score_all
@@ -34,7 +35,6 @@ from agentgrpo.stage import prompt_length, set_stage
 from agentgrpo.types import Status
 from agentgrpo.usercode import event_loop
 from bench import real_tau_bench
-from tests import tiny
 from tests.playing import EOT, says
 
 Stage = Any
@@ -129,7 +129,7 @@ def calls_servers_of_its_own(stage: Stage, play: Any, task: Any) -> None:
     async def together() -> int:
         for episode in episodes:
             assert (await settled(episode.step(asked))).text == "2"
-        servers = psutil_free_children("server.py")
+        servers = processes_below("server.py")
         for episode in episodes:
             await settled(episode.close())
         return servers
@@ -137,7 +137,7 @@ def calls_servers_of_its_own(stage: Stage, play: Any, task: Any) -> None:
     assert asyncio.run_coroutine_threadsafe(together(), event_loop("episodes")).result(60) == 2
 
 
-def psutil_free_children(word: str) -> int:
+def processes_below(word: str) -> int:
     """Processes below this one whose command line has the word."""
     count, parents = 0, {os.getpid()}
     for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda p: int(p.parent.name)):
@@ -179,9 +179,11 @@ def is_graded(stage: Stage, play: Any, task: Any) -> None:
 
 def talks_with_a_customer(stage: Stage, play: Any, task: Any) -> None:
     """Who says something back; the benchmark's ground truth is paid, doing nothing is not."""
-    calls = [call(a.name, **a.kwargs) for a in stage.env._upstream["train"][0].actions]
-    right = play(task, f"Who are you?{EOT}", *calls, *[f"Anything else?{EOT}"])
-    assert "My name is " in observed(stage, right)
+    upstream = stage.env._upstream["train"][int(task.spec["place"].partition("/")[2])]
+    calls = [call(a.name, **a.kwargs) for a in upstream.actions]
+    told = [f"What else?{EOT}" for _ in requests_of(task.spec["instruction"])[1:]]
+    right = play(task, *told, *calls, f"Done.{EOT}")
+    assert "<|im_start|>user\nMy name is " in observed(stage, right)
     assert right.rewards["solved"] == 1.0
     assert len(stage.env.tasks("train")) == 500
 
@@ -251,12 +253,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nsjail
-@pytest.mark.parametrize("name", sorted(shipped_configs()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("mcp", "reasoning_gym") else [])
+        for name in sorted(shipped_configs())
+    ],
+)
 def test_a_shipped_config_does_what_it_says(
     name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples.write(tmp_path)
-    write_lines(tmp_path / "math.jsonl", tiny.sums(90))
+    sums = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(90)]
+    write_lines(tmp_path / "math.jsonl", sums)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(real_tau_bench.folder())
