@@ -19,7 +19,7 @@ from functools import cache, cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from agentgrpo.actions import InfrastructureError, Model
+from agentgrpo.actions import Ask, InfrastructureError, Model
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require
@@ -66,6 +66,13 @@ class Endpoint(ABC):
             reply[: min(found)] if found else reply
             for reply, found in zip(replies, ends, strict=True)
         ]
+
+    def __call__(self, ask: Ask) -> str:
+        """What an episode asks for."""
+        (said,) = self.complete(
+            ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
+        )
+        return said
 
     @abstractmethod
     def _replies(
