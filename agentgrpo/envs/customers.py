@@ -145,12 +145,12 @@ class Customers:
         self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int,
         models: Mapping[str, Model] = MODELS,
     ) -> None:  # fmt: skip
-        kind, colon, name = mode.partition(":")
+        kind, colon, endpoint = mode.partition(":")
         others = ("reference", "endpoint:NAME") if "model" in played else ()
         modes = (silent, *played, *others)
         if f"{kind}:NAME" not in modes and mode not in modes and (not colon or kind == "endpoint"):
             raise ValueError(f"mode: expected {', '.join(modes)} or 'module:Class', got {mode!r}")
-        name = name if kind == "endpoint" else PLAYED_BY.get(mode)
+        name = endpoint if kind == "endpoint" else PLAYED_BY.get(mode)
         if name is not None and name not in models:
             known = f"no endpoint {name!r}; there are: {', '.join(models)}"
             raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else known}")

@@ -51,7 +51,7 @@ class Decoder(Protocol):
     def add_request(
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
         seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
-        filters: Mapping[str, float], reference: bool = ...,
+        filters: Mapping[str, float],
     ) -> None: ...  # fmt: skip
     def step(self) -> list[Completion]: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
@@ -396,7 +396,7 @@ class Play:
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=0,
             filters={},
-            reference=ask.model == "reference",
+            **dict[str, Any](reference=True) if ask.model == "reference" else {},
         )
         self._decoding[request_id] = index
 

@@ -103,7 +103,7 @@ def test_the_reference_is_the_model_without_its_adapter(
             served.add_request(
                 name, IDS, max_tokens=6, temperature=0.0, reference=name == "reference"
             )
-        said = {}
+        said: dict[str, Any] = {}
         while served.num_in_flight:
             said |= {turn.request_id: turn for turn in served.step()}
         for name, turn in said.items():

@@ -243,13 +243,13 @@ OTHER: Any = object()
 )
 def test_who_plays_the_customer_is_who_is_asked(shop: Path, mode: str, asked: Any) -> None:
     models = {"policy": "policy", "reference": "reference", "big": OTHER}
-    env = TauBenchEnv(mode=mode, models=models)  # type: ignore[arg-type]
+    env = TauBenchEnv(mode=mode, models=models)
     told = env.reset(env.tasks("train")[0]).step(Say("Who are you?"))
     assert told.ask is not None
     assert told.ask.model is asked
     assert "Your name is Al Bo" in told.ask.messages[0]["content"]
     with pytest.raises(ValueError, match="mode: expected solo, scripted or"):
-        Tau2Env("telecom", mode=mode, models=models)  # type: ignore[arg-type]
+        Tau2Env("telecom", mode=mode, models=models)
 
 
 def test_without_the_package_the_message_says_what_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
