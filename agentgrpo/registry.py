@@ -19,9 +19,10 @@ from typing import Annotated, Any, cast
 import pydantic
 
 from agentgrpo import extras
-from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.actions import MODELS, InfrastructureError, Model, ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import (
+    OWN_MODELS,
     AgentConfig,
     EnvConfig,
     RewardConfig,
@@ -78,14 +79,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
     "agent": ("env", "tools_script", "host_tools", "call_reader"),
-    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed"),
+    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed", "models"),
 }
 """What a class is given that asks for it by name; no options.
 
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
 sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
 the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed.
+seed, who may be asked to speak in a second role (actions.Model) by the name of the endpoint.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -291,12 +292,13 @@ def asks_for_pool(config: TrainConfig) -> bool:
     return "pool" in parameters_of(class_of("env", env_kind(config)))
 
 
-def make_env(config: TrainConfig, pool: Any) -> Environment:
+def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
     """The environment of a run.
 
     Args:
         config: of the run.
         pool: the sandbox, for environments that run code; None if asks_for_pool() says no.
+        models: who may be asked to speak in a second role.
 
     Raises:
         ValueError: there is no such kind or class, or its options are wrong; names the key.
@@ -307,19 +309,22 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
         "stateless": config.sandbox.stateless,
         "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
+        "models": models,
     }
     made = _made("env", env_kind(config), config.env, given)
     _require(made, ("reset",), key="env.kind", name=config.env.kind)
-    return with_user(cast(Environment, made), config.env)
+    return with_user(cast(Environment, made), config.env, models)
 
 
-def with_user(env: Environment, config: EnvConfig) -> Environment:
+def with_user(
+    env: Environment, config: EnvConfig, models: Mapping[str, Model] = MODELS
+) -> Environment:
     """The environment, and whom env.user puts there.
 
     Raises:
         ValueError: there is no such user, or the environment has one of its own; names the key.
     """
-    users, user = users_of(config.user), config.user
+    users, user = users_of(config.user, models), config.user
     if users is None:
         return env
     if getattr(env, "talks", False):
@@ -333,15 +338,16 @@ def with_user(env: Environment, config: EnvConfig) -> Environment:
 
 
 def _require_user(config: TrainConfig) -> None:
-    user = config.env.user
-    if users_of(user) and user.reads_column and config.data.train == "word_problems":
+    user: UserConfig = config.env.user
+    named: dict[str, Model] = dict.fromkeys((*OWN_MODELS, *config.endpoints), "policy")
+    if users_of(user, named) and user.reads_column and config.data.train == "word_problems":
         raise ValueError(
             f"env.user.mode {user.mode!r} reads the data's column {user.column!r}, and data.train "
             "'word_problems' has no columns: name a file, or a user of your own"
         )
 
 
-def users_of(config: UserConfig) -> Customers | None:
+def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> Customers | None:
     """What env.user names; None: nobody.
 
     Raises:
@@ -349,8 +355,9 @@ def users_of(config: UserConfig) -> Customers | None:
     """
     try:
         made = Customers(
-            config.mode, "nobody", ("scripted", "model"), config.temperature, config.max_tokens
-        )
+            config.mode, "nobody", ("scripted", "model"), config.temperature, config.max_tokens,
+            models,
+        )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
     return made if made.talk else None

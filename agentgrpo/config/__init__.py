@@ -10,9 +10,12 @@ from agentgrpo.config.learning import (
 )
 from agentgrpo.config.playing import (
     FILTERS,
+    NO_REFERENCE,
+    OWN_MODELS,
     AgentConfig,
     BranchConfig,
     DataConfig,
+    EndpointConfig,
     EngineConfig,
     EnvConfig,
     EvaluationConfig,
@@ -32,9 +35,12 @@ from agentgrpo.config.section import (
 __all__ = [
     "FILTERS",
     "LORA_RANKS",
+    "NO_REFERENCE",
+    "OWN_MODELS",
     "AgentConfig",
     "BranchConfig",
     "DataConfig",
+    "EndpointConfig",
     "EngineConfig",
     "EnvConfig",
     "EvaluationConfig",

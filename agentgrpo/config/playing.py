@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
@@ -99,7 +100,8 @@ class UserConfig(Section):
 
     mode: str = "nobody"
     """nobody; scripted: says what the task's column holds, text by text, then leaves; model: the
-    engine plays who knows it; or your own `module:Class` or function, which makes a user
+    engine plays who knows it; reference: it does without its adapter; endpoint:NAME: another model
+    does; or your own `module:Class` or function, which makes a user
     (envs/customers.py: User) of a task's spec."""
     column: str = "user"
     """Column of the data: what the user says or knows, a text or a list of texts."""
@@ -145,6 +147,57 @@ FILTERS: dict[str, float] = {
     "frequency_penalty": 0.0,
 }
 """What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
+
+
+OWN_MODELS = ("policy", "reference")
+"""Models that need no endpoint: the one that is trained, and the one that training began with."""
+NO_REFERENCE = (
+    "'reference' is the model without its adapter: it needs learner.lora.rank and "
+    "learner.lora.serve 'adapter'; else name an endpoint"
+)
+
+
+class EndpointConfig(Section):
+    """A model that is asked by its name (engine/endpoints.py)."""
+
+    kind: Literal["engine", "http", "script"] = "engine"
+    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
+    another local model (two vLLM engines in one process disturb each other); script: a function."""
+    model: str = ""
+    """http: what the server calls the model."""
+    url: str = ""
+    """http: up to and with the version, http://localhost:8000/v1."""
+    api_key_env: str = ""
+    """http: name of the environment variable that holds the key."""
+    timeout_s: PositiveNumber = 120.0
+    """http: seconds that one try may take in all, to the last byte of its answer."""
+    retries: NotNegative = 3
+    """http: further tries after a failure of the network or the server."""
+    extra: dict[str, Any] = {}
+    """http: more fields of every request (top_p, ...)."""
+    function: str = ""
+    """script: `module:function`, called with the messages, returns the reply."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> EndpointConfig:
+        for kind, key in (("http", "url"), ("http", "model"), ("script", "function")):
+            if self.kind == kind and not getattr(self, key):
+                raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
+            if self.kind != kind and getattr(self, key):
+                raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
+        if self.url:
+            _require_url(self.url)
+        return self
+
+
+def _require_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:  # a port that is none
+        raise ValueError(f"url: {error}, got {url!r}") from None
+    if not fits:
+        raise ValueError(f"url: expected http://HOST:PORT/v1, got {url!r}")
 
 
 class BranchConfig(Section):

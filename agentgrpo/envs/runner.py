@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from agentgrpo.actions import (
     Action,
+    Ask,
     InfrastructureError,
     Observation,
     checked_observation,
@@ -76,6 +77,12 @@ class EpisodeRunner:
             episode, of, run, episode, actions, called=episode.step,
             read=lambda told: [checked_observation(one) for one in told],
         )  # fmt: skip
+
+    def ask(
+        self, episode: AnyEpisode, speaker: Callable[[Ask], str], ask: Ask, of: Of = (None, None)
+    ) -> Future[str]:
+        """Begin to have another model say what an episode asks for; gives its reply."""
+        return self._start(episode, of, speaker, ask)
 
     def finish(
         self, episode: AnyEpisode, answer: str | None, of: Of = (None, None)
