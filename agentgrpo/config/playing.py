@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
@@ -112,6 +113,53 @@ FILTERS: dict[str, float] = {
     "frequency_penalty": 0.0,
 }
 """What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
+
+
+class EndpointConfig(Section):
+    """A model or a search that is asked by its name (engine/endpoints.py)."""
+
+    kind: Literal["engine", "http", "script", "retriever"] = "engine"
+    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
+    another local model (two vLLM engines in one process disturb each other); script: a function;
+    retriever: a server that is posted {"query": ..., "top_n": ...} and answers a list of documents,
+    {"id": ..., "contents": ...} (envs/search.py)."""
+    model: str = ""
+    """http: what the server calls the model."""
+    url: str = ""
+    """http: up to and with the version, http://localhost:8000/v1. retriever: the whole address,
+    http://localhost:1243/search."""
+    api_key_env: str = ""
+    """http, retriever: name of the environment variable that holds the key."""
+    timeout_s: PositiveNumber = 120.0
+    """http, retriever: seconds that one try may take in all, to the last byte of its answer."""
+    retries: NotNegative = 3
+    """http, retriever: further tries after a failure of the network or the server."""
+    extra: dict[str, Any] = {}
+    """http, retriever: more fields of every request (top_p, ...)."""
+    function: str = ""
+    """script: `module:function`, called with the messages, returns the reply."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> EndpointConfig:
+        needs = {"url": ("http", "retriever"), "model": ("http",), "function": ("script",)}
+        for key, kinds in needs.items():
+            if self.kind in kinds and not getattr(self, key):
+                raise ValueError(f"an endpoint of kind {self.kind!r} needs {key}")
+            if self.kind not in kinds and getattr(self, key):
+                raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
+        if self.url:
+            _require_url(self.url)
+        return self
+
+
+def _require_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:  # a port that is none
+        raise ValueError(f"url: {error}, got {url!r}") from None
+    if not fits:
+        raise ValueError(f"url: expected http://HOST:PORT/v1, got {url!r}")
 
 
 class BranchConfig(Section):

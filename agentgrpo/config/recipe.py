@@ -7,58 +7,14 @@ share (model, agent, environment, engine, learner) is said once, in the sections
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
 
 from agentgrpo.config import NotNegative, Positive, Section, TrainConfig
-from agentgrpo.config.section import Place, PositiveNumber
+from agentgrpo.config.section import Place
 
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class EndpointConfig(Section):
-    """A model that is asked by its name (engine/endpoints.py)."""
-
-    kind: Literal["engine", "http", "script"] = "engine"
-    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
-    another local model (two vLLM engines in one process disturb each other); script: a function."""
-    model: str = ""
-    """http: what the server calls the model."""
-    url: str = ""
-    """http: up to and with the version, http://localhost:8000/v1."""
-    api_key_env: str = ""
-    """http: name of the environment variable that holds the key."""
-    timeout_s: PositiveNumber = 120.0
-    """http: seconds that one try may take in all, to the last byte of its answer."""
-    retries: NotNegative = 3
-    """http: further tries after a failure of the network or the server."""
-    extra: dict[str, Any] = {}
-    """http: more fields of every request (top_p, ...)."""
-    function: str = ""
-    """script: `module:function`, called with the messages, returns the reply."""
-
-    @pydantic.model_validator(mode="after")
-    def _is_whole(self) -> EndpointConfig:
-        for kind, key in (("http", "url"), ("http", "model"), ("script", "function")):
-            if self.kind == kind and not getattr(self, key):
-                raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
-            if self.kind != kind and getattr(self, key):
-                raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
-        if self.url:
-            _require_url(self.url)
-        return self
-
-
-def _require_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError as error:  # a port that is none
-        raise ValueError(f"url: {error}, got {url!r}") from None
-    if not fits:
-        raise ValueError(f"url: expected http://HOST:PORT/v1, got {url!r}")
 
 
 class FlywheelConfig(Section):
@@ -193,8 +149,6 @@ class MeasuresConfig(Section):
 class RecipeConfig(TrainConfig):
     """A whole recipe."""
 
-    endpoints: dict[str, EndpointConfig] = {}
-    """Models by name; `policy` is the run's own model."""
     flywheel: FlywheelConfig = FlywheelConfig()
     sft: SftConfig = SftConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -212,8 +166,6 @@ class RecipeConfig(TrainConfig):
             if name and name != "policy" and name not in self.endpoints:
                 known = ", ".join(["policy", *self.endpoints])
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
-        if "policy" in self.endpoints:
-            raise ValueError("endpoints.policy: the name is that of the run's own model")
         if "flywheel" in self.model_fields_set:
             self.require_sessions()
         return self

@@ -11,6 +11,7 @@ from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
     AgentConfig,
     DataConfig,
+    EndpointConfig,
     EngineConfig,
     EnvConfig,
     EvaluationConfig,
@@ -47,6 +48,8 @@ class TrainConfig(Section):
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     env: EnvConfig = EnvConfig()
+    endpoints: dict[str, EndpointConfig] = {}
+    """Models and searches by name; `policy` is the run's own model."""
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -86,6 +89,8 @@ class TrainConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:
+        if "policy" in self.endpoints:
+            raise ValueError("endpoints.policy: the name is that of the run's own model")
         limit = self.rollout.call_timeout_s
         if limit is not None and limit <= self.sandbox.timeout_s:
             raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.config.recipe import EndpointConfig
+from agentgrpo.config import EndpointConfig
 from agentgrpo.engine.endpoints import (
     EngineEndpoint,
     EngineLoop,
