@@ -85,6 +85,11 @@ class ScriptedEndpoint(Endpoint):
 
     reply: Callable[[Sequence[Message]], str]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The function, by its name."""
+        return {"function": f"{self.reply.__module__}:{self.reply.__qualname__}"}
+
     def _replies(
         self, messages: Sequence[Message], n: int, *sampling: object
     ) -> list[str]:  # fmt: skip
@@ -106,6 +111,11 @@ class Server(ABC):
     """
 
     config: EndpointConfig
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its answers depend on besides what is asked."""
+        return self.config.model_dump(include={"kind", "url", "model", "extra"})
 
     @abstractmethod
     def _read(self, request: httpx2.Request, response: httpx2.Response) -> Any:
