@@ -170,6 +170,9 @@ class BranchConfig(Section):
     alone where nothing branches. 0: no branching."""
     probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Of branching where the entropy is what it was in the rollout's first turn."""
+    beam_size: Annotated[int, Field(ge=2, le=10**6)] = 2
+    """Rollouts that may go on from one point, the one that came there included; each of the others
+    branches off with the probability there, while the group has places left."""
     entropy_weight: NotNegativeNumber = 0.2
     """How much the probability grows with the entropy's growth, in units of ln(vocabulary)."""
     entropy_tokens: Positive = 20
