@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 from agentgrpo.types import named_numbers
 from agentgrpo.usercode import InfrastructureError as InfrastructureError
@@ -70,7 +71,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the engine said in the second role that an episode asked for (Observation.ask).
+    """What was said in the second role that an episode asked for (Observation.ask).
 
     The one action that is not the policy's: an agent never makes it.
     """
@@ -113,12 +114,32 @@ def as_json(value: Any) -> Any:
     return json.loads(text.encode("utf-8", "replace"))
 
 
+class Speaker(Protocol):
+    """A model that continues a conversation: an endpoint of the config (engine/endpoints.py)."""
+
+    def complete(
+        self, messages: Sequence[Message], *, temperature: float, max_tokens: int
+    ) -> list[str]:
+        """One reply. May block.
+
+        Raises:
+            InfrastructureError: none could be had.
+        """
+
+
+Model = Literal["policy", "reference"] | Speaker
+"""Who is to speak. "policy": the engine with the weights as they are, which training moves.
+"reference": the engine without the adapter that is trained, which nothing moves."""
+MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
+"""Who may be asked where no config says more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the engine is to say in a second role: a customer, an opponent.
+    """What a model is to say in a second role: a customer, an opponent.
 
-    It has the policy's weights as they are. What it says is no part of the rollout's tokens and is
-    never trained on; the policy is shown the episode's answer.
+    What it says is no part of the rollout's tokens and is never trained on; the policy is shown the
+    episode's answer.
     """
 
     messages: tuple[Message, ...]
@@ -126,6 +147,8 @@ class Ask:
     max_tokens: int = 256
     temperature: float = 1.0
     """0 is greedy."""
+    model: Model = "policy"
+    """One of those that an environment is given as `models`."""
 
 
 @dataclass(frozen=True, slots=True)

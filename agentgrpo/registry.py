@@ -19,7 +19,7 @@ from typing import Annotated, Any, cast
 import pydantic
 
 from agentgrpo import extras
-from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.actions import MODELS, InfrastructureError, Model, ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import (
     AgentConfig,
@@ -31,7 +31,7 @@ from agentgrpo.config import (
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
 from agentgrpo.config.section import AsWritten, is_set
-from agentgrpo.engine.endpoints import make_endpoint, make_retriever
+from agentgrpo.engine.endpoints import make_retriever
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
@@ -87,7 +87,8 @@ GIVEN = {
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
 sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
 the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed; the endpoints that write text and those that find documents, by name; what loads an encoder.
+seed, who may be asked to speak in a second role (actions.Model) by the name of the endpoint, the
+endpoints that find documents by theirs, what loads an encoder.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -293,12 +294,13 @@ def asks_for_pool(config: TrainConfig) -> bool:
     return "pool" in parameters_of(class_of("env", env_kind(config)))
 
 
-def make_env(config: TrainConfig, pool: Any) -> Environment:
+def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
     """The environment of a run.
 
     Args:
         config: of the run.
         pool: the sandbox, for environments that run code; None if asks_for_pool() says no.
+        models: who may be asked to speak in a second role.
 
     Raises:
         ValueError: there is no such kind or class, or its options are wrong; names the key.
@@ -309,11 +311,7 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
         "stateless": config.sandbox.stateless,
         "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
-        "models": {
-            name: make_endpoint(endpoint, name)
-            for name, endpoint in config.endpoints.items()
-            if endpoint.kind in ("http", "script")
-        },
+        "models": models,
         "retrievers": {
             name: make_retriever(endpoint, name)
             for name, endpoint in config.endpoints.items()

@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentgrpo import parallel
-from agentgrpo.actions import CallTools, Observation, ReadCalls, RunCode, ToolCall
+from agentgrpo.actions import CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, question_of
+from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.machine import hardware
@@ -74,6 +75,8 @@ class Stage:
     progress: Progress
     user_sampler: RolloutSampler | None
     """config.rollout.sampler, if one is named."""
+    models: Mapping[str, Model]
+    """Who may be asked to speak in a second role, or to judge."""
 
     def close(self) -> None:
         """Stop what the environment holds, and the sandbox."""
@@ -166,6 +169,8 @@ def set_stage(
     require_trackers(config.trackers)
     if trained:
         require_trainable(config.learner)
+    adapter = None if trained else saved_adapter(model or config.model)
+    models = models_of(config, adapter, trained=trained)
     with contextlib.ExitStack() as undo:
         pool = None
         if asks_for_pool(config):
@@ -174,7 +179,7 @@ def set_stage(
             jail = pool.describe()
             progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
             progress.watch("sandbox", functools.partial(_busy, pool))
-        env = make_env(config, pool)
+        env = make_env(config, pool, models)
         undo.callback(close_env, env)
         answers = needs_answers(config.reward, judged=judged(env))
         heldout = heldout_tasks(config.data, env, answers=answers)
@@ -182,7 +187,6 @@ def set_stage(
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
             try_reward(reward, heldout[0])
         progress.say(f"model: {model or config.model}")
-        adapter = None if trained else saved_adapter(model or config.model)
         if adapter is not None:
             model = base_of(adapter)
         model = model or resolve_model(config.model, progress.say)
@@ -206,15 +210,41 @@ def set_stage(
             heldout=heldout,
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
+            models=models,
         )
         alone = config.engine.tensor_parallel_size == 1
         played_in = isinstance(env, FactoryEnv) and alone
         stage.reward.require_columns(heldout[0], environments=played_in)
         _check_shown(stage.agent, chat)
-        _check_tools_shown(stage.agent, chat, heldout[0])
+        _check_prompt(stage.agent, chat, heldout[0])
         stage.heldout = stage.checked(config, heldout, "data.heldout")
         undo.pop_all()
     return stage
+
+
+def models_of(
+    config: TrainConfig, adapter: SavedAdapter | None, *, trained: bool
+) -> dict[str, Model]:
+    """The models of a run, by the names that customers and judges are asked by.
+
+    Args:
+        config: of the run.
+        adapter: that the model is played with.
+        trained: the model is to be trained; what is not is its own reference.
+
+    Raises:
+        ValueError: an endpoint's function or package is not there; names the key.
+    """
+    models: dict[str, Model] = {"policy": "policy"}
+    lora = config.learner.lora
+    if lora.serve == "adapter" if adapter is not None else lora.served_rank:
+        models["reference"] = "reference" if trained or adapter is not None else "policy"
+    for name, endpoint in config.endpoints.items():
+        if endpoint.kind == "retriever":
+            continue
+        own = endpoint.kind == "engine"
+        models[name] = "policy" if own else make_endpoint(endpoint, name)
+    return models
 
 
 def _busy(pool: SandboxPool) -> str:
@@ -246,11 +276,18 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
         )
 
 
-def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
-    """The policy is told of its tools."""
+def _check_prompt(agent: Agent, chat: ChatTemplate, task: Task) -> None:
+    """The policy is told what it must keep to, and of its tools."""
     users = functools.partial(calling, task=task.id)
-    prompt, _, schemas = prompt_of(agent, chat, task, users)
+    prompt, messages, schemas = prompt_of(agent, chat, task, users)
     shown = chat.tokenizer.decode(prompt)
+    for message in messages:
+        told = "".join(str(message.get("content")).split())
+        if message["role"] == "system" and told not in "".join(shown.split()):
+            raise ValueError(
+                "agent.options.system_prompt: the model's chat template does not show the system "
+                f"message, {message.get('content')!r:.60}, as it is"
+            )
     with users(agent.tools):
         names = [str(schema["function"]["name"]) for schema in schemas]
     for name in names:

@@ -193,6 +193,19 @@ def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) ->
     refused(dry_run(f"model={model}"), "has no chat template")
 
 
+@pytest.mark.parametrize("shows", ["", "{{ m['content'][:9] }}"])
+def test_a_template_that_hides_the_system_message_is_refused(
+    dry_run: DryRun, tmp_path: Path, shows: str
+) -> None:
+    model = tiny.make_model_dir(tmp_path / "model")
+    mute = tiny.CHATML.replace(
+        "{{ m['content'] }}", f"{{% if m['role'] != 'system' %}}{{{{ m['content'] }}}}"
+        f"{{% else %}}{shows}{{% endif %}}"
+    )  # fmt: skip
+    tiny.make_tokenizer(mute).save_pretrained(model)
+    refused(dry_run(f"model={model}"), "does not show the system message")
+
+
 def test_a_chat_template_without_tools(
     dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,11 @@ from agentgrpo.agents.text import FormAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
+ONE_CALL_RULE = (
+    "In each turn call one function or none; a second call is not carried out, whatever is said "
+    "elsewhere. What is asked for is done by calling a function, and by nothing else. Never say "
+    "that something was done before the call that does it has answered so."
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,6 +52,9 @@ class ToolAgent(FormAgent):
             llama3_json, mistral, pythonic ...
         parallel_calls: carry out all calls of a turn. False: the first; the others are answered
             with an error.
+        one_call_rule: begin the system message with the rule that a turn calls one function or none
+            and confirms nothing that was not done. A template's own words may say otherwise
+            (Qwen's: "one or more functions").
     """
 
     acts = ("tools",)
@@ -56,8 +64,13 @@ class ToolAgent(FormAgent):
     answer_prefix: str = ""
     parser: str = "hermes"
     parallel_calls: bool = False
+    one_call_rule: bool = False
 
     def __post_init__(self) -> None:
+        if self.one_call_rule and self.parallel_calls:
+            raise ValueError("agent.options.one_call_rule and parallel_calls exclude each other")
+        if self.one_call_rule:
+            self.system_prompt = f"{ONE_CALL_RULE}\n\n{self.system_prompt or ''}".strip()
         self._talks = bool(getattr(self.env, "talks", False))
         self._read_calls = self.call_reader(self.parser)
         self._known: dict[str, Schema] = {}

@@ -10,6 +10,8 @@ from agentgrpo.config.learning import (
 )
 from agentgrpo.config.playing import (
     FILTERS,
+    NO_REFERENCE,
+    OWN_MODELS,
     AgentConfig,
     BranchConfig,
     DataConfig,
@@ -32,6 +34,8 @@ from agentgrpo.config.section import (
 __all__ = [
     "FILTERS",
     "LORA_RANKS",
+    "NO_REFERENCE",
+    "OWN_MODELS",
     "AgentConfig",
     "BranchConfig",
     "DataConfig",

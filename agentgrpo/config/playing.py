@@ -115,6 +115,14 @@ FILTERS: dict[str, float] = {
 """What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
 
 
+OWN_MODELS = ("policy", "reference")
+"""Models that need no endpoint: the one that is trained, and the one that training began with."""
+NO_REFERENCE = (
+    "'reference' is the model without its adapter: it needs learner.lora.rank and "
+    "learner.lora.serve 'adapter'; else name an endpoint"
+)
+
+
 class EndpointConfig(Section):
     """A model or a search that is asked by its name (engine/endpoints.py)."""
 

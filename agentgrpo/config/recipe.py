@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from agentgrpo.config import NotNegative, Positive, Section, TrainConfig
+from agentgrpo.config import (
+    NO_REFERENCE,
+    OWN_MODELS,
+    NotNegative,
+    Positive,
+    Section,
+    TrainConfig,
+)
 from agentgrpo.config.section import Place
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -167,9 +174,20 @@ class RecipeConfig(TrainConfig):
             "measures.conciseness_judge": self.measures.conciseness_judge,
         }
         for key, name in used.items():
-            if name and name != "policy" and name not in self.endpoints:
-                known = ", ".join(["policy", *self.endpoints])
+            if name and name not in (*OWN_MODELS, *self.endpoints):
+                known = ", ".join([*OWN_MODELS, *self.endpoints])
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
+            if name in self.endpoints and self.endpoints[name].kind == "retriever":
+                raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
+            if name == "reference" and not self.learner.lora.served_rank:
+                raise ValueError(f"{key}: {NO_REFERENCE}")
+            own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
+            divided = self.engine.tensor_parallel_size > 1
+            if own and divided and key.startswith("measures."):
+                raise ValueError(
+                    f"{key}: {name!r} is asked on one rank alone, and engine.tensor_parallel_size "
+                    f"is {self.engine.tensor_parallel_size}: name an endpoint"
+                )
         if "flywheel" in self.model_fields_set:
             self.require_sessions()
         return self

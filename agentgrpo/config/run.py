@@ -9,6 +9,7 @@ from pydantic import Field
 
 from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
+    OWN_MODELS,
     AgentConfig,
     DataConfig,
     EndpointConfig,
@@ -49,7 +50,9 @@ class TrainConfig(Section):
     agent: AgentConfig = AgentConfig()
     env: EnvConfig = EnvConfig()
     endpoints: dict[str, EndpointConfig] = {}
-    """Models and searches by name; `policy` is the run's own model."""
+    """Models by name, which play customers (env.options.mode), sum up (env.options.summary) and
+    judge, and searches. Two need no section: `policy`, the run's own model, and `reference`, the
+    same without its LoRA adapter."""
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -87,10 +90,16 @@ class TrainConfig(Section):
         )
         return loss.model_copy(update={"span_credit": "turn" if console else "rollout"})
 
+    @pydantic.field_validator("endpoints")
+    @classmethod
+    def _new_names(cls, endpoints: dict[str, EndpointConfig]) -> dict[str, EndpointConfig]:
+        for name in OWN_MODELS:
+            if name in endpoints:
+                raise ValueError(f"endpoints.{name}: the name is that of one of the run's own")
+        return endpoints
+
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:
-        if "policy" in self.endpoints:
-            raise ValueError("endpoints.policy: the name is that of the run's own model")
         limit = self.rollout.call_timeout_s
         if limit is not None and limit <= self.sandbox.timeout_s:
             raise ValueError(

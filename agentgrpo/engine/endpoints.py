@@ -13,15 +13,15 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from html.parser import HTMLParser
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from agentgrpo.actions import InfrastructureError, as_json
+from agentgrpo.actions import InfrastructureError, Model, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from agentgrpo.engine.engine import Engine
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 SENT = {
     *("accept", "accept-encoding", "authorization", "connection", "content-length"),
@@ -407,6 +408,14 @@ class EngineLoop:
         """Make serve() return once nothing is in flight. From any thread."""
         self._asked.put(None)
 
+    def serve_while(self, work: Callable[[], T]) -> T:
+        """Serve what work(), on a thread of its own, asks; returns what it does."""
+        with ThreadPoolExecutor(1, "asks the engine") as side:
+            result = side.submit(work)
+            result.add_done_callback(lambda _: self.stop())
+            self.serve()
+            return result.result()
+
     def serve(self) -> None:
         """Decode what is asked until stop(). Whoever waits when an error ends it gets the error."""
         waiting: dict[str, Future[Completion]] = {}
@@ -464,6 +473,8 @@ class EngineEndpoint(Endpoint):
 
     loop: EngineLoop
     chat: ChatTemplate
+    reference: bool = False
+    """Without the adapter."""
 
     def _replies(
         self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
@@ -483,10 +494,18 @@ class EngineEndpoint(Endpoint):
                 temperature=temperature,
                 stop=tuple(stop),
                 stop_token_ids=self.chat.stop_token_ids,
+                reference=self.reference,
             )
             for _ in range(n)
         ]
         return [self.chat.decode(one.result().token_ids) for one in asked]
+
+
+def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+    """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
+    if isinstance(model, str):
+        return EngineEndpoint(loop, chat, reference=model == "reference")
+    return cast(Endpoint, model)
 
 
 def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:

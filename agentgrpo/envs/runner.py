@@ -21,8 +21,10 @@ from typing import Any, Self
 
 from agentgrpo.actions import (
     Action,
+    Ask,
     InfrastructureError,
     Observation,
+    Speaker,
     checked_observation,
     checked_rewards,
 )
@@ -74,6 +76,18 @@ class EpisodeRunner:
             episode, of, run, episode, actions, called=episode.step,
             read=lambda told: [checked_observation(one) for one in told],
         )  # fmt: skip
+
+    def ask(
+        self, episode: AnyEpisode, speaker: Speaker, ask: Ask, of: Of = (None, None)
+    ) -> Future[str]:
+        """Begin to have another model say what an episode asks for; gives its reply."""
+
+        def reply() -> str:
+            options = {"temperature": ask.temperature, "max_tokens": ask.max_tokens}
+            (said,) = speaker.complete(ask.messages, **options)
+            return said
+
+        return self._start(episode, of, reply, called=type(speaker))
 
     def finish(
         self, episode: AnyEpisode, answer: str | None, of: Of = (None, None)

@@ -51,7 +51,7 @@ class Decoder(Protocol):
     def add_request(
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
         seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
-        filters: Mapping[str, float],
+        filters: Mapping[str, float], reference: bool = ...,
     ) -> None: ...  # fmt: skip
     def step(self) -> list[Completion]: ...
     def abort(self, request_ids: Sequence[str]) -> None: ...
@@ -368,8 +368,15 @@ class Play:
     # --- the second role
 
     def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
-        """Have the engine say what an episode asks for before it answers the policy's action."""
+        """Have a model say what an episode asks for before it answers the policy's action."""
         live, limit = self._live[index], self._engine.max_model_len
+        asked = int(live.rollout.stats.get("asked", 0.0))
+        if not isinstance(ask.model, str):
+            live.rollout.stats["asked"] = asked + 1.0
+            live.took("own_s")
+            future = self._worlds.ask(live.episode, ask.model, ask, self._of(index))
+            self._waiting.add(index, future, partial(self._speaker_spoke, action))
+            return
         if any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages):
             self._end(index, Status.TRUNCATED_LENGTH)
             return
@@ -378,7 +385,6 @@ class Play:
         if room < 1:
             self._end(index, Status.TRUNCATED_LENGTH)
             return
-        asked = int(live.rollout.stats.get("asked", 0.0))
         live.rollout.stats["asked"] = asked + 1.0
         live.asked_for = action
         live.took("own_s")
@@ -393,8 +399,13 @@ class Play:
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=0,
             filters={},
+            reference=ask.model == "reference",
         )
         self._decoding[request_id] = index
+
+    def _speaker_spoke(self, action: Action, index: int, said: str) -> None:
+        self._live[index].took("tools_s")
+        self._step(index, Heard(said), action)
 
     def _role_spoke(self, live: Live, index: int, turn: Completion) -> None:
         """Tell the episode, in whose conversation and in no rollout's this is."""

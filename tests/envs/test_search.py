@@ -24,6 +24,7 @@ from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.models.encoder import Encoder
 from agentgrpo.registry import make_env
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.stage import models_of
 from tests.playing import sampled, scripted, shown, task
 from tests.rollout.stubs import Turn
 
@@ -366,6 +367,11 @@ def config(port: int, **options: Any) -> TrainConfig:
     return TrainConfig.model_validate(table)
 
 
+def made(config: TrainConfig) -> Any:
+    """The environment that set_stage() makes of a config."""
+    return make_env(config, None, models_of(config, None, trained=True))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -377,6 +383,7 @@ def config(port: int, **options: Any) -> TrainConfig:
         ({"retriever": "wiki", "dense": {"encoder": "x"}}, "env.options.dense: .* without corpus"),
         ({"corpus": "x", "cache": "y"}, "env.options.cache: .* without retriever or summary"),
         ({"corpus": "x", "retriever": "wiki"}, "env.options.corpus: excluded by retriever 'wiki'"),
+        ({"retriever": "wiki", "summary": {"endpoint": "policy"}}, "http or script, got 'policy'"),
         ({"retriever": "wiki", "summary": {"endpoint": "wiki"}}, "summary.endpoint: .* got 'wiki'"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "{a}"}}, "KeyError"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "?"}}, "expected {texts}"),
@@ -388,11 +395,11 @@ def test_options_that_make_no_sense_are_refused_by_name(
     port: int, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        make_env(config(port, **options), None)
+        made(config(port, **options))
 
 
 def test_an_encoder_that_is_none_is_refused(port: int, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
     options = {"corpus": str(tmp_path / "t.jsonl"), "dense": {"encoder": str(tmp_path / "no")}}
     with pytest.raises(ValueError, match=r"env\.options\.dense\.encoder: .*no has no config\.json"):
-        make_env(config(port, **options), None)
+        made(config(port, **options))
