@@ -142,9 +142,9 @@ class Search:
         retrievers: Mapping[str, Any] = MappingProxyType({}),
         load_encoder: Callable[[Path, str], Any] | None = None,
     ) -> None:
-        for name, value in (("top_k", top_k), ("max_chars", max_chars)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a number of at least 1, got {value!r}")
+        for name, number in (("top_k", top_k), ("max_chars", max_chars)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}: expected a number of at least 1, got {number!r}")
         for name, value, need, given in (
             ("dense", dense, "corpus", corpus is not None),
             ("pages", pages, "retriever", retriever),

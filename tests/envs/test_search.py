@@ -23,8 +23,10 @@ from agentgrpo.envs.search import Dense, SearchEnv, Summary
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.models.encoder import Encoder
 from agentgrpo.registry import make_env
+from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.stage import models_of
+from tests import tiny, warm
 from tests.playing import sampled, scripted, shown, task
 from tests.rollout.stubs import Turn
 
@@ -403,3 +405,78 @@ def test_an_encoder_that_is_none_is_refused(port: int, tmp_path: Path) -> None:
     options = {"corpus": str(tmp_path / "t.jsonl"), "dense": {"encoder": str(tmp_path / "no")}}
     with pytest.raises(ValueError, match=r"env\.options\.dense\.encoder: .*no has no config\.json"):
         made(config(port, **options))
+
+
+USERS_AGENT = """
+from agentgrpo.actions import CallTools, ToolCall
+from agentgrpo.agents.tags import TagAgent
+
+class Asker(TagAgent):
+    acts, stop = ("tools",), ("</code>",)
+    def parse(self, text):
+        return CallTools((ToolCall("search", {"query": "vary"}),))
+"""
+RUN = """
+model = "{model}"
+steps = 2
+eval_every = 0
+[agent]
+kind = "asker:Asker"
+options = {{ system_prompt = "S" }}
+[env]
+kind = "search"
+[env.options]
+retriever = "wiki"
+summary = {{ endpoint = "m" }}
+cache = "{folder}/kept.sqlite"
+[endpoints.wiki]
+kind = "retriever"
+url = "http://127.0.0.1:{port}/search"
+[endpoints.m]
+kind = "http"
+url = "http://127.0.0.1:{port}/v1"
+model = "m"
+[rollout]
+tasks_per_step = 2
+group_size = 2
+max_turns = 2
+max_turn_tokens = 24
+deterministic = true
+[engine]
+max_model_len = 256
+kv_cache_gib = 0.0625
+[data]
+train = "{folder}/train.jsonl"
+heldout = "{folder}/train.jsonl"
+num_heldout = 2
+[reward]
+kind = "text"
+[learner]
+learning_rate = 1e-5
+"""
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_config_share_what_was_found(
+    port: int, tmp_path: Path, agent_model: Path
+) -> None:
+    """The server answers otherwise every time: the second run has what the first was told."""
+    write_lines(tmp_path / "train.jsonl", tiny.sums(8))
+    (tmp_path / "asker.py").write_text(USERS_AGENT)
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(model=agent_model, folder=tmp_path, port=port))
+    runs, requests = [], []
+    for name in ("one", "two"):
+        before = len(asked(port))
+        out_dir = f"out_dir={tmp_path / name}"
+        ran = warm.run("-m", "agentgrpo.train", str(path), out_dir, PYTHONPATH=str(tmp_path))
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        requests.append(len(asked(port)) - before)
+        runs.append(read_lines(tmp_path / name / "rollouts.jsonl"))
+        verified = warm.run("-m", "agentgrpo.verify", str(tmp_path / name))
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert requests[0] > 0 == requests[1]
+    first, second = ([record["segments"] for record in run] for run in runs)
+    assert first == second
+    assert sum(record["stats"]["tool_calls"] for record in runs[0]) > 0
+    assert sum(record["stats"]["search_asked"] for record in runs[1]) == 0

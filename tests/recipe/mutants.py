@@ -292,7 +292,7 @@ MUTANTS = [
     # endpoints
     Mutant("engine/endpoints.py", "max_retries=c.retries", "max_retries=2"),
     Mutant("engine/endpoints.py", "asyncio.timeout(c.timeout_s)", "asyncio.timeout(60)"),
-    Mutant("engine/endpoints.py", "extra_body=c.extra,", ""),
+    Mutant("engine/endpoints.py", "else {}), **self.config.extra,", "else {}),"),
     Mutant("engine/endpoints.py", "if name and not key:", "if False:"),
     Mutant("engine/endpoints.py", 'if key else openai.omit}', "}"),
     Mutant("engine/endpoints.py", "raise httpx2.RequestError(str(error)) from error", "pass"),
@@ -302,7 +302,7 @@ MUTANTS = [
     Mutant("engine/endpoints.py", "error.__cause__ or error", "error"),
     Mutant("engine/endpoints.py", "except (openai.OpenAIError, BadAnswer)", "except openai.OpenAIError"),
     Mutant("engine/endpoints.py", "reply[: min(found)]", "reply[: max(found)]"),
-    Mutant("engine/endpoints.py", "stop=list(stop) or openai.omit", "stop=openai.omit"),
+    Mutant("engine/endpoints.py", '{"stop": list(stop)} if stop else {}', "{}"),
     Mutant("engine/endpoints.py", "if not all(isinstance(reply, str) for reply in replies):", "if False:"),
     Mutant("engine/endpoints.py", "if len(replies) != n:", "if False:"),
     Mutant("engine/endpoints.py", "max_tokens=min(max_tokens, room)", "max_tokens=max_tokens"),
