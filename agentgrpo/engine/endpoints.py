@@ -153,8 +153,9 @@ class Server(ABC):
             said = f"HTTP {error.status_code}: {error.response.text[:200]}"
             raise Refused(f"endpoint {self.config.url}: {said}", error.status_code) from error
         except (openai.OpenAIError, BadAnswer) as error:
-            said = error.__cause__ or error
-            raise InfrastructureError(f"endpoint {self.config.url}: {said}") from error
+            raise InfrastructureError(
+                f"endpoint {self.config.url}: {error.__cause__ or error}"
+            ) from error
 
     def _key(self) -> str:
         name = self.config.api_key_env

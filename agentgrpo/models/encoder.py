@@ -63,8 +63,9 @@ class Encoder:
                 )  # fmt: skip
                 hidden = self._model(**inputs).last_hidden_state
             made.append(self._pooled(hidden, inputs["attention_mask"]).numpy())
-        rows: Float32 = np.concatenate(made)
-        return rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
+        rows = np.concatenate(made)
+        unit: Float32 = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
+        return unit
 
     def _pooled(self, hidden: Any, mask: Any) -> Any:
         if self._pooling == "cls":

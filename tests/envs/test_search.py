@@ -347,7 +347,7 @@ def test_the_vectors_are_kept_by_all_that_they_depend_on(
         (TEXTS, {"text_prefix": "a"}),
         (TEXTS, {"pooling": "cls"}),
     ):
-        made(more, **options)  # type: ignore[arg-type]
+        made(more, **options)
     assert encoded[4:] == [4, 1, 5, 1, 5, 1]
     files = sorted((tmp_path / "index").iterdir())
     assert [np.load(file).shape for file in files if file.suffix != ".npy"] == []
