@@ -435,13 +435,11 @@ class Play:
         chances = [self._draw(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
         copies = sum(chance < probability * 2**63 for chance in chances)
         live.consecutive = live.consecutive + 1 if copies else 0
-        branches = []
-        for new in self._indices(task, plan.fork(member, copies)):
-            held = live.rollout.segments
-            so_far = Transcript.of(held, fork_threshold=self._config.fork_threshold)
-            branches.append(Pending(index=new, fork=live.fork(member, so_far)))
-        self.stats.branches += len(branches)
-        self._queue.extendleft(reversed(branches))
+        threshold = self._config.fork_threshold
+        for new in reversed(self._indices(task, plan.fork(member, copies))):
+            self.stats.branches += 1
+            so_far = Transcript.of(live.rollout.segments, fork_threshold=threshold)
+            self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
 
     # --- the world's answers
 
