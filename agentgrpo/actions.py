@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -114,32 +114,16 @@ def as_json(value: Any) -> Any:
     return json.loads(text.encode("utf-8", "replace"))
 
 
-class Speaker(Protocol):
-    """A model that continues a conversation: an endpoint of the config (engine/endpoints.py)."""
-
-    def complete(
-        self, messages: Sequence[Message], *, temperature: float, max_tokens: int
-    ) -> list[str]:
-        """One reply. May block.
-
-        Raises:
-            InfrastructureError: none could be had.
-        """
-
-
-Model = Literal["policy", "reference"] | Speaker
-"""Who is to speak. "policy": the engine with the weights as they are, which training moves.
-"reference": the engine without the adapter that is trained, which nothing moves."""
+Model = Literal["policy", "reference"] | Callable[["Ask"], str]
+"""Who speaks: the engine as it is; without the adapter, so that nothing moves it; or another."""
 MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
-"""Who may be asked where no config says more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a model is to say in a second role: a customer, an opponent.
 
-    What it says is no part of the rollout's tokens and is never trained on; the policy is shown the
-    episode's answer.
+    It is no part of the rollout's tokens and never trained on; the policy is shown the answer.
     """
 
     messages: tuple[Message, ...]

@@ -21,7 +21,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+<<<<<<< HEAD
 from agentgrpo.actions import InfrastructureError, Model, as_json
+=======
+from agentgrpo.actions import Ask, InfrastructureError, Model
+>>>>>>> s7-tau
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require
@@ -68,6 +72,13 @@ class Endpoint(ABC):
             reply[: min(found)] if found else reply
             for reply, found in zip(replies, ends, strict=True)
         ]
+
+    def __call__(self, ask: Ask) -> str:
+        """What an episode asks for."""
+        (said,) = self.complete(
+            ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
+        )
+        return said
 
     @abstractmethod
     def _replies(

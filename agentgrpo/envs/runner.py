@@ -24,7 +24,6 @@ from agentgrpo.actions import (
     Ask,
     InfrastructureError,
     Observation,
-    Speaker,
     checked_observation,
     checked_rewards,
 )
@@ -78,16 +77,10 @@ class EpisodeRunner:
         )  # fmt: skip
 
     def ask(
-        self, episode: AnyEpisode, speaker: Speaker, ask: Ask, of: Of = (None, None)
+        self, episode: AnyEpisode, speaker: Callable[[Ask], str], ask: Ask, of: Of = (None, None)
     ) -> Future[str]:
         """Begin to have another model say what an episode asks for; gives its reply."""
-
-        def reply() -> str:
-            options = {"temperature": ask.temperature, "max_tokens": ask.max_tokens}
-            (said,) = speaker.complete(ask.messages, **options)
-            return said
-
-        return self._start(episode, of, reply, called=type(speaker))
+        return self._start(episode, of, speaker, ask)
 
     def finish(
         self, episode: AnyEpisode, answer: str | None, of: Of = (None, None)

@@ -372,16 +372,13 @@ class Play:
         live, limit = self._live[index], self._engine.max_model_len
         asked = int(live.rollout.stats.get("asked", 0.0))
         if not isinstance(ask.model, str):
-            live.rollout.stats["asked"] = asked + 1.0
-            live.took("own_s")
             future = self._worlds.ask(live.episode, ask.model, ask, self._of(index))
             self._waiting.add(index, future, partial(self._speaker_spoke, action))
+            live.rollout.stats["asked"] = asked + 1.0
+            live.took("own_s")
             return
-        if any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages):
-            self._end(index, Status.TRUNCATED_LENGTH)
-            return
-        prompt = self._chat.prompt_ids(ask.messages)
-        room = self._engine.max_model_len - len(prompt)
+        long = any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages)
+        room = 0 if long else limit - len(prompt := self._chat.prompt_ids(ask.messages))
         if room < 1:
             self._end(index, Status.TRUNCATED_LENGTH)
             return

@@ -175,12 +175,12 @@ class Spoken:
     def __init__(self, replies: Any) -> None:
         self.replies, self.asked = iter(replies), []  # type: ignore[var-annotated]
 
-    def complete(self, messages: Any, *, temperature: float, max_tokens: int) -> list[str]:
+    def __call__(self, ask: Ask) -> str:
         said = next(self.replies)
         if isinstance(said, Exception):
             raise said
-        self.asked.append((len(messages), temperature, max_tokens))
-        return [said]
+        self.asked.append((len(ask.messages), ask.temperature, ask.max_tokens))
+        return str(said)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
