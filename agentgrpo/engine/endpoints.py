@@ -21,11 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-<<<<<<< HEAD
-from agentgrpo.actions import InfrastructureError, Model, as_json
-=======
-from agentgrpo.actions import Ask, InfrastructureError, Model
->>>>>>> s7-tau
+from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require
