@@ -33,12 +33,14 @@ from agentgrpo.config import (
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
 from agentgrpo.config.section import AsWritten, is_set
+from agentgrpo.engine.endpoints import make_retriever
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.customers import Customers
 from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.encoder import Encoder
 from agentgrpo.rewards.rewards import (
     EnvironmentReward,
     MathReward,
@@ -79,14 +81,18 @@ KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
     "agent": ("env", "tools_script", "host_tools", "call_reader"),
-    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed", "models"),
+    "env": (
+        *("pool", "timeout_s", "stateless", "host_tools", "seed"),
+        *("models", "retrievers", "load_encoder"),
+    ),
 }
 """What a class is given that asks for it by name; no options.
 
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
 sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
 the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed, who may be asked to speak in a second role (actions.Model) by the name of the endpoint.
+seed, who may be asked to speak in a second role (actions.Model) by the name of the endpoint, the
+endpoints that find documents by theirs, what loads an encoder.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -128,7 +134,8 @@ def parameters_of(factory: Factory) -> dict[str, inspect.Parameter]:
         parameters = list(inspect.signature(owner).parameters.values())
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for p in by_name:
-            taken.setdefault(p.name, p if number == 0 else p.replace(default=None))
+            needed = number == 0 or p.default is not p.empty
+            taken.setdefault(p.name, p if needed else p.replace(default=None))
         rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
         if not rest:
             return taken
@@ -310,6 +317,12 @@ def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODEL
         "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
         "models": models,
+        "retrievers": {
+            name: make_retriever(endpoint, name)
+            for name, endpoint in config.endpoints.items()
+            if endpoint.kind == "retriever"
+        },
+        "load_encoder": Encoder,
     }
     made = _made("env", env_kind(config), config.env, given)
     _require(made, ("reset",), key="env.kind", name=config.env.kind)

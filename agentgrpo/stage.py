@@ -247,6 +247,8 @@ def models_of(
     if lora.serve == "adapter" if adapter is not None else lora.served_rank:
         models["reference"] = "reference" if trained or adapter is not None else "policy"
     for name, endpoint in config.endpoints.items():
+        if endpoint.kind == "retriever":
+            continue
         own = endpoint.kind == "engine"
         models[name] = "policy" if own else make_endpoint(endpoint, name)
     return models

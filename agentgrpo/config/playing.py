@@ -158,32 +158,36 @@ NO_REFERENCE = (
 
 
 class EndpointConfig(Section):
-    """A model that is asked by its name (engine/endpoints.py)."""
+    """A model or a search that is asked by its name (engine/endpoints.py)."""
 
-    kind: Literal["engine", "http", "script"] = "engine"
+    kind: Literal["engine", "http", "script", "retriever"] = "engine"
     """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
-    another local model (two vLLM engines in one process disturb each other); script: a function."""
+    another local model (two vLLM engines in one process disturb each other); script: a function;
+    retriever: a server that is posted {"query": ..., "top_n": ...} and answers a list of documents,
+    {"id": ..., "contents": ...} (envs/search.py)."""
     model: str = ""
     """http: what the server calls the model."""
     url: str = ""
-    """http: up to and with the version, http://localhost:8000/v1."""
+    """http: up to and with the version, http://localhost:8000/v1. retriever: the whole address,
+    http://localhost:1243/search."""
     api_key_env: str = ""
-    """http: name of the environment variable that holds the key."""
+    """http, retriever: name of the environment variable that holds the key."""
     timeout_s: PositiveNumber = 120.0
-    """http: seconds that one try may take in all, to the last byte of its answer."""
+    """http, retriever: seconds that one try may take in all, to the last byte of its answer."""
     retries: NotNegative = 3
-    """http: further tries after a failure of the network or the server."""
+    """http, retriever: further tries after a failure of the network or the server."""
     extra: dict[str, Any] = {}
-    """http: more fields of every request (top_p, ...)."""
+    """http, retriever: more fields of every request (top_p, ...)."""
     function: str = ""
     """script: `module:function`, called with the messages, returns the reply."""
 
     @pydantic.model_validator(mode="after")
     def _is_whole(self) -> EndpointConfig:
-        for kind, key in (("http", "url"), ("http", "model"), ("script", "function")):
-            if self.kind == kind and not getattr(self, key):
-                raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
-            if self.kind != kind and getattr(self, key):
+        needs = {"url": ("http", "retriever"), "model": ("http",), "function": ("script",)}
+        for key, kinds in needs.items():
+            if self.kind in kinds and not getattr(self, key):
+                raise ValueError(f"an endpoint of kind {self.kind!r} needs {key}")
+            if self.kind not in kinds and getattr(self, key):
                 raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
         if self.url:
             _require_url(self.url)
@@ -208,6 +212,9 @@ class BranchConfig(Section):
     alone where nothing branches. 0: no branching."""
     probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Of branching where the entropy is what it was in the rollout's first turn."""
+    beam_size: Annotated[int, Field(ge=2, le=10**6)] = 2
+    """Rollouts that may go on from one point, the one that came there included; each of the others
+    branches off with the probability there, while the group has places left."""
     entropy_weight: NotNegativeNumber = 0.2
     """How much the probability grows with the entropy's growth, in units of ln(vocabulary)."""
     entropy_tokens: Positive = 20

@@ -31,7 +31,7 @@ _READS: Mapping[str, str] = {
     "sft": (
         "model seed out_dir save_every keep_checkpoints engine.dtype engine.max_model_len agent.* "
         "env.* sandbox.* data.* rollout.template_options rollout.call_timeout_s "
-        "learner.* sft.*"
+        "learner.* endpoints* sft.*"
     ),
     "curriculum": f"{TRAINS} curriculum.*",
 }

@@ -97,6 +97,9 @@ class CurriculumConfig(Section):
     """Candidates played between two records on disk: what a kill costs at most."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
     """Optimizer steps of each stage; the last number stands for all further ones."""
+    epochs: Positive | None = None
+    """In place of steps: how often a stage goes through what it selected, rollout.tasks_per_step of
+    them a step, the last step rounded up."""
     by_kind: bool = False
     """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
     that are right or wrong, whose correctness varies more."""
@@ -115,11 +118,12 @@ class CurriculumConfig(Section):
                 f"curriculum.easy_share + curriculum.hard_share must be at most 1, "
                 f"got {self.easy_share} + {self.hard_share}"
             )
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"curriculum.steps {list(self.steps)} and curriculum.epochs {self.epochs} exclude "
+                "each other"
+            )
         return self
-
-    def steps_of(self, stage: int) -> int:
-        """Optimizer steps of a stage, counted from 0."""
-        return self.steps[min(stage, len(self.steps) - 1)]
 
 
 class MeasuresConfig(Section):
@@ -173,6 +177,8 @@ class RecipeConfig(TrainConfig):
             if name and name not in (*OWN_MODELS, *self.endpoints):
                 known = ", ".join([*OWN_MODELS, *self.endpoints])
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
+            if name in self.endpoints and self.endpoints[name].kind == "retriever":
+                raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
             if name == "reference" and not self.learner.lora.served_rank:
                 raise ValueError(f"{key}: {NO_REFERENCE}")
             own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")

@@ -50,8 +50,9 @@ class TrainConfig(Section):
     agent: AgentConfig = AgentConfig()
     env: EnvConfig = EnvConfig()
     endpoints: dict[str, EndpointConfig] = {}
-    """Models by name, which play customers (env.options.mode) and judge. Two need no section:
-    `policy`, the run's own model, and `reference`, the same without its LoRA adapter."""
+    """Models by name, which play customers (env.options.mode), sum up (env.options.summary) and
+    judge, and searches. Two need no section: `policy`, the run's own model, and `reference`, the
+    same without its LoRA adapter."""
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()

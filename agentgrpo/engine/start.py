@@ -195,7 +195,7 @@ def _lora_settings(rank: int) -> dict[str, Any]:
 
 @functools.cache
 def _without_adapter_none() -> None:
-    """Have vLLM's adapters on CPU add nothing to rows that have none; its kernels on CUDA do so."""
+    """Have vLLM's adapters on CPU add nothing to rows that have none. CUDA's are not tried."""
     shrink = lora_ops.bgmv_shrink
 
     def bgmv_shrink(

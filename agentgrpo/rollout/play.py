@@ -425,7 +425,7 @@ class Play:
     # --- branches
 
     def _consider_branching(self, index: int, turn: Completion) -> None:
-        """Measure the turn that has just ended; perhaps let another rollout begin where it did."""
+        """Measure the turn that has just ended; perhaps let others begin where it did."""
         live, config = self._live[index], self._config.branching
         task, member = divmod(index, self._group_size)
         plan = self._plans[task]
@@ -439,14 +439,14 @@ class Play:
             return
         delta = entropy - live.first_entropy
         probability = branch_probability(delta, config, live.consecutive)
-        if self._draw(index, "branch") >= probability * 2**63:
-            live.consecutive = 0
-            return
-        live.consecutive += 1
-        self.stats.branches += 1
-        (new,) = self._indices(task, [plan.fork(member)])
-        so_far = Transcript.of(live.rollout.segments, fork_threshold=self._config.fork_threshold)
-        self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
+        chances = [self._draw(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
+        copies = sum(chance < probability * 2**63 for chance in chances)
+        live.consecutive = live.consecutive + 1 if copies else 0
+        threshold = self._config.fork_threshold
+        for new in reversed(self._indices(task, plan.fork(member, copies))):
+            self.stats.branches += 1
+            so_far = Transcript.of(live.rollout.segments, fork_threshold=threshold)
+            self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
 
     # --- the world's answers
 

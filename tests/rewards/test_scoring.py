@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from agentgrpo.config import LossConfig, RewardConfig
+from agentgrpo.config import LossConfig, RewardConfig, TrainConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.rewards.scoring import Scoring, reward_function
 from agentgrpo.rewards.view import BUILT_IN, RolloutView
+from agentgrpo.stage import make_scoring
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
+from tests.given import a_rollout
+from tests.playing import CHAT
 
 MODULE = """
 import asyncio
@@ -156,6 +160,31 @@ def test_every_built_in_was_tried_above() -> None:
     assert set(BUILT_IN) == {
         "tool_cost", "tool_errors", "syntax_errors", "length", "efficiency", "exact",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("sigma", ["sigma_tool", "sigma_length"])
+@pytest.mark.parametrize(
+    ("decay", "shares"), [(True, [1.0, 0.75, 0.5, 0.25, 0.0]), (False, [1.0] * 5)]
+)
+def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
+    sigma: str, decay: bool, shares: list[float]
+) -> None:
+    """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
+    settings = {"kind": "text", sigma: 2.0, "decay_sigmas": decay}
+    made = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
+    scoring = make_scoring(TrainConfig.model_validate(made), cast(Any, None), CHAT.tokenizer)
+    task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={"answer": "right"})
+    told = []
+    for step, share in enumerate(shares):
+        rollouts = [
+            a_rollout([[-1.0] * n], task=task, answer="right", stats={"tool_calls": float(n)})
+            for n in (1, 3)
+        ]
+        scoring.score([Group(task=task, rollouts=rollouts)], step=step)
+        told.append([r.rewards["efficiency"] for r in rollouts])
+        factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
+        assert told[-1] == pytest.approx(factors), step
+    assert (told[0] == told[-1]) == (not decay)
 
 
 @pytest.mark.parametrize(("answer", "value"), [("36", 0.5), ("35", 0.0), (None, 0.0)])
