@@ -394,6 +394,7 @@ def _model(name: str, template: str, known: tuple[str, ...]) -> Model:
     phi3 = name.startswith("phi3")
 
     def load() -> Any:
+        made: dict[str, Callable[[], Any]]
         made = {"": partial(_stand_in, known), "gemma4": _gemma4, "phi3": _phi3}
         loaded = made.get("phi3" if phi3 else real, partial(tokenizer, real))()
         if not real and not phi3:

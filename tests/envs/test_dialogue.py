@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
-from agentgrpo.config import BranchConfig, EngineConfig, EnvConfig, RewardConfig, TrainConfig
+from agentgrpo.config import (
+    BranchConfig,
+    EngineConfig,
+    EnvConfig,
+    RewardConfig,
+    TrainConfig,
+    UserConfig,
+)
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.proof.ends import end_faults
 from agentgrpo.registry import make_agent, make_env, require_names, with_user
@@ -328,7 +335,7 @@ class JudgeEpisode:
 
 def test_all_else_is_the_environments_own() -> None:
     """What its episode asked of the engine is its own too, also after a talk with the user."""
-    env: Any = with_user(Judge(), EnvConfig(user={"mode": f"{__name__}:Asking"}))
+    env: Any = with_user(Judge(), EnvConfig(user=UserConfig(mode=f"{__name__}:Asking")))
     assert (env.judges, env.answers, env.talks) == (True, ("tools",), True)
     assert not hasattr(env, "begin")
     episode = env.reset(TASK)
@@ -408,12 +415,12 @@ def test_a_run_with_a_user_is_checked_before_its_model_is_loaded(
     data = {"train": str(tmp_path / "rows.jsonl"), "num_heldout": 1}
     inline = {"kind": "inline", "options": {"system_prompt": "S"}}
     made = settings(inline, KINDS["tools of a class"][1], data)
-    reward = RewardConfig(functions=[f"{__name__}:dry"])
+    reward = RewardConfig(functions={f"{__name__}:dry": 1.0})
     engine = EngineConfig(max_model_len=1000)
     update = {"model": str(tiny_model), "reward": reward, "engine": engine}
     made = made.model_copy(update=update)
     stage = set_stage(made)
-    assert len(stage.training_tasks(made)) == 3
+    assert len(cast(Any, stage.training_tasks(made))) == 3
     stage.close()
     write_lines(tmp_path / "rows.jsonl", [{"question": "Q", "user": 3}, *rows])
     with pytest.raises(

@@ -288,7 +288,7 @@ def test_a_function_that_leaves_ends_the_run_with_a_word(
         return  # on the run's own thread it cannot be told from Ctrl-C
     rollouts = [played(), played()]
     config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0}, overlap=overlap)
-    reward = reward_function(f"mine:{function}") if kind else base
+    reward: Any = reward_function(f"mine:{function}") if kind else base
     scoring = Scoring(reward, config, decode)
     group = Group(task=rollouts[0].task, rollouts=rollouts)
     what = f"the reward {'' if kind else 'function '}{function}"

@@ -70,7 +70,7 @@ def test_a_step_whose_time_ends_in_a_call_has_timed_out_however_it_goes_on(
             def part(number: int, *fields: bytes) -> RawStep:
                 told = encode(number, [*fields])[4:]
                 nothing = (b"", b"", 0)
-                return (Ending.ANSWERED, False, 0.0, nothing, nothing, 0, told, 0, 0, 0, 0)
+                return (Ending.ANSWERED, False, 0.0, nothing, nothing, b"", told, 0, 0, 0, 0)
 
             assert talk.goes_on(part(1, b"call", *asked))
             assert talk.answer() is not None
