@@ -8,7 +8,6 @@ on others, through futures.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from agentgrpo.actions import (
     Action,
@@ -35,60 +34,15 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner, checked_episode, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
+from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch, request_seed
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
-from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
+from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task, Treatment
 from agentgrpo.usercode import calling
-
-
-class Decoder(Protocol):
-    """The part of engine.Engine that rollouts need."""
-
-    max_model_len: int
-
-    def add_request(
-        self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
-        seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
-        filters: Mapping[str, float],
-    ) -> None: ...  # fmt: skip
-    def step(self) -> list[Completion]: ...
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-
-
-class Watch:
-    """Whoever looks on while tasks are played; this one does nothing. Called on play's thread."""
-
-    def ended(self, group: Group) -> None:
-        """The last rollout of a group has ended; nothing of it changes any more."""
-
-    def more(self) -> tuple[Sequence[Task], int] | None:
-        """More tasks to play at once, and the seed of all that is sampled in them.
-
-        Asked between the engine's steps, where neither config.deterministic nor a team of ranks
-        has them all play together.
-        """
-        return None
-
-
-UNWATCHED = Watch()
-
-
-def request_seed(seed: int, *place: int | str) -> int:
-    """The seed of one thing that is drawn: another at each place, the same in every repetition.
-
-    Args:
-        seed: of the call, itself a function of run and step (TrainConfig.seed_of).
-        place: task, rollout, try, turn, and what is drawn.
-
-    Returns:
-        63 bits.
-    """
-    named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
-    return int.from_bytes(named, "little") >> 1
 
 
 class Play:

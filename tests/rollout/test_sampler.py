@@ -18,7 +18,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
-from agentgrpo.rollout.play import request_seed
+from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.waiting import Waiting
