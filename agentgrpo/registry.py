@@ -55,6 +55,7 @@ AGENTS = {
     "inline": "agentgrpo.agents.inline:InlineAgent",
     "tools": "agentgrpo.agents.tools:ToolAgent",
     "tags": "agentgrpo.agents.tags:TagAgent",
+    "program": "agentgrpo.agents.program:ProgramAgent",
 }
 ENVIRONMENTS = {
     "python": "agentgrpo.envs.python:PythonEnv",
@@ -62,6 +63,7 @@ ENVIRONMENTS = {
     "tools": "agentgrpo.envs.tools:ToolEnv",
     "factory": "agentgrpo.envs.factory:FactoryEnv",
     "mcp": "agentgrpo.envs.mcp:McpEnv",
+    "answer": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "tagged": "agentgrpo.envs.tagged:TaggedEnv",
@@ -74,15 +76,15 @@ ENVIRONMENTS = {
 KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
-    "agent": ("env", "tools_script", "host_tools", "call_reader"),
+    "agent": ("env", "tools_script", "host_tools", "call_reader", "pool"),
     "env": ("pool", "timeout_s", "stateless", "host_tools", "seed"),
 }
 """What a class is given that asks for it by name; no options.
 
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
-sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
-the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed.
+sandbox.host_tools or None; the engine's readers of tool calls by the parser's name; the sandbox's
+pool. An environment: the pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools
+or None, seed.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -279,12 +281,14 @@ def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
-    """Whether the environment of a run is given the sandbox: others run no code of the policy.
+    """Whether the environment or the agent of a run is given the sandbox: others run no code.
 
     Raises:
         ValueError: there is no such kind or class; names the key.
     """
-    return "pool" in parameters_of(class_of("env", env_kind(config)))
+    agents = getattr(class_of("agent", config.agent.kind), "asks_for_pool", None)
+    asked = agents is not None and agents(config.agent.options)
+    return asked or "pool" in parameters_of(class_of("env", env_kind(config)))
 
 
 def make_env(config: TrainConfig, pool: Any) -> Environment:
@@ -322,6 +326,7 @@ def make_agent(
     config: TrainConfig,
     env: Environment,
     call_reader: Callable[[str], ReadCalls] = no_reader,
+    pool: Any = None,
 ) -> Agent:
     """The agent of a run.
 
@@ -329,6 +334,7 @@ def make_agent(
         config: of the run.
         env: what it will act in; its tools are the agent's.
         call_reader: from a parser's name to the engine's reader of tool calls.
+        pool: the sandbox, as of make_env().
 
     Raises:
         ValueError: there is no such kind or class, its options are wrong, or the environment does
@@ -341,6 +347,7 @@ def make_agent(
         "tools_script": None if script is None else script_of(script),
         "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
         "call_reader": call_reader,
+        "pool": pool,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
     names = ("stop", "messages", "prefill", "tools", "parse", "observe")

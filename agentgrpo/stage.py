@@ -200,7 +200,7 @@ def set_stage(
             adapter=adapter,
             pool=pool,
             env=env,
-            agent=make_agent(config, env, call_reader),
+            agent=make_agent(config, env, call_reader, pool),
             chat=chat,
             reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
