@@ -30,7 +30,7 @@ from agentgrpo.config import (
     TrainConfig,
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
-from agentgrpo.config.section import AsWritten, is_set
+from agentgrpo.config.section import AsWritten, is_set, refuse_unread
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
@@ -229,6 +229,11 @@ def require_names(config: TrainConfig) -> None:
     checked_options("agent", config.agent.kind, config.agent.options)
     checked_options("env", env_kind(config), config.env.options)
     _require_fit(config)
+    for key in getattr(class_of("agent", config.agent.kind), "unread", ()):
+        refuse_unread(
+            config.rollout, "rollout", key, unless=False,
+            need=f"another agent.kind than {config.agent.kind!r}, which plays its own turns",
+        )  # fmt: skip
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)

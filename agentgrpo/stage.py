@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -274,6 +275,12 @@ def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scori
     )  # fmt: skip
 
 
+def _site_dirs(config: SandboxConfig) -> list[str]:
+    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    named = [own if path == "own" else [path] for path in config.site_dirs]
+    return [*dict.fromkeys(path for paths in named for path in paths)]
+
+
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it.
 
@@ -290,7 +297,8 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     try:
         template = dataclasses.replace(
             found,
-            site_dirs=(*found.site_dirs, *config.site_dirs),
+            site_dirs=(*found.site_dirs, *_site_dirs(config)),
+            preload=(*found.preload, *config.preload),
             env={**found.env, **config.env},
             setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
         )

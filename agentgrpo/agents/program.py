@@ -34,6 +34,12 @@ class ProgramAgent(TextAgent):
     """
 
     home = "answer"
+    unread = (
+        "deterministic", "history", "branching", "sampler", "max_response_tokens",
+        "max_observation_tokens", "keep_observation", "max_tool_calls", "max_calls_of",
+        "max_malformed",
+    )  # fmt: skip
+    """Of [rollout]: what only agents that the trainer plays turn by turn read."""
     pool: Any
     call_reader: Callable[[str], ReadCalls]
     command: Sequence[str] = ()
