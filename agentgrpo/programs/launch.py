@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ QUIET = {
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 TAIL = 2000
+STARTS = 4
+"""Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 """Characters of a program's errors that are kept."""
 
 
@@ -250,23 +253,33 @@ class Sandboxed:
         env: Mapping[str, str], timeout_s: float,
     ) -> None:  # fmt: skip
         self._pool, self._command, self._env = pool, command, env
-        self._timeout_s = timeout_s
+        self._timeout_s, self._starts = timeout_s, threading.Semaphore(STARTS)
         self._files = {name: data for path in files for name, data in _contents(path)}
 
     def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
         """Start it, on a thread that waits for it."""
         return _InSession(self, task, session, endpoint)
 
-    def play(self, jail: Any, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
-        """Run it in a session of the sandbox; nothing of it is raised."""
+    def begin(self, task: Task) -> tuple[Any, socket.socket]:
+        """A session of the sandbox with its files, and what listens in it."""
         told = json.dumps(task_json(task), ensure_ascii=False)
-        listener = listener_in(jail)
+        with self._starts, contextlib.ExitStack() as undo:
+            jail = undo.enter_context(self._pool.acquire())
+            listener = undo.enter_context(listener_in(jail))
+            files = undo.enter_context(contextlib.closing(jail.files()))
+            for name, data in self._files.items():
+                files.write(name, data)
+            files.write(TASK_FILE, told)
+            files.close()
+            undo.pop_all()
+        return jail, listener
+
+    def play(
+        self, jail: Any, listener: socket.socket, session: Session, endpoint: Endpoint
+    ) -> Outcome:
+        """Run it in a session of the sandbox; nothing of it is raised."""
         server = endpoint.listen(listener, session).result()
         try:
-            with contextlib.closing(jail.files()) as files:
-                for name, data in self._files.items():
-                    files.write(name, data)
-                files.write(TASK_FILE, told)
             env = {
                 **variables(f"http://127.0.0.1:{PORT}", session.key),
                 "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}", **self._env,
@@ -336,10 +349,12 @@ class _InSession:
 
     def _play(self, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
         try:
-            with self._of._pool.acquire() as self._jail:
+            self._jail, listener = self._of.begin(task)
+            with self._jail:
                 if self._stopped:
+                    listener.close()
                     return Outcome(None, "stopped")
-                return self._of.play(self._jail, task, session, endpoint)
+                return self._of.play(self._jail, listener, session, endpoint)
         except SandboxException as error:
             if self._stopped:
                 return Outcome(None, "stopped")
