@@ -182,6 +182,21 @@ def test_reasoning_may_be_left_out_and_may_not_be_another() -> None:
     assert not Message("assistant", "x ").is_of(given)
 
 
+def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> None:
+    talks, question = Conversations(CHAT), [Message("user", "Q")]
+    prompts = []
+    for thought in ("a", "b"):
+        prompt = talks.prompt(question, [])
+        ids = np.array([len(prompts) + 7, CHAT.end_of_turn_id], np.int32)
+        row = talks.answered(prompt, completed(prompt.token_ids, ids), 9)
+        talks.said(prompt, row, Message("assistant", "x", reasoning=thought))
+        prompts.append(np.concatenate([prompt.token_ids, ids]))
+    for thought, held in zip(("a", "b"), prompts, strict=True):
+        back = Message("assistant", "x", reasoning=thought)
+        asked = talks.prompt([*question, back, Message("user", "on")], [])
+        assert asked.token_ids[: len(held)].tolist() == held.tolist()
+
+
 def test_the_name_of_a_tool_is_that_of_its_call() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     read = read_messages(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import openai
@@ -16,6 +17,7 @@ from agentgrpo.actions import Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.programs import play as play_module
+from agentgrpo.programs.conversations import NOT_CARRIED_OUT
 from agentgrpo.programs.launch import Awaited, Launcher, Process, Sandboxed
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.proof.tokens import rollout_faults
@@ -56,7 +58,7 @@ def played(
     n: int = 1,
     num_tasks: int = 1,
     timeout_s: float = 60.0,
-    monkeypatch: pytest.MonkeyPatch | None = None,
+    play: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> tuple[list[Group], StubEngine]:
     """Groups of rollouts of a program."""
@@ -69,7 +71,7 @@ def played(
         sampler = ProgramSampler(
             cast(Any, engine), agent, AnswerEnv(), CHAT, RolloutConfig(**settings), max_live=64
         )
-    groups, _ = sampler.play(tasks(num_tasks), n, seed=0)
+    groups, _ = sampler.play(tasks(num_tasks), n, seed=0, **play)
     for group in groups:
         for rollout in group.rollouts:
             assert list(rollout_faults(rollout)) == []
@@ -241,7 +243,9 @@ def test_turns_have_a_budget_over_all_conversations() -> None:
     assert (rollout.status, len(rollout.turns)) == (Status.TRUNCATED_TURNS, 3)
 
 
-def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled() -> None:
+def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def program(client: Any, o: Any) -> str:
         messages = [{"role": "user", "content": "Q"}]
         quick = client.with_options(timeout=0.3, max_retries=0)
@@ -254,6 +258,7 @@ def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled() 
     rollout = alone(asking(program), engine)
     assert (rollout.answer, len(rollout.turns), len(engine.requests)) == ("once", 1, 1)
     assert rollout.stats["repeated_requests"] == 1
+    assert not caplog.records
 
 
 def test_what_nobody_was_given_is_in_no_row() -> None:
@@ -274,6 +279,62 @@ def test_what_nobody_was_given_is_in_no_row() -> None:
     assert rows_of(rollout) == [[(False, rows_of(rollout)[0][0][1]), (True, f"said 0{EOT}")]]
     assert rollout.stats["undelivered"] == 1
     assert not engine.running
+
+
+def test_a_client_that_wants_one_call_is_given_one_and_the_row_stays_well_formed() -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        said = (await o.ask(messages, tools=[ADD], parallel_tool_calls=False)).choices[0].message
+        (call,) = said.tool_calls
+        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        return str((await o.ask(messages, tools=[ADD])).choices[0].message.content)
+
+    def engine(number: int, _: str) -> Turn:
+        return turn("done" if number else f"{CALL}{CALL}")
+
+    rollout = alone(asking(program), engine, max_turn_tokens=500)
+    ((_, both, between, last),) = rows_of(rollout)
+    told = [{"role": "tool", "content": said, "name": "add"} for said in ("3", NOT_CARRIED_OUT)]
+    expected = CHAT.observation_ids(told, last_id=CHAT.end_of_turn_id, tools=True)
+    assert (both[1], last[1]) == (f"{CALL}{CALL}{EOT}", f"done{EOT}")
+    assert between == (False, TOKENIZER.decode(expected))
+    assert rollout.stats["refused_calls"] == 1
+
+
+class Stopping(StubEngine):
+    """Its turns end with the string that was to stop them."""
+
+    def step(self) -> list[Any]:
+        return [replace(done, stop_reason="END") for done in super().step()]
+
+
+def test_what_stops_a_turn_is_sampled_and_not_said() -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        said = (await o.ask(messages, stop="END")).choices[0].message
+        assert said.content == "so far "
+        await o.ask([*messages, said, {"role": "user", "content": "on"}], stop=["END"])
+        return "ok"
+
+    engine = Stopping(TOKENIZER, lambda *_: Turn("so far END"))
+    rollout = alone(asking(program), engine)
+    assert [request.options["stop"] for request in engine.requests] == [("END",)] * 2
+    ((_, first, between, _),) = rows_of(rollout)
+    assert first == (True, "so far END")
+    assert between[1].startswith(EOT)
+    assert rollout.answer == "ok"
+
+
+def test_an_evaluation_is_sampled_as_it_says() -> None:
+    async def program(client: Any, o: Any) -> None:
+        await o.ask([{"role": "user", "content": "Q"}])
+
+    _, engine = played(
+        asking(program), lambda *_: turn("x"), play={"temperature": 0.0, "filters": {"top_k": 3}}
+    )
+    (request,) = engine.requests
+    assert (request.options["temperature"], request.options["filters"]) == (0.0, {"top_k": 3})
+    assert request.options["seed"] is None
 
 
 BAD: list[tuple[dict[str, Any], int, str]] = [
@@ -447,3 +508,23 @@ def test_a_session_reaches_the_endpoint_and_nothing_else(
     rollout = alone(made, lambda *_: turn("x"))
     outside.close()
     assert (rollout.answer, len(rollout.turns)) == ("ConnectionRefusedError", 1)
+
+
+@pytest.mark.slow
+def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:1")
+    file, pid = tmp_path / "agent.py", tmp_path / "pid"
+    ending = (
+        "import subprocess\n"
+        "left = subprocess.Popen(['sleep', '99'], stdout=subprocess.DEVNULL,\n"
+        "                        stderr=subprocess.DEVNULL)\n"
+        f"open({str(pid)!r}, 'w').write(str(left.pid))\n"
+        "print(os.environ.get('HTTPS_PROXY'), os.environ['MINE'])"
+    )
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    rollout = alone(Process(["python", "agent.py"], [file], {"MINE": "m"}), lambda *_: turn("x"))
+    assert rollout.answer == "None m"
+    status = Path("/proc", pid.read_text(), "stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
