@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -32,7 +33,7 @@ from agentgrpo.config import (
     UserConfig,
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
-from agentgrpo.config.section import AsWritten, is_set
+from agentgrpo.config.section import AsWritten, is_set, refuse_unread
 from agentgrpo.engine.endpoints import make_retriever
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.customers import Customers
@@ -61,6 +62,7 @@ AGENTS = {
     "inline": "agentgrpo.agents.inline:InlineAgent",
     "tools": "agentgrpo.agents.tools:ToolAgent",
     "tags": "agentgrpo.agents.tags:TagAgent",
+    "program": "agentgrpo.agents.program:ProgramAgent",
 }
 ENVIRONMENTS = {
     "python": "agentgrpo.envs.python:PythonEnv",
@@ -68,6 +70,7 @@ ENVIRONMENTS = {
     "tools": "agentgrpo.envs.tools:ToolEnv",
     "factory": "agentgrpo.envs.factory:FactoryEnv",
     "mcp": "agentgrpo.envs.mcp:McpEnv",
+    "answer": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "tagged": "agentgrpo.envs.tagged:TaggedEnv",
@@ -80,7 +83,7 @@ ENVIRONMENTS = {
 KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
-    "agent": ("env", "tools_script", "host_tools", "call_reader"),
+    "agent": ("env", "tools_script", "host_tools", "call_reader", "pool"),
     "env": (
         *("pool", "timeout_s", "stateless", "host_tools", "seed"),
         *("models", "retrievers", "load_encoder"),
@@ -89,10 +92,10 @@ GIVEN = {
 """What a class is given that asks for it by name; no options.
 
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
-sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
-the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed, who may be asked to speak in a second role (actions.Model) by the name of the endpoint, the
-endpoints that find documents by theirs, what loads an encoder.
+sandbox.host_tools or None; the engine's readers of tool calls by the parser's name; the sandbox's
+pool. An environment: the pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools
+or None, seed, who may be asked to speak in a second role (actions.Model) by the name of the
+endpoint, the endpoints that find documents by theirs, what loads an encoder.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -239,6 +242,12 @@ def require_names(config: TrainConfig) -> None:
     checked_options("env", env_kind(config), config.env.options)
     _require_fit(config)
     _require_user(config)
+    for key in getattr(class_of("agent", config.agent.kind), "unread", ()):
+        path, _, name = key.rpartition(".")
+        refuse_unread(
+            attrgetter(path)(config), path, name, unless=False,
+            need=f"another agent.kind than {config.agent.kind!r}, which plays its own turns",
+        )  # fmt: skip
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)
@@ -291,12 +300,14 @@ def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
-    """Whether the environment of a run is given the sandbox: others run no code of the policy.
+    """Whether the environment or the agent of a run is given the sandbox: others run no code.
 
     Raises:
         ValueError: there is no such kind or class; names the key.
     """
-    return "pool" in parameters_of(class_of("env", env_kind(config)))
+    agents = getattr(class_of("agent", config.agent.kind), "asks_for_pool", None)
+    asked = agents is not None and agents(config.agent.options)
+    return asked or "pool" in parameters_of(class_of("env", env_kind(config)))
 
 
 def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
@@ -389,6 +400,7 @@ def make_agent(
     config: TrainConfig,
     env: Environment,
     call_reader: Callable[[str], ReadCalls] = no_reader,
+    pool: Any = None,
 ) -> Agent:
     """The agent of a run.
 
@@ -396,6 +408,7 @@ def make_agent(
         config: of the run.
         env: what it will act in; its tools are the agent's.
         call_reader: from a parser's name to the engine's reader of tool calls.
+        pool: the sandbox, as of make_env().
 
     Raises:
         ValueError: there is no such kind or class, its options are wrong, or the environment does
@@ -408,6 +421,7 @@ def make_agent(
         "tools_script": None if script is None else script_of(script),
         "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
         "call_reader": call_reader,
+        "pool": pool,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
     names = ("stop", "messages", "prefill", "tools", "parse", "observe")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,7 +197,7 @@ def set_stage(
             adapter=adapter,
             pool=pool,
             env=env,
-            agent=make_agent(config, env, functools.partial(_call_reader, chat)),
+            agent=make_agent(config, env, functools.partial(_call_reader, chat), pool),
             chat=chat,
             reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
@@ -324,6 +325,12 @@ def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scori
     )  # fmt: skip
 
 
+def _site_dirs(config: SandboxConfig) -> list[str]:
+    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    named = [own if path == "own" else [path] for path in config.site_dirs]
+    return [*dict.fromkeys(path for paths in named for path in paths)]
+
+
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it.
 
@@ -340,7 +347,8 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     try:
         template = dataclasses.replace(
             found,
-            site_dirs=(*found.site_dirs, *config.site_dirs),
+            site_dirs=(*found.site_dirs, *_site_dirs(config)),
+            preload=(*found.preload, *config.preload),
             env={**found.env, **config.env},
             setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
         )

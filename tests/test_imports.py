@@ -76,6 +76,7 @@ WINGS = {
     "models": "types files extras config",
     "engine": "types files extras config actions parallel machine models kernels",
     "rollout": "types usercode config actions parallel agents envs models engine",
+    "programs": "types usercode config actions agents envs models rollout sandbox",
     "learn": "types extras config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
     "audit": "types files engine proof foreign",

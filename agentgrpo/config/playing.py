@@ -407,7 +407,11 @@ class SandboxConfig(Section):
     """A template built by `agentgrpo sandbox template build`; None: plain Python. Of its
     limits, timeout_s and memory_mib are replaced by those above."""
     site_dirs: tuple[Place, ...] = ()
-    """Directories of packages that sessions may import from, besides the template's."""
+    """Directories of packages that sessions may import from, besides the template's. "own": those
+    of the Python that runs agentgrpo, read-only."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once and that all sessions have from their start, besides the
+    template's: what takes a second to import costs them nothing. They must not start threads."""
     env: dict[str, str] = {}
     """Environment variables of all code."""
     tools: PathOf | None = None
