@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("envs/customers.py", "errors += failed", "errors += 0"),
     Mutant("envs/customers.py", "if key not in self._gold:", "if True:"),
     # users beside any environment
-    Mutant("registry.py", "with_user(cast(Environment, made), config.env)", "cast(Environment, made)"),
+    Mutant("registry.py", "with_user(cast(Environment, made), config.env, models)", "cast(Environment, made)"),
     Mutant("registry.py", 'if getattr(env, "talks", False):', "if False:"),
     Mutant("envs/dialogue.py", "if self._left == 0:", "if False:"),
     Mutant("envs/dialogue.py", "self._left -= 1", "pass"),
