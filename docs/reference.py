@@ -17,7 +17,7 @@ WINGS = {
     "values": ("Values of a step", "types actions parallel"),
     "kernels": ("Kernels", "kernels"),
     "training": ("Training", "train evaluate verify build stage registry learn engine"),
-    "rollouts": ("Rollouts", "rollout models"),
+    "rollouts": ("Rollouts", "rollout models programs"),
     "agents": ("Agents", "agents"),
     "environments": ("Environments", "envs"),
     "rewards": ("Rewards and measures", "rewards measures"),

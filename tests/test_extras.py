@@ -24,6 +24,8 @@ GUESTS = {path.stem for path in (PACKAGE / "sandbox" / "guest").glob("*.py")}
 OUTSIDE = {
     "tau_bench": "no package of PyPI: its message says so",
     "pydantic_core": "pydantic brings it, in the version that it needs",
+    "starlette": "vLLM brings it",
+    "uvicorn": "vLLM brings it",
 }
 BLOCKED = """
 import sys

@@ -126,11 +126,14 @@ class Endpoint:
 
     def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]]) -> Any:
         """What a route calls: finds the session, and says errors as OpenAI does."""
-        from starlette.responses import JSONResponse
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response
 
         async def respond(request: Any) -> Any:
             try:
                 return await answer(request, self._session_of(request))
+            except ClientDisconnect:
+                return Response(status_code=499)
             except BadRequest as error:
                 code = STATUS.get(error.code or "", 400)
                 headers = {"retry-after": "1"} if code == 429 else None
@@ -249,7 +252,7 @@ async def _events(session: Session, pending: Pending) -> AsyncIterator[str]:
             yield ": waiting\n\n"
         try:
             reply = session.deliver(pending)
-        except InfrastructureError as error:
+        except (BadRequest, InfrastructureError) as error:
             yield f"data: {json.dumps(error_json(error, kind='server_error'))}\n\n"
             return
         for chunk in chat_chunks(reply, with_usage=pending.asked.usage_in_stream):

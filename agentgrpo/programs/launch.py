@@ -50,6 +50,7 @@ QUIET = {
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 TAIL = 2000
+PYTHON = ("python", "python3")
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 """Characters of a program's errors that are kept."""
@@ -93,9 +94,17 @@ def launcher_of(agent: ProgramAgent) -> Launcher:
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"agent.options.call: {agent.call!r} must be an async def function")
         return Awaited(function)
+    program = agent.command[0]
+    if agent.sandbox == "none" and program not in PYTHON and shutil.which(program) is None:
+        raise ValueError(f"agent.options.command: there is no program {program!r}")
     if agent.sandbox == "none":
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
         return Process(agent.command, agent.files, agent.variables)
+    if agent.pool.degraded:
+        raise ValueError(
+            "agent.options.sandbox: without namespaces (sandbox.allow_degraded) a session has no "
+            'network of its own; use sandbox = "none" or call'
+        )
     return Sandboxed(agent.pool, agent.command, agent.files, agent.variables, agent.timeout_s)
 
 
@@ -201,7 +210,7 @@ class Process:
             **kept, **variables(endpoint.url, session.key),
             "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
         }  # fmt: skip
-        head = [sys.executable] if self._command[0] in ("python", "python3") else self._command[:1]
+        head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
         process = subprocess.Popen(
             [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -172,9 +172,11 @@ def _read(message: Any, where: str) -> Message:
     if thoughts is None:
         thoughts = message.get("reasoning_content")
     reasoning = None if thoughts is None else text_of(thoughts, f"{where}.reasoning")
+    given = message.get("tool_calls") or ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise BadRequest(f"{where}.tool_calls: expected a list, got {given!r:.80}", param=where)
     calls = tuple(
-        _read_call(call, f"{where}.tool_calls[{number}]")
-        for number, call in enumerate(message.get("tool_calls") or ())
+        _read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(given)
     )
     return Message(role, content, calls, reasoning)
 

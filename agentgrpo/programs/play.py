@@ -91,6 +91,8 @@ class _Live:
     until: float
     """On the clock of time.monotonic()."""
     overdue: bool = False
+    broken: str | None = None
+    """What the machine said, if it failed the program."""
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -165,6 +167,12 @@ class _Play:
             ):
                 episode = checked_episode(self.env.reset(task))
             running = self.launcher.start(task, session, self.endpoint, of[1])
+        except InfrastructureError as error:  # of reset()
+            self.endpoint.end(session)
+            rollout = _without_a_turn(session, task, str(error))
+            rollout.treatment = treatment_of(rollout.status, self.config)
+            self._broken(index, attempt, rollout)
+            return
         except BaseException:
             self.endpoint.end(session)
             raise
@@ -189,7 +197,9 @@ class _Play:
         started = time.perf_counter()
         block = not self.decoding
         while True:
-            soonest = min((live.until for live in self.live.values()), default=None)
+            soonest = min(
+                (live.until for live in self.live.values() if not live.overdue), default=None
+            )
             left = None if soonest is None else max(0.0, soonest - time.monotonic())
             try:
                 index, what = self.inbox.get(block, left if block else None)
@@ -234,10 +244,9 @@ class _Play:
         self.stats.decode_s += time.perf_counter() - started
         self.stats.engine_steps += 1
         for turn in done:
-            _, wanted = self.decoding.pop(turn.request_id)
-            self._tell(wanted, turn)
+            self._tell(*self.decoding.pop(turn.request_id), turn)
 
-    def _tell(self, wanted: Wanted, turn: Completion) -> None:
+    def _tell(self, index: int, wanted: Wanted, turn: Completion) -> None:
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
         self.stats.prompt_tokens += len(wanted.token_ids)
@@ -245,6 +254,7 @@ class _Play:
             wanted.told(turn)
         else:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
+            self.live[index].broken = said
             wanted.told(InfrastructureError(said))
 
     # --- ends
@@ -261,26 +271,29 @@ class _Play:
         rollout.treatment = treatment_of(rollout.status, self.config)
         rollout.timings["program_s"] = time.perf_counter() - live.began
         again = rollout.treatment is Treatment.RETRY and live.attempt < self.config.max_retries
-        if rollout.status is Status.INFRA_ERROR:
-            self.stats.infra_failures += 1
         if again or rollout.status is Status.INFRA_ERROR:
             self.worlds.close(live.episode, self._of(index)).result()
-            if again:
-                self.stats.retries += 1
-                self.queue.append((index, live.attempt + 1))
-            else:
-                self._record(index, rollout)
+            self._broken(index, live.attempt, rollout)
             return
         self.finishing[index] = rollout
         finish = self.worlds.finish(live.episode, rollout.answer, self._of(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
+
+    def _broken(self, index: int, attempt: int, rollout: Rollout) -> None:
+        """Play it again, if that is what is made of its end; else it ends so."""
+        self.stats.infra_failures += rollout.status is Status.INFRA_ERROR
+        if rollout.treatment is Treatment.RETRY and attempt < self.config.max_retries:
+            self.stats.retries += 1
+            self.queue.append((index, attempt + 1))
+        else:
+            self._record(index, rollout)
 
     def _rollout(self, live: _Live, future: Future[Outcome]) -> Rollout:
         """What the endpoint has of it, and how it ended.
 
         What the endpoint said last decides, then what the program did.
         """
-        session, error = live.session, None
+        session, error = live.session, live.broken
         outcome = Outcome(None)
         if not future.cancelled():
             try:
@@ -293,7 +306,7 @@ class _Play:
             status = Status.TIMED_OUT
         elif error is None and not rows:
             error = f"the program ended and had asked for nothing. {outcome.failed}".strip()
-        if outcome.failed and session.ended_by is None:
+        if outcome.failed and session.ended_by is None and error is None:
             self.failures.append(outcome)
             session.stats["program_failed"] += 1
         if error is not None:
@@ -365,6 +378,17 @@ class _Play:
                 self.endpoint.end(live.session)
                 closing.append(self.worlds.close(live.episode, self._of(index)))
             wait(closing)
+
+
+def _without_a_turn(session: Session, task: Task, error: str) -> Rollout:
+    """One that the machine broke before its program began."""
+    return Rollout(
+        task=task,
+        segments=[_nothing(session, task)],
+        status=Status.INFRA_ERROR,
+        error=error,
+        stats=dict.fromkeys(COUNTS, 0.0),
+    )
 
 
 def _nothing(session: Session, task: Task) -> Segment:

@@ -124,6 +124,8 @@ def _stops(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
         raise BadRequest(f"stop: expected texts, got {given!r:.80}", param="stop")
+    if len(stops) > 16:
+        raise BadRequest(f"stop: at most 16 texts, got {len(stops)}", param="stop")
     return tuple(stops)
 
 

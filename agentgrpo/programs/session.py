@@ -9,9 +9,8 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentgrpo.actions import InfrastructureError, ReadCalls
 from agentgrpo.config import RolloutConfig
@@ -73,12 +72,12 @@ class Session:
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     stats: Counter[str] = field(default_factory=Counter)
-    error: str | None = None
-    """What the machine said."""
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.chat)
-        self._pending: dict[bytes, Pending] = {}
+        self._pending: list[Pending] = []
+        self._latest: dict[bytes, Pending] = {}
+        """Of equal requests the last one, for clients that ask again."""
         self._prompts: Counter[str] = Counter()
         self._over = False
 
@@ -93,15 +92,25 @@ class Session:
             BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
         digest = hashlib.blake2b(body, digest_size=16).digest()
-        old = self._pending.get(digest)
+        old = self._latest.get(digest)
         if old is not None and (retried or (old.reply is None and not old.waiting)):
             self.stats["repeated_requests"] += 1
             return old
         if self._over:
             raise BadRequest("this rollout is over", "rollout_over")
-        if sum(p.waiting > 0 for p in self._pending.values()) >= TOO_MANY:
+        if sum(p.waiting > 0 for p in self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
-        prompt = self.conversations.prompt(asked.messages, asked.tools)
+        size = sum(len(message.content) for message in asked.messages)
+        if size > 64 * self.max_model_len:  # no tokenizer is asked how long it is
+            raise BadRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"your messages have {size} characters.",
+                "context_length_exceeded", "messages",
+            )  # fmt: skip
+        try:
+            prompt = self.conversations.prompt(asked.messages, asked.tools)
+        except RecursionError:
+            raise BadRequest("tools: nested too deeply", param="tools") from None
         budget = self._budget(len(prompt.token_ids))
         for name in asked.unenforced:
             self.stats[f"unenforced_{name}"] += 1
@@ -110,7 +119,8 @@ class Session:
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._ask(prompt, most, asked.stop, (name, self._prompts[name]), turn)
         self._prompts[name] += 1
-        made = self._pending[digest] = Pending(asked, prompt, budget, turn)
+        made = self._latest[digest] = Pending(asked, prompt, budget, turn)
+        self._pending.append(made)
         return made
 
     def _budget(self, length: int) -> int:
@@ -119,7 +129,7 @@ class Session:
         Raises:
             BadRequest: as OpenAI's clients know it.
         """
-        turns = sum(p.reply is None for p in self._pending.values()) + self.conversations.num_turns
+        turns = sum(p.reply is None for p in self._pending) + self.conversations.num_turns
         limit = self.max_model_len
         if self.ended_by is None:
             if turns >= self.config.max_turns:
@@ -171,10 +181,12 @@ class Session:
         """The answer of a turn that has ended; from now on it is part of its conversation."""
         if pending.reply is not None:
             return pending.reply
+        if self._over:
+            raise BadRequest("this rollout is over", "rollout_over")
         turn, asked = pending.turn.result(), pending.asked
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
+        message, dropped = self._read(asked, turn)  # first: what cannot be read is in no row
         row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
-        message, dropped = self._read(asked, turn, pending.prompt)
         self.conversations.said(pending.prompt, row, message, dropped)
         self.stats["turns"] += 1
         self.stats["tool_calls"] += len(message.calls)
@@ -194,17 +206,18 @@ class Session:
         )
         return pending.reply
 
-    def _read(
-        self, asked: Asked, turn: Completion, prompt: Prompt
-    ) -> tuple[Message, tuple[Call, ...]]:
+    def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
         text = self.chat.decode(turn.token_ids)
         stopped = turn.stop_reason
         if isinstance(stopped, str) and stopped in text:
-            text = text[: text.rindex(stopped)]
+            text = text[: text.index(stopped)]
         if not asked.tools or turn.finish_reason == "length":
             return Message("assistant", text), ()
-        reading = self.read_calls(text, asked.tools)
+        try:
+            reading = self.read_calls(text, asked.tools)
+        except Exception as error:  # of a parser, over a schema that is none
+            raise BadRequest(f"tools: the calls of a turn cannot be read: {error}") from None
         if not reading.calls:
             self.stats["malformed"] += reading.attempted
             return Message("assistant", text), ()
@@ -222,15 +235,11 @@ class Session:
     def close(self) -> None:
         """The program has ended: nothing more is answered, and what was not is forgotten."""
         self._over = True
-        for pending in self._pending.values():
+        for pending in self._pending:
             if pending.reply is None:
                 self.stats["undelivered"] += 1
             if not pending.turn.done():
                 pending.turn.set_exception(InfrastructureError("the rollout is over"))
                 pending.turn.exception()
         self._pending.clear()
-
-
-def checked_counts(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The stats of a session, as a rollout has them."""
-    return {name: float(count) for name, count in stats.items()}
+        self._latest.clear()

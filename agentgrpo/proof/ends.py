@@ -170,7 +170,8 @@ def _wrong_program_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     )
     if not turns and status is not Status.TIMED_OUT:
         yield "no turn was played"
-    if cut and status not in (Status.TRUNCATED_LENGTH, Status.TIMED_OUT):
+    ended = (Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS, Status.TIMED_OUT)
+    if cut and status not in ended:
         yield "a turn was cut at the run's budget"
     asked = len(turns) + rollout.stats.get("undelivered", 0.0)
     if status is Status.TRUNCATED_TURNS and asked < limits.max_turns:

@@ -188,7 +188,7 @@ class Files(Held):
         full = os.path.normpath(_full(path))
         return WriteInfo(os.path.basename(full), FileType.FILE, full)
 
-    def bind(self, host: socket.socket, name: str) -> str:
+    def _bind(self, host: socket.socket, name: str) -> str:
         """Bind a Unix socket to a name in the session's home; returns its path inside."""
         with self._open(HOME, os.O_RDONLY | os.O_DIRECTORY) as fd:
             host.bind(f"/proc/self/fd/{fd}/{name}")

@@ -43,7 +43,7 @@ def listener_in(session: Session, port: int = PORT) -> socket.socket:
         SandboxNotFoundException: it is over.
     """
     with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
-        path = files.bind(host, MEETING)
+        path = files._bind(host, MEETING)
         host.settimeout(session.limits.timeout_s)
         host.listen(1)
         done = session.step(HAND_OUT.format(path=path, port=port, backlog=BACKLOG))

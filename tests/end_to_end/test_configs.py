@@ -258,6 +258,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(name, marks=[pytest.mark.slow] if name in ("mcp", "reasoning_gym") else [])
         for name in sorted(shipped_configs())
+        if name != "program"  # whose turns are its own: test_program.py
     ],
 )
 def test_a_shipped_config_does_what_it_says(

@@ -254,7 +254,7 @@ def test_they_are_not_shown_where_nothing_is() -> None:
     assert agent.system_prompt == "Hi."
     with pytest.raises(ValueError, match="language"):
         CodeAgent(host_tools="def f(): ...", language="bash")
-    assert ReplAgent().system_prompt is None
+    assert "def " not in (ReplAgent().system_prompt or "")
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,10 @@ def text_of(engine: Any, request: Any) -> str:
     ("options", "message"),
     [
         ({"domain": "banking"}, "domain: expected telecom, retail, airline"),
-        ({"domain": "retail", "mode": "solo"}, "mode: expected ticket, scripted, model or"),
+        (
+            {"domain": "retail", "mode": "solo"},
+            "mode: expected ticket, scripted, model, reference, endpoint:NAME or",
+        ),
         ({"domain": "telecom", "mode": "model"}, "mode: expected solo, scripted or"),
         ({"customer_temperature": -1}, "customer_temperature: expected 0 or more"),
         ({"customer_tokens": 0}, "customer_tokens: expected at least 1"),
