@@ -76,7 +76,6 @@ class Clock:
         self._thread.join()
 
 
-@public
 def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
     if Rung.BARE in rungs:
         raise ValueError(f"rungs: {Rung.BARE} isolates too little; it needs allow_degraded=True")
@@ -87,6 +86,7 @@ def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) 
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+@public
 class SandboxPool(Held):
     """Sessions for untrusted code. All methods may be called from any thread.
 
