@@ -321,7 +321,11 @@ async def awaited(awaitable: Awaitable[Made]) -> Made:
             return functools.partial(_raise, error)
         return lambda: made
 
-    return (await asyncio.ensure_future(kept()))()
+    try:
+        return (await asyncio.ensure_future(kept()))()
+    finally:
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()  # of one that was cancelled before it began: it says so otherwise
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import agentgrpo
 from agentgrpo import usercode
 from agentgrpo.command import told
 from agentgrpo.run.interrupt import OVERDUE, guarded, stop_after_step
-from agentgrpo.usercode import Call, UserCodeError, calling
+from agentgrpo.usercode import Call, UserCodeError, awaited, calling
 
 PACKAGE = Path(agentgrpo.__file__).parent
 
@@ -153,3 +154,19 @@ def test_a_command_ends_as_it_would_where_nobody_can_be_told(
             nobody.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)
     os.close(write)
+
+
+def test_a_coroutine_that_was_cancelled_before_it_began_is_closed() -> None:
+    async def never() -> None: ...
+
+    made = never()
+
+    async def run() -> None:
+        task = asyncio.ensure_future(awaited(made))
+        await asyncio.sleep(0)  # it waits for a task that has not begun
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert inspect.getcoroutinestate(made) == inspect.CORO_CLOSED

@@ -284,7 +284,7 @@ def test_a_learner_that_finds_no_memory_says_what_fits(engine: Engine, tiny_mode
     assert said, caught.value
     fits = int(said[1])
     assert 128 <= fits < 2**13
-    with room_for(GIB // 16):
+    with room_for(GIB // 16 + 2**24):  # what the heap has lost meanwhile between its pieces
         learner.rehearse(fits)
 
 
