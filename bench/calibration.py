@@ -24,6 +24,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.word_problems import Split
 from agentgrpo.files import read_table
 from agentgrpo.recipe import tallies
 from agentgrpo.recipe.curriculum import start_model
@@ -83,9 +85,17 @@ def settings_of(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> 
 def key_of(arm: str, overrides: Sequence[str]) -> str:
     """Names the settings of an arm, and the tasks: rows of one key answer one question."""
     recipe = load_config_of(RecipeConfig, CONFIG, overrides)
-    asked = [(t.id, t.messages, t.spec) for s in ("train", "heldout") for t in tallies.tasks(s)]
-    table = [recipe.model_dump(mode="json", exclude={"seed", "out_dir"}), ARMS[arm], asked]
+    table = [recipe.model_dump(mode="json", exclude={"seed", "out_dir"}), ARMS[arm], _tasks()]
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
+
+
+@cache
+def _tasks() -> str:
+    """All that there is to be asked, as JSON."""
+    splits: tuple[Split, Split] = ("train", "heldout")
+    return json.dumps(
+        [(t.messages, dict(t.spec)) for split in splits for t in tallies.tasks(split)]
+    )
 
 
 def run_arm(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:

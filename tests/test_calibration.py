@@ -159,8 +159,8 @@ def test_nothing_begins_that_would_not_end_in_time(
 ) -> None:
     hours = iter(range(100))
     monkeypatch.setattr(calibration.time, "monotonic", lambda: 3600.0 * next(hours))
-    assert study(tmp_path, "--seeds", "0", "--budget", "4.5") == [("prompting", 0), ("tuned", 0)]
-    assert "full, seed 0: would not end within 4.5 hours" in capsys.readouterr().out
+    assert study(tmp_path, "--seeds", "0", "--budget", "3.5") == [("prompting", 0)]
+    assert "tuned, seed 0: would not end within 3.5 hours" in capsys.readouterr().out
 
 
 def test_a_row_says_what_was_needless(parts: Parts, tmp_path: Path) -> None:

@@ -57,9 +57,11 @@ def asked(task: Task) -> str:
 
 
 def play(env: TalliesEnv, task: Task, calls: list[Action]) -> Rollout:
-    """Answers with what the last result said, as far as it is the answer."""
-    episode = env.reset(task)
-    told = [episode.step(call).text for call in calls]
+    """Computes with told numbers alone; answers with what the last result said, if it is right."""
+    episode, told = env.reset(task), [asked(task)]
+    for call in calls:
+        assert not isinstance(call, RunCode) or numbers_in(call.code) <= numbers_in(" ".join(told))
+        told.append(episode.step(call).text)
     episode.close()
     found = re.search(rf"(?<!\w){re.escape(task.spec['answer'])}(?!\w)", told[-1])
     stats = {"tool_calls": float(len(calls)), "malformed": 0.0}
@@ -97,6 +99,7 @@ def test_what_is_to_be_searched_is_told_by_a_search_alone(split: Split) -> None:
             }
             assert set(spec["search"].split()) == wanted
             assert {entries[name].values["number"] for name in named} == numbers_in(spec["python"])
+        assert bool(numbers_in(asked(task))) == (spec["kind"] in ("sum", "known"))
         if spec["python"]:
             assert str(eval(spec["python"])) == spec["answer"]
         assert spec["answer"] not in numbers_in(asked(task))
