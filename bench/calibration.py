@@ -23,7 +23,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,16 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.word_problems import Split
 from agentgrpo.files import read_table
 from agentgrpo.recipe import tallies
-from agentgrpo.recipe.curriculum import start_model
-from agentgrpo.recipe.parts import Part, run_parts
+from agentgrpo.recipe.parts import run_parts
 from agentgrpo.recipe.recipe import parts_of
+from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import read_lines
 from bench.harness import measured_commit, rows_folder, traced_row
 
 CONFIG = "calibration"
-SHARED: Mapping[str, Sequence[str]] = {
-    "prompting": ("prompting",),
-    "tuned": ("flywheel", "sft", "tuned"),
-}
-"""Arms that are parts of a recipe, in the order of recipe.parts_of(); all others begin behind."""
+ROUNDS = 2
+"""Times that a flywheel is turned and the policy fine-tuned on what it kept: without a critic, a
+weak policy's first one keeps little."""
 ARMS: Mapping[str, Sequence[str]] = {
     "prompting": (),
     "tuned": (),
@@ -58,34 +56,58 @@ ARMS: Mapping[str, Sequence[str]] = {
     "no selection": ("curriculum.selection=random", "curriculum.by_kind=false"),
     "one stage": ("curriculum.stages=1",),
 }
-"""What is changed in each; `one stage` also gets the work of all stages (see settings_of())."""
+"""What is changed in each; `one stage` also gets the work of all stages (see jobs_of())."""
 DRAWS = 10_000
 Flags = NDArray[np.float64]
 
 
-def settings_of(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """An arm's overrides of the config: its own folder, and the shared fine-tuned model."""
+Job = tuple[list[str], list[str]]
+"""Overrides of the config, and names of a recipe's parts to be done with them."""
+
+
+def jobs_of(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> Iterator[Job]:
+    """What an arm is made of, in order; each is asked for when the one before it is done."""
+    own, tuned = folder / f"seed_{seed}" / arm.replace(" ", "_"), folder / f"seed_{seed}" / "tuned"
     given = [*overrides, *ARMS[arm], f"seed={seed}"]
-    shared = folder / f"seed_{seed}" / "shared"
-    if arm in SHARED:
-        return [*given, f"out_dir={shared}"]
-    recipe = load_config_of(RecipeConfig, CONFIG, overrides)
-    if arm == "one stage":
-        c = recipe.curriculum
-        total = sum(c.steps_of(stage) for stage in range(c.stages))
-        given += [
-            f"curriculum.{key}={getattr(c, key) * c.stages}" for key in ("candidates", "select")
-        ]
-        given.append(f"curriculum.steps=[{total}]")
-    tuned = start_model(recipe.model_copy(update={"out_dir": shared}), 0)
-    own = f"out_dir={_own(folder, seed, arm)}"
-    return [*given, f"model={tuned}", "curriculum.start=model", own]
+    if arm == "prompting":
+        yield [*given, f"out_dir={own}"], ["prompting"]
+    elif arm == "tuned":
+        for number in range(ROUNDS):
+            more = [f"out_dir={own / f'round_{number}'}", f"seed={seed + 1000 * (number + 1)}"]
+            if number:
+                more.append(f"model={_tuned(own, number - 1)}")
+            last = ["tuned"] if number == ROUNDS - 1 else []
+            yield [*given, *more], ["flywheel", "sft", *last]
+    else:
+        c = load_config_of(RecipeConfig, CONFIG, overrides).curriculum
+        stages = range(c.stages)
+        if arm == "one stage":
+            given += [
+                f"curriculum.{k}={getattr(c, k) * c.stages}" for k in ("candidates", "select")
+            ]
+            given.append(f"curriculum.steps=[{sum(map(c.steps_of, stages))}]")
+            stages = range(1)
+        model = [f"model={_tuned(tuned, ROUNDS - 1)}", "curriculum.start=model"]
+        parts = [f"{stage}.{what}" for stage in stages for what in ("select", "train")]
+        yield [*given, *model, f"out_dir={own}"], [*parts, "trained"]
+
+
+def _tuned(folder: Path, number: int) -> Path:
+    found = checkpoint.newest(folder / f"round_{number}" / "sft")
+    if found is None:
+        raise ValueError(f"no fine-tuned model in {folder}: the arm `tuned` makes it")
+    return found
 
 
 def key_of(arm: str, overrides: Sequence[str]) -> str:
     """Names the settings of an arm, and the tasks: rows of one key answer one question."""
     recipe = load_config_of(RecipeConfig, CONFIG, overrides)
-    table = [recipe.model_dump(mode="json", exclude={"seed", "out_dir"}), ARMS[arm], _tasks()]
+    table = [
+        recipe.model_dump(mode="json", exclude={"seed", "out_dir"}),
+        ARMS[arm],
+        ROUNDS,
+        _tasks(),
+    ]
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
 
 
@@ -100,23 +122,19 @@ def _tasks() -> str:
 
 def run_arm(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Do what is left of an arm; what its row holds."""
-    settings = settings_of(arm, seed, folder, overrides)
-    recipe = load_config_of(RecipeConfig, CONFIG, settings)
-    parts = {part.name: part for part in parts_of(recipe)}
-    names = SHARED.get(arm) or [name for name in parts if name not in sum(SHARED.values(), ())]
-    if arm not in SHARED:
+    before, seconds = _cpu_seconds(), 0.0
+    report: dict[str, Any] = {}
+    for settings, names in jobs_of(arm, seed, folder, overrides):
+        recipe = load_config_of(RecipeConfig, CONFIG, settings)
+        recipe.out_dir.mkdir(parents=True, exist_ok=True)
         _share_candidates(recipe, recipe.out_dir.parent / "full")
-    recipe.out_dir.mkdir(parents=True, exist_ok=True)
-    before = _cpu_seconds()
-    done: list[Part] = [parts[name] for name in names]
-    seconds = run_parts(recipe, done, [CONFIG, *settings])
-    measured = arm if arm in SHARED else "trained"
-    report = read_table(recipe.out_dir / "measures" / measured / "report.json")
-    return {
-        "seconds": {name: round(seconds[name], 1) for name in names},
-        "cpu_s": round(_cpu_seconds() - before),
-        **row_of(report["per_task"]),
-    }
+        parts = {part.name: part for part in parts_of(recipe)}
+        taken = run_parts(recipe, [parts[name] for name in names], [CONFIG, *settings])
+        seconds += sum(taken.values())
+        measured = recipe.out_dir / "measures" / names[-1] / "report.json"
+        report = read_table(measured) if measured.exists() else {}
+    spent = {"seconds": round(seconds), "cpu_s": round(_cpu_seconds() - before)}
+    return {**spent, **row_of(report["per_task"])}
 
 
 def _share_candidates(recipe: RecipeConfig, full: Path) -> None:
@@ -229,11 +247,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         seen = [of_seed[seed] for seed in sorted(of_seed)]
         base = "tuned" if arm == "full" else "full"
         gains = ["", ""]
-        if arm not in SHARED and base in found:
+        if arm not in ("prompting", "tuned") and base in found:
             both = (difference(of_seed, found[base], what) for what in ("quality", "needless"))
             gains = ["" if g is None else f"{g[0]:+.3f} [{g[1]:+.3f}, {g[2]:+.3f}]" for g in both]
         needless = [row["needless"] for row in seen]
-        minutes = sum(sum(row["seconds"].values()) for row in seen) / 60 / len(seen)
+        minutes = sum(row["seconds"] for row in seen) / 60 / len(seen)
         cells = [
             arm, _mean(seen, "quality"), ", ".join(f"{row['quality']:.2f}" for row in seen),
             _mean(seen, "calls_of_solved"), _mean(seen, "needless"),
@@ -301,12 +319,10 @@ def study(args: argparse.Namespace) -> None:
             about = {"settings": key, "note": ", ".join(args.overrides)}
             shape = {"seed": seed, "tasks": len(row["solved"])}
             traced_row("calibration", arm, {"shape": shape, **about, **row})
-            for made in _own(args.folder, seed, arm).glob("stage_*/rl/checkpoints"):
+            for made in args.folder.glob(
+                f"seed_{seed}/{arm.replace(' ', '_')}/stage_*/rl/checkpoints"
+            ):
                 shutil.rmtree(made)
-
-
-def _own(folder: Path, seed: int, arm: str) -> Path:
-    return folder / f"seed_{seed}" / arm.replace(" ", "_")
 
 
 def _rows() -> list[dict[str, Any]]:

@@ -6,23 +6,22 @@
     train = "env"
     heldout = "env"
 
-Four kinds in turn: `sum`, a story whose numbers are all told (one program, or one for each of its
-steps); `lookup`, a fact of the invented almanac (almanac.py; one search); `total`, one number of
-each of two or three of its entries, added up (one search for all names or one for each, then one
-program or two); and `known`, a total of which one, some or all of the numbers are told (searching
-for these is needless). `spec` has what the fewest calls are: `search`, `python`, and their number,
-`least`. Nobody here solves tasks for the policy: there is no critic.
+Four kinds in turn: `lookup`, a fact of the invented almanac (almanac.py; one search); `total`, a
+number of each of two or three of its entries, added up (one search for all names or one for each,
+then one program or two); `known`, a total of which some numbers are told (searching for these is
+needless); and `told`, of which all are (any search is). `spec` has what the fewest calls are:
+`search`, `python`, and their number, `least`. There is no critic that would know it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, cast
 
-from agentgrpo.data.word_problems import WORDS, Split
+from agentgrpo.data.word_problems import Split
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.recipe import almanac
 from agentgrpo.sandbox import SandboxPool
@@ -43,19 +42,12 @@ ASKED = {
     "heldout": ("The {kinds} {names} have how many {unit} in all?",),
 }
 """How a total is asked for, by split."""
-STORIES = {
-    "train": (
-        "{n} has {a} bags with {b} {t} each, {c} boxes with {d} {t} each and {e} more. "
-        "How many {t} does {n} have?",
-        "{n} buys {a} packs of {b} {t}, then {c} packs of {d} {t}, and finds {e}. "
-        "How many {t} is that?",
-    ),
-    "heldout": (
-        "There are {a} crates of {b} {t}, {c} crates of {d} {t} and {e} loose {t}. "
-        "How many {t} has {n} got?",
-    ),
+TOLD: Mapping[str, Callable[[int], int]] = {
+    "total": lambda count: 0,
+    "known": lambda count: count - 1,
+    "told": lambda count: count,
 }
-"""Of a sum, by split."""
+"""Of how many of its entries a total tells the number, by kind."""
 
 
 class TalliesEnv(TaggedEnv):
@@ -80,19 +72,10 @@ class TalliesEnv(TaggedEnv):
 def tasks(split: Split) -> list[Task]:
     """See TalliesEnv.tasks()."""
     rows = (
-        (_sum(split, index), _lookup(task), *(_total(split, index, k) for k in ("total", "known")))
+        (_lookup(task), *(_total(split, index, kind) for kind in TOLD))
         for index, task in enumerate(almanac.lookups(split))
     )
     return list(chain.from_iterable(rows))
-
-
-def _sum(split: Split, index: int) -> Task:
-    rng = random.Random(f"tallies/{split}/sum/{index}")
-    a, b, c, d, e = (rng.randint(11, 49) for _ in range(5))
-    name, thing = rng.choice(WORDS[split]["names"]), rng.choice(WORDS[split]["things"])
-    question = rng.choice(STORIES[split]).format(n=name, t=thing, a=a, b=b, c=c, d=d, e=e)
-    needed = _needed("", f"{a}*{b}+{c}*{d}+{e}")
-    return _task(f"sum/{split}/{index}", question, a * b + c * d + e, "sum", needed)
 
 
 def _lookup(task: Task) -> Task:
@@ -103,27 +86,25 @@ def _lookup(task: Task) -> Task:
 
 
 def _total(split: Split, index: int, kind: str) -> Task:
-    """Of two or three entries; of a `known` one, between one and all of their numbers are told."""
+    """Of two or three entries."""
     rng = random.Random(f"tallies/{split}/{kind}/{index}")
     of = rng.choice(list(COUNTED))
     kinds, unit = COUNTED[of]
     pool = [entry for entry in almanac.entries_of(split) if entry.kind == of]
     entries = rng.sample(pool, rng.choice((2, 3)))
-    told = rng.sample(entries, rng.randint(1, len(entries))) if kind == "known" else []
+    told = rng.sample(entries, TOLD[kind](len(entries)))
     *first, last = [entry.name for entry in entries]
     names = f"{', '.join(first)} and {last}"
     asked = rng.choice(ASKED[split]).format(unit=unit, kinds=kinds, names=names)
     facts = (f"{entry.name} has {entry.values['number']} {unit}." for entry in told)
     numbers = [entry.values["number"] for entry in entries]
     unknown = " ".join(entry.name for entry in entries if entry not in told)
-    needed = _needed(unknown, "+".join(numbers))
-    question = " ".join([*facts, asked])
-    return _task(f"{kind}/{split}/{index}", question, sum(map(int, numbers)), kind, needed)
-
-
-def _task(id: str, question: str, answer: int, kind: str, needed: Mapping[str, Any]) -> Task:
-    message = {"role": "user", "content": question}
-    return Task(id=id, messages=(message,), spec={"answer": str(answer), "kind": kind, **needed})
+    answer = str(sum(map(int, numbers)))
+    return Task(
+        id=f"{kind}/{split}/{index}",
+        messages=({"role": "user", "content": " ".join([*facts, asked])},),
+        spec={"answer": answer, "kind": kind, **_needed(unknown, "+".join(numbers))},
+    )
 
 
 def _needed(search: str, python: str) -> dict[str, Any]:
