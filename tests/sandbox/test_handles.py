@@ -233,8 +233,8 @@ def test_a_loop_that_is_closed_lets_go(pool: SandboxPool) -> None:
     assert channels is not None
     loop.close()
     assert session.step("1").state_lost
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(channels.status)
+    assert channels.is_closed()  # its numbers may be of others by now
+    assert not channels._borrowers
 
 
 def test_a_forked_child_ends_nothing_of_its_parents() -> None:

