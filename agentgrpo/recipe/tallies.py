@@ -86,12 +86,12 @@ def _lookup(task: Task) -> Task:
 
 
 def _total(split: Split, index: int, kind: str) -> Task:
-    """Of two or three entries."""
+    """Of two entries, or now and then of three."""
     rng = random.Random(f"tallies/{split}/{kind}/{index}")
     of = rng.choice(list(COUNTED))
     kinds, unit = COUNTED[of]
     pool = [entry for entry in almanac.entries_of(split) if entry.kind == of]
-    entries = rng.sample(pool, rng.choice((2, 3)))
+    entries = rng.sample(pool, rng.choice((2, 2, 3)))
     told = rng.sample(entries, TOLD[kind](len(entries)))
     *first, last = [entry.name for entry in entries]
     names = f"{', '.join(first)} and {last}"

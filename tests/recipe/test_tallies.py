@@ -141,6 +141,6 @@ def test_the_shown_examples_are_as_the_world_answers(env: TalliesEnv) -> None:
 def test_the_config_asks_no_critic() -> None:
     recipe = load_config_of(RecipeConfig, "calibration")
     assert not recipe.endpoints
-    assert set(recipe.flywheel.operators) == {"fresh", "trajectory_hint"}
+    assert set(recipe.flywheel.operators) == {"fresh"}
     assert 0 < recipe.rollout.branching.initial < recipe.rollout.group_size
     assert recipe.rollout.max_turns > 5
