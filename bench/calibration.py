@@ -23,7 +23,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,11 @@ from agentgrpo.run.atomic import read_lines
 from bench.harness import measured_commit, rows_folder, traced_row
 
 CONFIG = "calibration"
-ROUNDS = 2
-"""Times that a flywheel is turned and the policy fine-tuned on what it kept: without a critic, a
-weak policy's first one keeps little."""
+SHARED: Mapping[str, Sequence[str]] = {
+    "prompting": ["prompting"],
+    "tuned": ["flywheel", "sft", "tuned"],
+}
+"""Arms without RL, and the parts of a recipe that they are."""
 ARMS: Mapping[str, Sequence[str]] = {
     "prompting": (),
     "tuned": (),
@@ -56,47 +58,34 @@ ARMS: Mapping[str, Sequence[str]] = {
     "no selection": ("curriculum.selection=random", "curriculum.by_kind=false"),
     "one stage": ("curriculum.stages=1",),
 }
-"""What is changed in each; `one stage` also gets the work of all stages (see jobs_of())."""
+"""What is changed in each; `one stage` also gets the work of all stages (see job_of())."""
 DRAWS = 10_000
 Flags = NDArray[np.float64]
 
 
-Job = tuple[list[str], list[str]]
-"""Overrides of the config, and names of a recipe's parts to be done with them."""
+def job_of(
+    arm: str, seed: int, folder: Path, overrides: Sequence[str]
+) -> tuple[list[str], Sequence[str]]:
+    """Overrides of the config for an arm, and names of a recipe's parts to be done with them.
 
-
-def jobs_of(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> Iterator[Job]:
-    """What an arm is made of, in order; each is asked for when the one before it is done."""
-    own, tuned = folder / f"seed_{seed}" / arm.replace(" ", "_"), folder / f"seed_{seed}" / "tuned"
-    given = [*overrides, *ARMS[arm], f"seed={seed}"]
-    if arm == "prompting":
-        yield [*given, f"out_dir={own}"], ["prompting"]
-    elif arm == "tuned":
-        for number in range(ROUNDS):
-            more = [f"out_dir={own / f'round_{number}'}", f"seed={seed + 1000 * (number + 1)}"]
-            if number:
-                more.append(f"model={_tuned(own, number - 1)}")
-            last = ["tuned"] if number == ROUNDS - 1 else []
-            yield [*given, *more], ["flywheel", "sft", *last]
-    else:
-        c = load_config_of(RecipeConfig, CONFIG, overrides).curriculum
-        stages = range(c.stages)
-        if arm == "one stage":
-            given += [
-                f"curriculum.{k}={getattr(c, k) * c.stages}" for k in ("candidates", "select")
-            ]
-            given.append(f"curriculum.steps=[{sum(map(c.steps_of, stages))}]")
-            stages = range(1)
-        model = [f"model={_tuned(tuned, ROUNDS - 1)}", "curriculum.start=model"]
-        parts = [f"{stage}.{what}" for stage in stages for what in ("select", "train")]
-        yield [*given, *model, f"out_dir={own}"], [*parts, "trained"]
-
-
-def _tuned(folder: Path, number: int) -> Path:
-    found = checkpoint.newest(folder / f"round_{number}" / "sft")
-    if found is None:
-        raise ValueError(f"no fine-tuned model in {folder}: the arm `tuned` makes it")
-    return found
+    Raises:
+        ValueError: the seed's policy is not fine-tuned.
+    """
+    of_seed = folder / f"seed_{seed}"
+    given = [*overrides, *ARMS[arm], f"seed={seed}", f"out_dir={of_seed / arm.replace(' ', '_')}"]
+    if arm in SHARED:
+        return given, SHARED[arm]
+    c = load_config_of(RecipeConfig, CONFIG, overrides).curriculum
+    stages = range(c.stages)
+    if arm == "one stage":
+        given += [f"curriculum.{k}={getattr(c, k) * c.stages}" for k in ("candidates", "select")]
+        given.append(f"curriculum.steps=[{sum(map(c.steps_of, stages))}]")
+        stages = range(1)
+    tuned = checkpoint.newest(of_seed / "tuned" / "sft")
+    if tuned is None:
+        raise ValueError(f"{arm}, seed {seed}: begins with what the arm `tuned` makes")
+    parts = [f"{stage}.{what}" for stage in stages for what in ("select", "train")]
+    return [*given, f"model={tuned}", "curriculum.start=model"], [*parts, "trained"]
 
 
 def key_of(arm: str, overrides: Sequence[str]) -> str:
@@ -105,7 +94,6 @@ def key_of(arm: str, overrides: Sequence[str]) -> str:
     table = [
         recipe.model_dump(mode="json", exclude={"seed", "out_dir"}),
         ARMS[arm],
-        ROUNDS,
         _tasks(),
     ]
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
@@ -122,18 +110,16 @@ def _tasks() -> str:
 
 def run_arm(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Do what is left of an arm; what its row holds."""
-    before, seconds = _cpu_seconds(), 0.0
-    report: dict[str, Any] = {}
-    for settings, names in jobs_of(arm, seed, folder, overrides):
-        recipe = load_config_of(RecipeConfig, CONFIG, settings)
-        recipe.out_dir.mkdir(parents=True, exist_ok=True)
+    before = _cpu_seconds()
+    settings, names = job_of(arm, seed, folder, overrides)
+    recipe = load_config_of(RecipeConfig, CONFIG, settings)
+    recipe.out_dir.mkdir(parents=True, exist_ok=True)
+    if arm not in SHARED:
         _share_candidates(recipe, recipe.out_dir.parent / "full")
-        parts = {part.name: part for part in parts_of(recipe)}
-        taken = run_parts(recipe, [parts[name] for name in names], [CONFIG, *settings])
-        seconds += sum(taken.values())
-        measured = recipe.out_dir / "measures" / names[-1] / "report.json"
-        report = read_table(measured) if measured.exists() else {}
-    spent = {"seconds": round(seconds), "cpu_s": round(_cpu_seconds() - before)}
+    parts = {part.name: part for part in parts_of(recipe)}
+    seconds = run_parts(recipe, [parts[name] for name in names], [CONFIG, *settings])
+    report = read_table(recipe.out_dir / "measures" / names[-1] / "report.json")
+    spent = {"seconds": round(sum(seconds.values())), "cpu_s": round(_cpu_seconds() - before)}
     return {**spent, **row_of(report["per_task"])}
 
 
@@ -247,7 +233,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         seen = [of_seed[seed] for seed in sorted(of_seed)]
         base = "tuned" if arm == "full" else "full"
         gains = ["", ""]
-        if arm not in ("prompting", "tuned") and base in found:
+        if arm not in SHARED and base in found:
             both = (difference(of_seed, found[base], what) for what in ("quality", "needless"))
             gains = ["" if g is None else f"{g[0]:+.3f} [{g[1]:+.3f}, {g[2]:+.3f}]" for g in both]
         needless = [row["needless"] for row in seen]

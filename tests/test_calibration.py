@@ -87,7 +87,7 @@ def study(folder: Path, *more: str) -> list[tuple[str, int]]:
     return [(row["variant"], row["shape"]["seed"]) for row in rows]
 
 
-TUNED = ["evaluate", *["flywheel", "sft"] * 2, "evaluate"]
+TUNED = ["evaluate", "flywheel", "sft", "evaluate"]
 STAGES = ["0.select", "0.train", "1.select", "1.train", "evaluate"]
 
 
@@ -98,12 +98,11 @@ def test_a_seeds_arms_share_its_fine_tuning_and_are_a_row_each(
     one = ["0.select", "0.train", "evaluate"]
     assert parts.ran == [*TUNED, *STAGES * 4, *one]
     work = tmp_path / "work" / "seed_0"
-    tuned = [str(work / f"tuned/round_{n}/sft/checkpoints/step_000009") for n in range(2)]
-    assert [recipe.model for recipe in parts.recipes[3:5]] == [tuned[0]] * 2
+    tuned = str(work / "tuned" / "sft" / "checkpoints" / "step_000009")
     trained = {recipe.out_dir.name: recipe for recipe in parts.recipes[len(TUNED) :]}
     assert {recipe.curriculum.start for recipe in trained.values()} == {"model"}
     firsts = parts.recipes[len(TUNED) :: len(STAGES)]
-    assert [recipe.model for recipe in firsts] == [tuned[1]] * 5
+    assert [recipe.model for recipe in firsts] == [tuned] * 5
     assert trained["no_sigmas"].reward.sigma_tool < 1e-6 > trained["no_sigmas"].reward.sigma_length
     assert not trained["no_branching"].rollout.branching.initial
     assert trained["no_selection"].curriculum.selection == "random"
@@ -130,7 +129,7 @@ def test_what_is_played_alike_is_not_played_twice(
 
     monkeypatch.setattr(parts, "_staged", staged)
     for arm in ("no_sigmas", "no_branching"):
-        with pytest.raises(ValueError, match=r"starts from the last checkpoint in .*: none"):
+        with pytest.raises(ValueError, match="starts from the last checkpoint"):
             study(tmp_path, "--seeds", "0", "--arms", arm)
     assert seen[0]
     assert not seen[-1]
