@@ -59,6 +59,8 @@ ARMS: Mapping[str, Sequence[str]] = {
     "one stage": ("curriculum.stages=1",),
 }
 """What is changed in each; `one stage` also gets the work of all stages (see job_of())."""
+UNREAD = "data.num_heldout=4"
+"""For what each run of a stage measures by itself, at its begin and its end."""
 DRAWS = 10_000
 Flags = NDArray[np.float64]
 
@@ -117,8 +119,10 @@ def run_arm(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict
     if arm not in SHARED:
         _share_candidates(recipe, recipe.out_dir.parent / "full")
     parts = {part.name: part for part in parts_of(recipe)}
-    seconds = run_parts(recipe, [parts[name] for name in names], [CONFIG, *settings])
-    report = read_table(recipe.out_dir / "measures" / names[-1] / "report.json")
+    *first, last = [parts[name] for name in names]
+    run_parts(recipe, first, [CONFIG, *settings, UNREAD])
+    seconds = run_parts(recipe, [last], [CONFIG, *settings])
+    report = read_table(recipe.out_dir / "measures" / last.name / "report.json")
     spent = {"seconds": round(sum(seconds.values())), "cpu_s": round(_cpu_seconds() - before)}
     return {**spent, **row_of(report["per_task"])}
 

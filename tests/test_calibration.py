@@ -111,6 +111,8 @@ def test_a_seeds_arms_share_its_fine_tuning_and_are_a_row_each(
     assert single.select == full.select * full.stages
     assert single.steps_of(0) == sum(full.steps_of(stage) for stage in range(full.stages))
     assert not list(work.glob("*/stage_*/rl/checkpoints"))
+    measuring = [part == "evaluate" for part in parts.ran]
+    assert [recipe.data.num_heldout == 128 for recipe in parts.recipes] == measuring
     assert study(tmp_path, "--seeds", "0", "1")[len(calibration.ARMS) :] == [
         (arm, 1) for arm in calibration.ARMS if arm != "prompting"
     ]
