@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 from agentgrpo.types import named_numbers
 from agentgrpo.usercode import InfrastructureError as InfrastructureError
@@ -51,6 +52,8 @@ class Say:
     """The policy says this to whom it talks with in the environment (a simulated user)."""
 
     text: str
+    answer: str | None = None
+    """What it answers by this, should the user end the talk now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the engine said in the second role that an episode asked for (Observation.ask).
+    """What was said in the second role that an episode asked for (Observation.ask).
 
     The one action that is not the policy's: an agent never makes it.
     """
@@ -113,12 +116,16 @@ def as_json(value: Any) -> Any:
     return json.loads(text.encode("utf-8", "replace"))
 
 
+Model = Literal["policy", "reference"] | Callable[["Ask"], str]
+"""Who speaks: the engine as it is; without the adapter, so that nothing moves it; or another."""
+MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the engine is to say in a second role: a customer, an opponent.
+    """What a model is to say in a second role: a customer, an opponent.
 
-    It has the policy's weights as they are. What it says is no part of the rollout's tokens and is
-    never trained on; the policy is shown the episode's answer.
+    It is no part of the rollout's tokens and never trained on; the policy is shown the answer.
     """
 
     messages: tuple[Message, ...]
@@ -126,6 +133,8 @@ class Ask:
     max_tokens: int = 256
     temperature: float = 1.0
     """0 is greedy."""
+    model: Model = "policy"
+    """One of those that an environment is given as `models`."""
 
 
 @dataclass(frozen=True, slots=True)

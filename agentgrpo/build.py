@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from agentgrpo import parallel
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
@@ -19,6 +20,7 @@ from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.machine.room import learner_here, room_checks
 from agentgrpo.models.models import resolve_model
+from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.registry import decided, judged
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
@@ -184,6 +186,8 @@ def _sampler_on(engine: Any, config: TrainConfig, stage: Stage) -> AnySampler:
     chat, rollout, live = stage.chat, config.rollout, config.sandbox.max_live
     if stage.user_sampler is not None:
         return CustomSampler(stage.user_sampler, engine, rollout, chat.stop_token_ids)
+    if isinstance(stage.agent, ProgramAgent):
+        return ProgramSampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
     return Sampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
 
 

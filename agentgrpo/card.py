@@ -197,24 +197,11 @@ def make_card(
     config = run["config"]
     settings, left_out = published(config)
     base, hub_name = model_name(config["model"])
-    about = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["agentgrpo", "grpo", "reinforcement-learning"],
-    } | ({"base_model": hub_name} if hub_name else {})
-    library, kind = about["library_name"], f"Auto{'Peft' if adapter else ''}ModelForCausalLM"
+    library = "peft" if adapter else "transformers"
+    kind = f"Auto{'Peft' if adapter else ''}ModelForCausalLM"
     load = f"from {library} import {kind}\n\nmodel = {kind}.from_pretrained({json.dumps(repo)})\n"
-    data, rollout = config["data"], config["rollout"]
-    chosen = {
-        key: run.get(part, {}).get(key)
-        for part, keys in (("engine", "device dtype"), ("learner", "weights trained_parameters"))
-        for key in keys.split()
-    }
     lines = [
-        "---",
-        *(f"{key}: {json.dumps(value)}" for key, value in about.items()),
-        "---",
-        "",
+        *_front_matter(library, hub_name),
         f"# {repo.rpartition('/')[2]}",
         "",
         f"{'A LoRA adapter to' if adapter else 'Made from'} {span(base)}: step {step} of "
@@ -234,16 +221,7 @@ def make_card(
         "",
         "## Data",
         "",
-        *table(
-            ["", ""],
-            [
-                ["trained on", without_place(str(data["train"]))],
-                ["held out", without_place(str(data["heldout"]))],
-                ["tasks of a step", rollout["tasks_per_step"]],
-                ["rollouts of a task", rollout["group_size"]],
-                ["reward", config["reward"]["kind"]],
-            ],
-        ),
+        *_data(config),
         "",
         "## Settings",
         "",
@@ -254,9 +232,7 @@ def make_card(
         "",
         "## Versions",
         "",
-        *table(["package", "version"], sorted(run.get("versions", {}).items())),
-        "",
-        *table(["what was chosen", ""], [(k, v) for k, v in chosen.items() if v is not None]),
+        *_versions(run),
         "",
     ]
     return {
@@ -264,6 +240,42 @@ def make_card(
         "agentgrpo_config.toml": as_config({"out_dir": "runs/again", **settings}),
         "curve.svg": curve(rows, step),
     }
+
+
+def _front_matter(library: str, base: str | None) -> list[str]:
+    """What the hub reads of a card: YAML, of which JSON is a part."""
+    about = {
+        "library_name": library,
+        "pipeline_tag": "text-generation",
+        "tags": ["agentgrpo", "grpo", "reinforcement-learning"],
+        **({"base_model": base} if base else {}),
+    }
+    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in about.items()), "---", ""]
+
+
+def _data(config: Mapping[str, Any]) -> list[str]:
+    data, rollout = config["data"], config["rollout"]
+    rows = [
+        ["trained on", without_place(str(data["train"]))],
+        ["held out", without_place(str(data["heldout"]))],
+        ["tasks of a step", rollout["tasks_per_step"]],
+        ["rollouts of a task", rollout["group_size"]],
+        ["reward", config["reward"]["kind"]],
+    ]
+    return table(["", ""], rows)
+
+
+def _versions(run: Mapping[str, Any]) -> list[str]:
+    chosen = {
+        key: run.get(part, {}).get(key)
+        for part, keys in (("engine", "device dtype"), ("learner", "weights trained_parameters"))
+        for key in keys.split()
+    }
+    return [
+        *table(["package", "version"], sorted(run.get("versions", {}).items())),
+        "",
+        *table(["what was chosen", ""], [(k, v) for k, v in chosen.items() if v is not None]),
+    ]
 
 
 def require_private(name: str, text: str, run: Path) -> None:

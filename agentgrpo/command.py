@@ -18,6 +18,7 @@ from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.run.folder import newest_saved
 from agentgrpo.run.interrupt import guarded
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.usercode import Overdue, UserCodeError, flush, said_of, tell, under_way, where_of
@@ -104,10 +105,9 @@ def next_time(out_dir: Path, saved: Sequence[str]) -> str:
         out_dir: of the config.
         saved: patterns, below out_dir, of what the command continues from.
     """
-    found = [path for pattern in saved for path in out_dir.glob(pattern)]
-    if not found:
+    newest = newest_saved(out_dir, saved)
+    if newest is None:
         return "Nothing was saved: the same command starts from the beginning."
-    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
     return f"The same command continues from {newest}."
 
 

@@ -11,7 +11,7 @@ from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.rewards.scoring import Beside, Scoring
-from agentgrpo.rollout.play import Watch
+from agentgrpo.rollout.decoder import Watch
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Metrics, Status, Task

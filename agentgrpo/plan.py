@@ -20,7 +20,7 @@ from agentgrpo.machine.room import held_by, room_checks
 from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import require_same_run, whole_checkpoint
+from agentgrpo.run.folder import newest_saved, require_same_run, whole_checkpoint
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage, prompt_length, set_stage
 from agentgrpo.types import Task
@@ -29,7 +29,10 @@ Lines = Callable[[TrainConfig, Stage], Iterable[Check]]
 """What a command plays or trains on, read and checked."""
 
 
-def plan(config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool) -> str:
+def plan(
+    config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool,
+    saved: Sequence[str] = (checkpoint.SAVED,),
+) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
     Args:
@@ -37,6 +40,7 @@ def plan(config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: 
         stage: everything but the engine, checked.
         lines: what is played or trained on.
         trained: else it is only played.
+        saved: patterns, below out_dir, of what the same command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
     if stage.jail is not None:
@@ -48,8 +52,8 @@ def plan(config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: 
         *(_learning(config, stage.model) if trained else ()),
         *room_checks(config, stage.model, trained=trained),
     ]
-    if trained:
-        checks.append(said("out_dir", f"{config.out_dir}: {_folder(config)}"))
+    if saved:
+        checks.append(said("out_dir", f"{config.out_dir}: {_folder(config.out_dir, saved)}"))
     return "\n".join(
         f"  {check.name:10} {check.found}"
         if check.ok
@@ -166,11 +170,11 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
     yield said("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
 
 
-def _folder(config: TrainConfig) -> str:
-    newest = checkpoint.newest(config.out_dir)
+def _folder(out_dir: Path, saved: Sequence[str]) -> str:
+    newest = newest_saved(out_dir, saved)
     if newest is not None:
-        return f"continues after step {checkpoint.step_of(newest)}"
-    if (config.out_dir / "metrics.jsonl").exists():
+        return f"continues from {newest.relative_to(out_dir)}"
+    if (out_dir / "metrics.jsonl").exists():
         return "starts from the beginning, no checkpoint was saved there yet"
     return "new"
 
@@ -185,6 +189,7 @@ def planned(
     trained: bool = True,
     sampled: bool = True,
     lines: Lines = to_be_trained,
+    saved: Sequence[str] = (checkpoint.SAVED,),
 ) -> str:
     """What a command would do, after all checks that it would make; writes nothing.
 
@@ -193,6 +198,7 @@ def planned(
         trained: else the model, which may be an adapter's folder, is only played.
         sampled: an engine is started.
         lines: what is played or trained on; called when all else has been checked.
+        saved: as of plan().
 
     Raises:
         As build().
@@ -207,5 +213,5 @@ def planned(
             require(room_checks(config, stage.model, trained=False))
         if trained:
             require(room_checks(config, stage.model, trained=True))
-        told = plan(config, stage, lines(config, stage), trained=trained)
+        told = plan(config, stage, lines(config, stage), trained=trained, saved=saved)
     return f"the plan, nothing was {'trained' if trained else 'played'}:\n{told}"

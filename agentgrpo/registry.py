@@ -13,28 +13,35 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import pydantic
 
 from agentgrpo import extras
-from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.actions import MODELS, InfrastructureError, Model, ReadCalls
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import (
+    OWN_MODELS,
     AgentConfig,
     EnvConfig,
     RewardConfig,
     RolloutConfig,
     SandboxConfig,
     TrainConfig,
+    UserConfig,
 )
 from agentgrpo.config.read import did_you_mean, found, load_callable, told
-from agentgrpo.config.section import AsWritten, is_set
+from agentgrpo.config.section import AsWritten, is_set, refuse_unread
+from agentgrpo.engine.endpoints import make_retriever
 from agentgrpo.envs.base import Environment
+from agentgrpo.envs.customers import Customers
+from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.encoder import Encoder
 from agentgrpo.rewards.rewards import (
     EnvironmentReward,
     MathReward,
@@ -55,6 +62,7 @@ AGENTS = {
     "inline": "agentgrpo.agents.inline:InlineAgent",
     "tools": "agentgrpo.agents.tools:ToolAgent",
     "tags": "agentgrpo.agents.tags:TagAgent",
+    "program": "agentgrpo.agents.program:ProgramAgent",
 }
 ENVIRONMENTS = {
     "python": "agentgrpo.envs.python:PythonEnv",
@@ -62,6 +70,7 @@ ENVIRONMENTS = {
     "tools": "agentgrpo.envs.tools:ToolEnv",
     "factory": "agentgrpo.envs.factory:FactoryEnv",
     "mcp": "agentgrpo.envs.mcp:McpEnv",
+    "answer": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "tagged": "agentgrpo.envs.tagged:TaggedEnv",
@@ -74,15 +83,19 @@ ENVIRONMENTS = {
 KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
 """By section of a config."""
 GIVEN = {
-    "agent": ("env", "tools_script", "host_tools", "call_reader"),
-    "env": ("pool", "timeout_s", "stateless", "host_tools", "seed"),
+    "agent": ("env", "tools_script", "host_tools", "call_reader", "pool"),
+    "env": (
+        *("pool", "timeout_s", "stateless", "host_tools", "seed"),
+        *("models", "retrievers", "load_encoder"),
+    ),
 }
 """What a class is given that asks for it by name; no options.
 
 An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
-sandbox.host_tools or None; the engine's readers of tool calls by the parser's name. An environment:
-the sandbox's pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools or None,
-seed.
+sandbox.host_tools or None; the engine's readers of tool calls by the parser's name; the sandbox's
+pool. An environment: the pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools
+or None, seed, who may be asked to speak in a second role (actions.Model) by the name of the
+endpoint, the endpoints that find documents by theirs, what loads an encoder.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -124,7 +137,8 @@ def parameters_of(factory: Factory) -> dict[str, inspect.Parameter]:
         parameters = list(inspect.signature(owner).parameters.values())
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for p in by_name:
-            taken.setdefault(p.name, p if number == 0 else p.replace(default=None))
+            needed = number == 0 or p.default is not p.empty
+            taken.setdefault(p.name, p if needed else p.replace(default=None))
         rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
         if not rest:
             return taken
@@ -227,6 +241,13 @@ def require_names(config: TrainConfig) -> None:
     checked_options("agent", config.agent.kind, config.agent.options)
     checked_options("env", env_kind(config), config.env.options)
     _require_fit(config)
+    _require_user(config)
+    for key in getattr(class_of("agent", config.agent.kind), "unread", ()):
+        path, _, name = key.rpartition(".")
+        refuse_unread(
+            attrgetter(path)(config), path, name, unless=False,
+            need=f"another agent.kind than {config.agent.kind!r}, which plays its own turns",
+        )  # fmt: skip
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)
@@ -279,20 +300,23 @@ def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
-    """Whether the environment of a run is given the sandbox: others run no code of the policy.
+    """Whether the environment or the agent of a run is given the sandbox: others run no code.
 
     Raises:
         ValueError: there is no such kind or class; names the key.
     """
-    return "pool" in parameters_of(class_of("env", env_kind(config)))
+    agents = getattr(class_of("agent", config.agent.kind), "asks_for_pool", None)
+    asked = agents is not None and agents(config.agent.options)
+    return asked or "pool" in parameters_of(class_of("env", env_kind(config)))
 
 
-def make_env(config: TrainConfig, pool: Any) -> Environment:
+def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
     """The environment of a run.
 
     Args:
         config: of the run.
         pool: the sandbox, for environments that run code; None if asks_for_pool() says no.
+        models: who may be asked to speak in a second role.
 
     Raises:
         ValueError: there is no such kind or class, or its options are wrong; names the key.
@@ -303,10 +327,64 @@ def make_env(config: TrainConfig, pool: Any) -> Environment:
         "stateless": config.sandbox.stateless,
         "host_tools": host_tools_of(config.sandbox),
         "seed": config.seed,
+        "models": models,
+        "retrievers": {
+            name: make_retriever(endpoint, name)
+            for name, endpoint in config.endpoints.items()
+            if endpoint.kind == "retriever"
+        },
+        "load_encoder": Encoder,
     }
     made = _made("env", env_kind(config), config.env, given)
     _require(made, ("reset",), key="env.kind", name=config.env.kind)
+    return with_user(cast(Environment, made), config.env, models)
+
+
+def with_user(
+    env: Environment, config: EnvConfig, models: Mapping[str, Model] = MODELS
+) -> Environment:
+    """The environment, and whom env.user puts there.
+
+    Raises:
+        ValueError: there is no such user, or the environment has one of its own; names the key.
+    """
+    users, user = users_of(config.user, models), config.user
+    if users is None:
+        return env
+    if getattr(env, "talks", False):
+        raise ValueError(
+            f"env.user.mode: env.kind {config.kind!r} has somebody to talk with already, "
+            f"got {user.mode!r}; leave it at 'nobody'"
+        )
+    column = user.column if user.reads_column else None
+    made = DialogueEnv(env, users, user.mode, column, user.max_replies)
     return cast(Environment, made)
+
+
+def _require_user(config: TrainConfig) -> None:
+    user: UserConfig = config.env.user
+    named: dict[str, Model] = dict.fromkeys((*OWN_MODELS, *config.endpoints), "policy")
+    if users_of(user, named) and user.reads_column and config.data.train == "word_problems":
+        raise ValueError(
+            f"env.user.mode {user.mode!r} reads the data's column {user.column!r}, and data.train "
+            "'word_problems' has no columns: name a file, or a user of your own"
+        )
+
+
+def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> Customers | None:
+    """What env.user names; None: nobody.
+
+    Raises:
+        ValueError: there is no such mode, class or function; names the key.
+    """
+    try:
+        made = Customers(
+            config.mode, "nobody", ("scripted", "model"), config.temperature, config.max_tokens,
+            models,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
+    return made if made.talk else None
 
 
 def no_reader(parser: str) -> ReadCalls:
@@ -322,6 +400,7 @@ def make_agent(
     config: TrainConfig,
     env: Environment,
     call_reader: Callable[[str], ReadCalls] = no_reader,
+    pool: Any = None,
 ) -> Agent:
     """The agent of a run.
 
@@ -329,6 +408,7 @@ def make_agent(
         config: of the run.
         env: what it will act in; its tools are the agent's.
         call_reader: from a parser's name to the engine's reader of tool calls.
+        pool: the sandbox, as of make_env().
 
     Raises:
         ValueError: there is no such kind or class, its options are wrong, or the environment does
@@ -341,6 +421,7 @@ def make_agent(
         "tools_script": None if script is None else script_of(script),
         "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
         "call_reader": call_reader,
+        "pool": pool,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
     names = ("stop", "messages", "prefill", "tools", "parse", "observe")

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
-from agentgrpo.config import Section, TrainConfig
+from agentgrpo.config import EndpointConfig, Section, TrainConfig
 from agentgrpo.registry import KINDS, class_of, options_of
 
 
@@ -113,7 +113,10 @@ def as_markdown() -> str:
         "that does not exist is refused, and the nearest one named; so is a value of another type:",
         "true is no number, and 200.0 no whole one.",
     ]
-    for name, keys in itertools.groupby(settings(), lambda setting: setting.section):
+    endpoints = settings(EndpointConfig, "endpoints.NAME.")
+    about["endpoints.NAME"] = EndpointConfig.__doc__ or ""
+    whole = itertools.chain(settings(), endpoints)
+    for name, keys in itertools.groupby(whole, lambda setting: setting.section):
         title = f"[{name}]" if name else "The run"
         lines += ["", f"## {title}", "", inspect.cleandoc(about[name]), "", *_table(keys)]
         for kind in KINDS.get(name, ()):
@@ -210,6 +213,8 @@ def _named(kind: Any) -> str:
         return "table"
     if origin is abc.Callable:
         return "function"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"table of: {', '.join(kind.model_fields)}"
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
     if kind in names:
         return names[kind]

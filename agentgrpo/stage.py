@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentgrpo import parallel
-from agentgrpo.actions import CallTools, Observation, ReadCalls, RunCode, ToolCall
+from agentgrpo.actions import CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, question_of
+from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
+from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.machine import hardware
 from agentgrpo.machine.packages import require_packages, require_trainable
@@ -74,6 +77,8 @@ class Stage:
     progress: Progress
     user_sampler: RolloutSampler | None
     """config.rollout.sampler, if one is named."""
+    models: Mapping[str, Model]
+    """Who may be asked to speak in a second role, or to judge."""
 
     def close(self) -> None:
         """Stop what the environment holds, and the sandbox."""
@@ -117,6 +122,8 @@ class Stage:
             if is_number:
                 expected_number(task)
             require_recordable(task)
+            if isinstance(self.env, DialogueEnv):
+                self.env.texts_of(task)
             length = prompt_length(self.agent, self.chat, task)
             if limit is not None and length > limit:
                 continue
@@ -166,15 +173,13 @@ def set_stage(
     require_trackers(config.trackers)
     if trained:
         require_trainable(config.learner)
+    adapter = None if trained else saved_adapter(model or config.model)
+    models = models_of(config, adapter, trained=trained)
     with contextlib.ExitStack() as undo:
         pool = None
         if asks_for_pool(config):
-            progress.say("sandbox: checking that this machine can isolate code")
-            pool = undo.enter_context(open_sandbox(config.sandbox))
-            jail = pool.describe()
-            progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
-            progress.watch("sandbox", functools.partial(_busy, pool))
-        env = make_env(config, pool)
+            pool = undo.enter_context(_sandbox_told_of(config.sandbox, progress))
+        env = make_env(config, pool, models)
         undo.callback(close_env, env)
         answers = needs_answers(config.reward, judged=judged(env))
         heldout = heldout_tasks(config.data, env, answers=answers)
@@ -182,39 +187,72 @@ def set_stage(
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
             try_reward(reward, heldout[0])
         progress.say(f"model: {model or config.model}")
-        adapter = None if trained else saved_adapter(model or config.model)
-        if adapter is not None:
-            model = base_of(adapter)
-        model = model or resolve_model(config.model, progress.say)
+        base = model if adapter is None else base_of(adapter)
+        model = base or resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
-
-        def call_reader(parser: str) -> ReadCalls:
-            from agentgrpo.engine.tool_parsers import tool_call_reader
-
-            return tool_call_reader(parser, chat.tokenizer)
-
         stage = Stage(
             model=model,
             adapter=adapter,
             pool=pool,
             env=env,
-            agent=make_agent(config, env, call_reader),
+            agent=make_agent(config, env, functools.partial(_call_reader, chat), pool),
             chat=chat,
             reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
+            models=models,
         )
-        alone = config.engine.tensor_parallel_size == 1
-        played_in = isinstance(env, FactoryEnv) and alone
-        stage.reward.require_columns(heldout[0], environments=played_in)
-        _check_shown(stage.agent, chat)
-        _check_tools_shown(stage.agent, chat, heldout[0])
-        stage.heldout = stage.checked(config, heldout, "data.heldout")
+        _check_fit(stage, config)
         undo.pop_all()
     return stage
+
+
+def _check_fit(stage: Stage, config: TrainConfig) -> None:
+    """That reward, agent, template and held-out tasks go together."""
+    heldout, alone = stage.heldout, config.engine.tensor_parallel_size == 1
+    inner = stage.env.inner if isinstance(stage.env, DialogueEnv) else stage.env
+    played_in = isinstance(inner, FactoryEnv) and alone
+    stage.reward.require_columns(heldout[0], environments=played_in)
+    _check_shown(stage.agent, stage.chat)
+    _check_prompt(stage.agent, stage.chat, heldout[0])
+    stage.heldout = stage.checked(config, heldout, "data.heldout")
+
+
+def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:
+    progress.say("sandbox: checking that this machine can isolate code")
+    pool = open_sandbox(config)
+    jail = pool.describe()
+    progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
+    progress.watch("sandbox", functools.partial(_busy, pool))
+    return pool
+
+
+def models_of(
+    config: TrainConfig, adapter: SavedAdapter | None, *, trained: bool
+) -> dict[str, Model]:
+    """The models of a run, by the names that customers and judges are asked by.
+
+    Args:
+        config: of the run.
+        adapter: that the model is played with.
+        trained: the model is to be trained; what is not is its own reference.
+
+    Raises:
+        ValueError: an endpoint's function or package is not there; names the key.
+    """
+    models: dict[str, Model] = {"policy": "policy"}
+    lora = config.learner.lora
+    if lora.serve == "adapter" if adapter is not None else lora.served_rank:
+        models["reference"] = "reference" if trained or adapter is not None else "policy"
+    for name, endpoint in config.endpoints.items():
+        if endpoint.kind == "retriever":
+            continue
+        own = endpoint.kind == "engine"
+        models[name] = "policy" if own else make_endpoint(endpoint, name)
+    return models
 
 
 def _busy(pool: SandboxPool) -> str:
@@ -227,6 +265,12 @@ def close_env(env: Environment) -> None:
     if close is not None:
         with calling(close):
             close()
+
+
+def _call_reader(chat: ChatTemplate, parser: str) -> ReadCalls:
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    return tool_call_reader(parser, chat.tokenizer)
 
 
 def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
@@ -246,11 +290,18 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
         )
 
 
-def _check_tools_shown(agent: Agent, chat: ChatTemplate, task: Task) -> None:
-    """The policy is told of its tools."""
+def _check_prompt(agent: Agent, chat: ChatTemplate, task: Task) -> None:
+    """The policy is told what it must keep to, and of its tools."""
     users = functools.partial(calling, task=task.id)
-    prompt, _, schemas = prompt_of(agent, chat, task, users)
+    prompt, _, messages, schemas = prompt_of(agent, chat, task, users)
     shown = chat.tokenizer.decode(prompt)
+    for message in messages:
+        told = "".join(str(message.get("content")).split())
+        if message["role"] == "system" and told not in "".join(shown.split()):
+            raise ValueError(
+                "agent.options.system_prompt: the model's chat template does not show the system "
+                f"message, {message.get('content')!r:.60}, as it is"
+            )
     with users(agent.tools):
         names = [str(schema["function"]["name"]) for schema in schemas]
     for name in names:
@@ -274,6 +325,12 @@ def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scori
     )  # fmt: skip
 
 
+def _site_dirs(config: SandboxConfig) -> list[str]:
+    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    named = [own if path == "own" else [path] for path in config.site_dirs]
+    return [*dict.fromkeys(path for paths in named for path in paths)]
+
+
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
     """The pool that code runs in; the caller closes it.
 
@@ -290,7 +347,8 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
     try:
         template = dataclasses.replace(
             found,
-            site_dirs=(*found.site_dirs, *config.site_dirs),
+            site_dirs=(*found.site_dirs, *_site_dirs(config)),
+            preload=(*found.preload, *config.preload),
             env={**found.env, **config.env},
             setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
         )

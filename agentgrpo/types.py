@@ -153,6 +153,9 @@ class Turn:
     finish_reason: str
     replaced: list[int] = field(default_factory=list)
     """The last of the sampled ids, where a prompt that was rendered again had others (REALIGN)."""
+    asked_tokens: int | None = None
+    """What the request itself allowed (a program's max_tokens), where that is not the run's
+    budget."""
 
     @classmethod
     def of(cls, prompt: Int32, sampled: Int32, finish_reason: str) -> Turn:

@@ -25,12 +25,11 @@ import sysconfig
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 OURS = os.path.join(Path(__file__).parent, "")
 EXAMPLES = os.path.join(OURS, "examples", "")
@@ -47,6 +46,7 @@ LONGEST_SAID = 500
 FIRST_LINE_S = 30.0
 """When it is first said what is being waited for, or at half the limit; then at twice that."""
 LOOK_S = 0.5
+Made = TypeVar("Made")
 
 
 class InfrastructureError(Exception):
@@ -301,17 +301,31 @@ def _is_ctrl_c(error: BaseException) -> bool:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """By who waits for it, and not by itself: of what we cancel on our loops, nobody hears."""
+    """From outside: what is awaited() cannot cancel the task that this runs in."""
     if not isinstance(error, asyncio.CancelledError):
         return False
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no loop runs here
         return False
-    return task is not None and task.cancelling() > 0 and task.get_loop() not in _loops
+    return task is not None and task.cancelling() > 0
 
 
-_loops = weakref.WeakSet[asyncio.AbstractEventLoop]()
+async def awaited(awaitable: Awaitable[Made]) -> Made:
+    """What the user's coroutine gives, in a task of its own: the only one that it can cancel."""
+
+    async def kept() -> Callable[[], Made]:
+        try:
+            made = await awaitable
+        except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the loop
+            return functools.partial(_raise, error)
+        return lambda: made
+
+    return (await asyncio.ensure_future(kept()))()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 @functools.cache
@@ -322,7 +336,6 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
     waiting for ever: what waits for it is told, and the loop goes on.
     """
     loop = asyncio.new_event_loop()
-    _loops.add(loop)
 
     def run() -> None:
         while not loop.is_closed():

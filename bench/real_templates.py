@@ -23,7 +23,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +182,14 @@ def _gguf_templates() -> dict[str, str]:
 _LLAMA_CPP = "llama_cpp_python-0.3.36.tar.gz"
 
 
-def _llama_cpp_templates() -> dict[str, str]:
-    """The templates that llama.cpp's tests use, from the source package of its Python binding."""
-    folder = cache_dir() / "llama.cpp-0.3.36"
+@cache
+def _llama_cpp() -> Path:
+    """The folder `models` of llama.cpp, from the source package of its Python binding.
+
+    Raises:
+        NotToBeHad: pip does not deliver it.
+    """
+    folder = cache_dir() / _LLAMA_CPP.removesuffix(".tar.gz")
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
@@ -193,16 +198,70 @@ def _llama_cpp_templates() -> dict[str, str]:
                        "--no-binary", name, "--dest", partial, f"{name}=={version}"]  # fmt: skip
             try:
                 subprocess.run(command, check=True, capture_output=True, timeout=600)
-            except (OSError, subprocess.SubprocessError):
-                return {}
+            except (OSError, subprocess.SubprocessError) as error:
+                raise NotToBeHad(f"{_LLAMA_CPP}: {error}") from None
             archive = Path(partial) / _LLAMA_CPP
             _check(archive, name)
             with tarfile.open(archive) as files:
-                wanted = [m for m in files if "/llama.cpp/models/templates/" in m.name]
-                files.extractall(partial, wanted, filter="data")
-            found = next(Path(partial).glob("*/vendor/llama.cpp/models/templates"))
-            found.rename(folder)
-    return {f"llama.cpp/{path.stem}": path.read_text() for path in sorted(folder.glob("*.jinja"))}
+                wanted = re.compile(r".*/llama\.cpp/models/(templates/|ggml-vocab-gemma-4\.)")
+                files.extractall(partial, [m for m in files if wanted.match(m.name)], filter="data")
+            next(Path(partial).glob("*/vendor/llama.cpp/models")).rename(folder)
+    return folder
+
+
+def _llama_cpp_templates() -> dict[str, str]:
+    """The templates that llama.cpp's tests use."""
+    try:
+        paths = sorted((_llama_cpp() / "templates").glob("*.jinja"))
+    except NotToBeHad:
+        return {}
+    return {f"llama.cpp/{path.stem}": path.read_text() for path in paths}
+
+
+@cache
+def _gemma4() -> Any:
+    """Gemma 4's vocabulary, from llama.cpp's tests, in the form of Gemma 3's tokenizer.
+
+    Raises:
+        NotToBeHad: the vocabulary, or Gemma 3's tokenizer.
+        ValueError: it encodes a text of those tests otherwise than they have it.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    path = _llama_cpp() / "ggml-vocab-gemma-4.gguf"
+    file = path.with_suffix(".json")
+    if not file.exists():  # reading the GGUF takes a minute
+        _gemma4_backend(path).save(str(file))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(file), name_or_path="gemma4", bos_token="<bos>", eos_token="<eos>",
+        pad_token="<pad>", unk_token="<unk>",
+    )  # fmt: skip
+
+
+def _gemma4_backend(path: Path) -> Any:
+    from gguf import GGUFReader
+    from tokenizers import AddedToken, Tokenizer, models
+
+    metadata = gguf.Metadata(GGUFReader(path))
+    tokens, gemma3 = metadata["tokenizer.ggml.tokens"], tokenizer("gemma3").backend_tokenizer
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    model = models.BPE(
+        {token: i for i, token in enumerate(tokens)}, merges,
+        unk_token="<unk>", fuse_unk=True, byte_fallback=True,
+    )  # fmt: skip
+    made = Tokenizer(model)
+    made.normalizer, made.pre_tokenizer = gemma3.normalizer, gemma3.pre_tokenizer
+    made.decoder = gemma3.decoder
+    for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
+        if kind in (gguf.CONTROL_TOKEN, gguf.USER_TOKEN):
+            made.add_special_tokens([AddedToken(token, normalized=False)])
+    texts = path.with_name(f"{path.name}.inp").read_text().split("\n__ggml_vocab_test__\n")
+    for text, ids in zip(
+        texts, path.with_name(f"{path.name}.out").read_text().splitlines(), strict=False
+    ):
+        if made.encode(text, add_special_tokens=False).ids != [*map(int, ids.split())]:
+            raise ValueError(f"gemma4: {text!r} is encoded otherwise than llama.cpp has it")
+    return made
 
 
 _ADDED = re.compile(
@@ -324,6 +383,7 @@ FAMILIES = (
 )  # fmt: skip
 _REAL = {"qwen": "qwen3", "llama3": "llama3_1", "gemma3": "gemma3", "gptoss": "gptoss"}
 _REAL |= {"deepseekv3": "deepseek_v3"}
+_REAL |= dict.fromkeys(("gemma4", "llama.cpp/google-gemma-4", "gguf/gemma4"), "gemma4")
 _REAL |= dict.fromkeys(("gguf/command-r:", "gguf/command-r-plus"), "command_r_plus")
 
 
@@ -334,7 +394,9 @@ def _model(name: str, template: str, known: tuple[str, ...]) -> Model:
     phi3 = name.startswith("phi3")
 
     def load() -> Any:
-        loaded = _phi3() if phi3 else tokenizer(real) if real else _stand_in(known)
+        made: dict[str, Callable[[], Any]]
+        made = {"": partial(_stand_in, known), "gemma4": _gemma4, "phi3": _phi3}
+        loaded = made.get("phi3" if phi3 else real, partial(tokenizer, real))()
         if not real and not phi3:
             loaded.bos_token, loaded.eos_token = family.bos or None, family.eos
         loaded.chat_template = template

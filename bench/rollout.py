@@ -128,7 +128,7 @@ def without_barrier(engine: Engine, chat: Any, seconds: Any, lengths: Any) -> tu
 
 def with_barrier(engine: Engine, chat: Any, seconds: Any, lengths: Any) -> tuple[float, float]:
     """The same work, each turn of all before the tools of all before the next turn of all."""
-    from agentgrpo.rollout.play import request_seed
+    from agentgrpo.rollout.decoder import request_seed
 
     count, decode_s = len(seconds), 0.0
     started = time.perf_counter()

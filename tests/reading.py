@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from agentgrpo.config import Section
-from agentgrpo.config.recipe import EndpointConfig, RecipeConfig
+from agentgrpo.config import EndpointConfig, Section
+from agentgrpo.config.recipe import RecipeConfig
 
 CHECKS = ("agentgrpo.config", "agentgrpo.machine.footprint", "agentgrpo.machine.room", "pydantic")
 """Modules that read settings to hold them against one another, and do nothing with them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -85,17 +86,19 @@ def steps_of(number: int, prompt: str) -> Turn:
 
 def collected(
     base: Any, *overrides: str, functions: dict[str, float] | None = None, overlap: bool = True,
-    on_step: Any = lambda step: None, **settings: Any,
+    on_step: Any = lambda step: None, sigma_tool: float = 0.0, step: int = 0, **settings: Any,
 ) -> tuple[list[Group], dict[str, float], StubEngine, Stream]:  # fmt: skip
     engine = scripted(steps_of, on_step=on_step)
     config = RolloutConfig(max_turns=3, max_turn_tokens=99, max_observation_tokens=99, **settings)
     sampler = Sampler(cast(Any, engine), CodeAgent(), StubEnv(), CHAT, config)
-    reward = RewardConfig(functions=functions or {}, overlap=overlap, on_error="raise")
-    scoring = Scoring(base, reward, CHAT.tokenizer.decode)
+    reward = RewardConfig(
+        functions=functions or {}, overlap=overlap, on_error="raise", sigma_tool=sigma_tool
+    )
+    scoring = Scoring(base, reward, CHAT.tokenizer.decode, total_steps=3)
     stream = Stream()
     parts = SimpleNamespace(sampler=sampler, tasks=stream, reward=scoring, progress=Quiet())
     run = a_config("rollout.tasks_per_step=3", "rollout.group_size=2", *overrides)
-    groups, metrics = collect(run, cast(Parts, parts), 0)
+    groups, metrics = collect(run, cast(Parts, parts), step)
     return groups, metrics, engine, stream
 
 
@@ -134,6 +137,20 @@ def test_groups_are_scored_while_others_play() -> None:
     del kinds["mine:noted"]
     awaited = [collected(live_for(), functions=kinds, overlap=o)[0] for o in (True, False)]
     assert result(awaited[0]) == result(awaited[1])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_call_costs_falls_from_step_to_step(overlap: bool) -> None:
+    """One of two siblings calls a tool once, both are right: 2 / (1 + exp(half of the sigma))."""
+
+    def right(r: Rollout) -> dict[str, float]:
+        r.stats["tool_calls"] = float(CHAT.decode(r.segments[-1].token_ids).startswith("odd"))
+        return {"answer": 1.0}
+
+    for step, sigma in enumerate((2.0, 1.0, 0.0)):
+        groups, *_ = collected(right, overlap=overlap, sigma_tool=2.0, step=step)
+        least = min(r.rewards["efficiency"] for group in groups for r in group.rollouts)
+        assert least == pytest.approx(2 / (1 + math.exp(sigma / 2)) - 1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

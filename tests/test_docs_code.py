@@ -282,6 +282,21 @@ def test_verifiers_records_what_can_be_proven(code: str, tmp_path: Path) -> None
     assert [piece.ids.tolist() for piece in found.rows[0] if piece.ids is not None] == [[1], [2]]
 
 
+@of_page("docs/agents.md", after="### A user to talk with")
+def test_a_user_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs_users.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = a_config(
+        "agent.kind=inline", "env.kind=tools", "env.user.mode=docs_users:Tourist",
+        'env.options.tools=["agentgrpo.envs.calculator:calculate"]',
+    )  # fmt: skip
+    world = make_env(made, None)
+    given = Task(id="t", messages=({"role": "user", "content": "?"},), spec={"city": "Oslo"})
+    turns = ["Where are you?<|im_end|>", "Thanks.<|im_end|>"]
+    played = play(make_agent(made, world), world, *turns, given=given)
+    assert "<|im_start|>user\nOslo<|im_end|>" in shown(played)
+
+
 @of_page("docs/agents.md", after="## Typed functions as tools")
 def test_a_typed_function_is_a_tool(code: str) -> None:
     from agentgrpo.envs.tools import Tool, Toolset

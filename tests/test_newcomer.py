@@ -90,7 +90,7 @@ def test_a_dry_run_says_what_is_left_of_a_run(
     (saved / checkpoint.STATE).write_text("of a learner")
     seal(saved)
     _, out, _ = dry_run("steps=4")
-    assert f"out_dir    {tmp_path / 'run'}: continues after step 3" in out
+    assert f"out_dir    {tmp_path / 'run'}: continues from checkpoints/step_000003" in out
     _, out, _ = dry_run("steps=3")
     assert "3 steps" in out
     assert "all are done: with a larger steps it goes on" in out
@@ -191,6 +191,19 @@ def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) ->
             path.unlink()
     tiny.make_tokenizer(chat_template=None).save_pretrained(model)
     refused(dry_run(f"model={model}"), "has no chat template")
+
+
+@pytest.mark.parametrize("shows", ["", "{{ m['content'][:9] }}"])
+def test_a_template_that_hides_the_system_message_is_refused(
+    dry_run: DryRun, tmp_path: Path, shows: str
+) -> None:
+    model = tiny.make_model_dir(tmp_path / "model")
+    mute = tiny.CHATML.replace(
+        "{{ m['content'] }}", f"{{% if m['role'] != 'system' %}}{{{{ m['content'] }}}}"
+        f"{{% else %}}{shows}{{% endif %}}"
+    )  # fmt: skip
+    tiny.make_tokenizer(mute).save_pretrained(model)
+    refused(dry_run(f"model={model}"), "does not show the system message")
 
 
 def test_a_chat_template_without_tools(

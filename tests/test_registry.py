@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, EnvConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.engine.endpoints import ScriptedEndpoint
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.init import with_overrides
 from agentgrpo.registry import (
@@ -30,7 +32,7 @@ from agentgrpo.registry import (
 from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import Limits
 from agentgrpo.sandbox.template import Template
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import models_of, set_stage
 from agentgrpo.types import Group
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
@@ -296,6 +298,33 @@ def test_names_and_options_are_read_before_anything_is_opened_or_written(
     monkeypatch.setattr("agentgrpo.stage.open_sandbox", opened)
     with pytest.raises(ValueError, match=f"^{said}"):
         set_stage(a_config(override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "adapter", "trained", "reference"),
+    [
+        ([], None, True, None),
+        (["learner.lora.rank=4"], None, True, "reference"),
+        (["learner.lora.rank=4", "learner.lora.serve=merged"], None, True, None),
+        (["learner.lora.rank=4"], None, False, "policy"),  # what plays is what training began with
+        ([], object(), False, "reference"),
+        (["learner.lora.rank=4", "learner.lora.serve=merged"], object(), False, None),
+    ],
+)
+def test_the_engine_has_a_reference_beside_an_adapter(
+    overrides: list[str], adapter: Any, trained: bool, reference: str | None
+) -> None:
+    models = models_of(a_config(*overrides), adapter, trained=trained)
+    assert models == {"policy": "policy"} | ({"reference": reference} if reference else {})
+
+
+def test_endpoints_are_made_before_anything_else() -> None:
+    kinds = '{a={kind="script",function="json:dumps"},b={kind="engine"}}'
+    models = models_of(a_config(f"endpoints={kinds}"), None, trained=True)
+    assert (models["a"], models["b"]) == (ScriptedEndpoint(json.dumps), "policy")
+    wrong = a_config('endpoints={a={kind="script",function="nowhere:f"}}')
+    with pytest.raises(ValueError, match=r"^endpoints\.a\.function: no module"):
+        set_stage(wrong)
 
 
 def test_a_written_config_explains_the_options_of_its_kinds(tmp_path: Path) -> None:

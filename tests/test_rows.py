@@ -1,11 +1,13 @@
 """Rows of the replaced systems that cross several parts: from what was played to what is trained.
 
-The others stand with the part they test: `grep -r "def test_S[012]_" tests`.
+The others stand with the part they test: `grep -r "def test_S[0123]_" tests`. None is skipped where
+packages would do: see `row_skipped` in conftest.py.
 """
 
 from __future__ import annotations
 
-import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,17 +31,49 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.registry import load_sampler
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
 from agentgrpo.types import Group, Rollout, SpanReward, Task
+from tests import rows
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play_all, scripted, tasks
 from tests.rollout.stubs import Turn
 
-ROWS = [f"S0_{n}" for n in range(1, 16)] + [f"S1_{n}" for n in range(1, 11)]
-ROWS += [f"S2_{n}" for n in range(1, 15)]
+HERE = Path(__file__).parent
 
 
-def test_every_row_has_a_test_of_its_name() -> None:
-    source = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
-    named = set(re.findall(r"def test_(S[012]_\d+)_", source))
-    assert [row for row in ROWS if row not in named] == []
+def test_every_row_and_every_promise_has_its_tests() -> None:
+    named = [name for path in HERE.rglob("test_*.py") for name in rows.tests_of(path)]
+    assert {match[1] for name in named if (match := rows.ROW.match(name))} == set(rows.ROWS)
+    missing = {what: {*tests} - {*named} for what, tests in rows.PROMISES.items()}
+    assert {what: tests for what, tests in missing.items() if tests} == {}
+
+
+LACKS = "pytest.importorskip('of_no_package')"
+FILES = {
+    "test_here.py": f"""
+import pytest
+from tests import isolation
+def test_S2_8_lacks(): {LACKS}
+@pytest.mark.parametrize("n", [1])
+def test_{rows.PROMISES["host tools"][0].removeprefix("test_")}(n): {LACKS}
+def test_of_something_else(): {LACKS}
+@pytest.mark.gpu
+def test_S2_8_on_a_gpu(): {LACKS}
+def test_S0_1_isolated(monkeypatch):
+    monkeypatch.setattr(isolation, "_missing", lambda rungs: "no namespaces")
+    isolation.need_isolation()
+""",
+    "test_whole.py": f"import pytest\n{LACKS}\ndef test_S3_1_never_collected(): ...\n",
+}
+
+
+@pytest.mark.slow
+def test_a_row_that_is_skipped_for_want_of_a_package_fails(tmp_path: Path) -> None:
+    for name, source in FILES.items():
+        (tmp_path / name).write_text(source)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", "pyproject.toml",
+               "--continue-on-collection-errors", "--rootdir=.", str(tmp_path)]  # fmt: skip
+    ran = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert "2 failed, 3 skipped, 1 error" in ran.stdout
+    assert "what a row promises was not tested: " in ran.stdout
 
 
 # S1-8: a user's sampler

@@ -98,18 +98,19 @@ def test_a_coroutine_that_is_cancelled_from_outside_has_not_failed() -> None:
 
 
 def test_a_coroutine_of_ours_that_cancels_itself_has_failed() -> None:
-    """Nobody waits for a task that we cancel, so that it can only be its own doing."""
+    """Awaited in a task of its own, so that no other ends with it, and at no later place."""
 
     async def leaves() -> None:
-        with calling(hangs):
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
-            await asyncio.sleep(1000)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
 
-    loop = usercode.event_loop("cancels itself")
+    async def ours() -> None:
+        with calling(hangs):
+            await usercode.awaited(leaves())
+
     with pytest.raises(UserCodeError, match="raised CancelledError"):
-        asyncio.run_coroutine_threadsafe(leaves(), loop).result(timeout=100)
+        asyncio.run(ours())
 
 
 def test_what_is_overdue_when_the_command_has_ended_ends_nothing() -> None:

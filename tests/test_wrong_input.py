@@ -107,6 +107,26 @@ ALL = ("train c.toml", "sft recipe.toml", "flywheel recipe.toml", "curriculum re
 """What reads a config; all do the same before anything is loaded."""
 
 
+BEGUN = {"flywheel recipe.toml": "flywheel/buffer.jsonl", ALL[3]: "stage_1/pool.jsonl",
+         ALL[4]: "stage_1/rl/checkpoints/step_000002"}  # fmt: skip
+"""What each has written when it is stopped in the middle."""
+
+
+@pytest.mark.parametrize("command", BEGUN)
+def test_a_dry_run_says_what_the_command_would_continue_from(
+    place: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_dir = place / "begun" / command.partition(" ")[0]
+    for said in ("new", f"continues from {BEGUN[command]}"):
+        status = cli.main([*command.split(), f"out_dir={out_dir}", "--dry-run"])
+        told = capsys.readouterr()
+        assert (status, told.err) == (0, "")
+        assert f"out_dir    {out_dir}: {said}\n" in told.out + "\n"
+        saved = out_dir / BEGUN[command]
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        saved.touch()
+
+
 @pytest.mark.parametrize("command", ALL)
 def test_every_command_has_a_dry_run_that_writes_nothing(
     place: Path, command: str, capsys: pytest.CaptureFixture[str], said: Said

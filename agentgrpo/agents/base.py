@@ -39,6 +39,7 @@ class Agent(Protocol):
             observation: the result, its texts clipped to the run's budget.
 
         Returns:
-            Messages close the policy's turn and are rendered by the chat template before the next.
+            Messages close the policy's turn and are rendered by the chat template before the next;
+            with the content of a last one of role assistant the next begins, given and not sampled.
             A str is appended as it is to the same assistant message, and the turn goes on.
         """

@@ -6,10 +6,11 @@ The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from agentgrpo.actions import Action, Message, Observation, RunCode
+from agentgrpo.actions import Action, Message, Observation, RunCode, Say
 from agentgrpo.agents.text import PairAgent
 
 PROMPT = (
@@ -42,7 +43,6 @@ class CodeAgent(PairAgent):
     """
 
     acts = ("code",)
-    env: Any = None
     tools_script: str | None = None
     host_tools: str | None = None
     observation_role: Literal["user", "tool", "assistant"] = "user"
@@ -68,6 +68,7 @@ class CodeAgent(PairAgent):
                 close=self.close_tag,
                 prefix=self.answer_prefix,
             )
+            self.system_prompt += self.talk(self.open_tag, self.answer_prefix)
         if script and self.show_tools == "signatures":
             script = signatures(script)
         self.system_prompt = with_functions(self.system_prompt, script, hosted)
@@ -85,8 +86,10 @@ class CodeAgent(PairAgent):
         """
         return RunCode(body.strip("\n"), self.language)
 
-    def observe(self, action: Action, observation: Observation) -> list[Message] | str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The observation as one chat message, or as text of the policy's own message."""
+        if isinstance(action, Say):
+            return super().observe(action, observation)
         content, role = self.told(observation), self.observation_role
         return content if role == "assistant" else [{"role": role, "content": content}]
 

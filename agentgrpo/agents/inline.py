@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from agentgrpo.actions import (
     CallTools,
     Message,
     Observation,
+    Say,
     Schema,
     ToolCall,
     as_json,
@@ -28,7 +29,7 @@ from agentgrpo.types import Task
 
 PROMPT = (
     "You may call functions while you write, as {example}. The result follows; then go on. "
-    "End with: {prefix} and your answer.\nFunctions:\n{tools}"
+    "End with: {prefix} and your answer.{talk}\nFunctions:\n{tools}"
 )
 EXAMPLES = {
     "python": 'name("text", key=1)',
@@ -87,6 +88,7 @@ class InlineAgent(PairAgent):
         return PROMPT.format(
             example=f"{self.open_tag}{EXAMPLES.get(self.call_form, '...')}{self.close_tag}",
             prefix=self.answer_prefix,
+            talk=self.talk(self.open_tag, self.answer_prefix),
             tools="\n".join(map(signature, self.env.tools(task))),
         )
 
@@ -94,8 +96,10 @@ class InlineAgent(PairAgent):
         """The one call between the tags."""
         return CallTools((self._read(body.strip(), self._known),))
 
-    def observe(self, action: Action, observation: Observation) -> str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result in its tags, for the same message."""
+        if isinstance(action, Say):
+            return super().observe(action, observation)
         return self.told(observation, tag="fn_error" if observation.failed else "fn_results")
 
 

@@ -7,15 +7,20 @@ policy's message reads like a terminal session, and every line has its own token
 the message and is not typed. The space at the end of a prompt is left to the policy and not typed
 either: tokenizers join it to the word behind it, so that a policy that was given the space alone
 could not write the words that it has seen at prompts before.
+
+Where there is a user, `ask_user("...")` at a prompt closes the message; the user's reply follows as
+a message of theirs, and then the policy's next one, which begins with a prompt again.
 """
 
 from __future__ import annotations
 
+import ast
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentgrpo.actions import Action, Finish, Observation, RunCode
+from agentgrpo.actions import Action, Finish, Malformed, Message, Observation, RunCode, Say
 from agentgrpo.agents.code import with_functions
 from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
@@ -25,7 +30,10 @@ PROMPT = (
     "and scratch pad as a goal-seeking agent. Write thoughts as # comments. When you know the "
     "answer, call submit_final_answer(answer)."
 )
+ASK = "ask_user"
+TALK = f' To ask the user, type {ASK}("...").'
 PROMPTS = (">>> ", "... ")
+NOT_ASKED = f"TypeError: {ASK} takes one text in quotes, alone on its line\n{PROMPTS[0]}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,18 +52,14 @@ class ReplAgent(TextAgent):
     host_tools: str | None = None
 
     def __post_init__(self) -> None:
-        if self.host_tools:
-            told = PROMPT if self.system_prompt is None else self.system_prompt
-            self.system_prompt = with_functions(told, self.host_tools)
+        if self.system_prompt is None:
+            self.system_prompt = PROMPT + TALK if self.talks else PROMPT
+        self.system_prompt = with_functions(self.system_prompt, self.host_tools)
 
     @property
     def stop(self) -> tuple[str, ...]:
         """The end of a line."""
         return ("\n",)
-
-    def prompt(self, task: Task) -> str:
-        """What the console is for."""
-        return PROMPT
 
     def prefill(self, task: Task) -> str:
         """The banner and the first prompt, but for its space."""
@@ -72,12 +76,27 @@ class ReplAgent(TextAgent):
         Finish(answer=None)
         """
         line, newline, _ = text.removeprefix(" ").partition("\n")
+        if self.talks and line.startswith(f"{ASK}("):
+            asked = _asked(line)
+            return Malformed(NOT_ASKED) if asked is None else Say(asked)
         return RunCode(line) if newline or line.strip() else Finish(None)
 
-    def observe(self, action: Action, observation: Observation) -> str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """What the terminal shows until it waits for the next line, but for the prompt's space."""
+        if isinstance(action, Say):
+            prompt = {"role": "assistant", "content": PROMPTS[0].rstrip()}
+            return [{"role": "user", "content": observation.text}, prompt]
         text = observation.text
         return text[:-1] if text.endswith(PROMPTS) else text
+
+
+def _asked(line: str) -> str | None:
+    """What a line says to the user; None: it is no call with one text in quotes."""
+    try:
+        text = ast.literal_eval(line.removeprefix(ASK))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return text if isinstance(text, str) else None
 
 
 def python_banner() -> str:

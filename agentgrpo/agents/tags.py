@@ -14,9 +14,19 @@ so that the policy does not take a document's words for its own. envs/tagged.py 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentgrpo.actions import Action, CallTools, Finish, Observation, RunCode, ToolCall
+from agentgrpo.actions import (
+    Action,
+    CallTools,
+    Finish,
+    Message,
+    Observation,
+    RunCode,
+    Say,
+    ToolCall,
+)
 from agentgrpo.agents.text import FormAgent
 from agentgrpo.types import Task
 
@@ -70,10 +80,11 @@ class TagAgent(FormAgent):
 
     def prompt(self, task: Task) -> str:
         """What each tag is for."""
-        return PROMPT.format_map(vars(self))
+        acts = (f"<{name}>" for name in (*self._acts, self.answer))
+        return PROMPT.format_map(vars(self)) + self.talk(*acts)
 
     def parse(self, text: str) -> Action:
-        r"""What the turn's last pair of tags asks for; without one, no answer.
+        r"""What the turn's last pair of tags asks for; without one, what is said, or no answer.
 
         >>> TagAgent().parse("<think>Hm.</think><python>6*7</python>")
         RunCode(code='6*7', language='python')
@@ -94,10 +105,12 @@ class TagAgent(FormAgent):
             if name == self.search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))
-        return Finish(None)
+        return self.said(text.rpartition(f"</{self.think}>")[2])
 
-    def observe(self, action: Action, observation: Observation) -> str:
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result between its tags, for the same message; tags within it broken up."""
+        if isinstance(action, Say):
+            return super().observe(action, observation)
         text = "\n".join(observation.outputs) or observation.text
         shown = self._tag.sub(lambda tag: f"<\u200b{tag[1]}>", text)
         return f" <{self.result}>\n{shown}\n</{self.result}>"

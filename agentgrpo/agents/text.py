@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -17,6 +17,7 @@ from agentgrpo.actions import (
     Malformed,
     Message,
     Observation,
+    Say,
     Schema,
     answer_in,
 )
@@ -36,6 +37,8 @@ class ExampleMessage(TypedDict):
 
 Shots = Sequence[Sequence[ExampleMessage]]
 """Worked examples, each a list of messages."""
+THOUGHT = "</think>"
+"""Ends what a model says to nobody."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,6 +46,7 @@ class TextAgent:
     """What every shipped agent begins with: a prompt and worked examples, no tools, no prefill.
 
     Args:
+        env: what it acts in. If that `talks`, it answers what is said.
         system_prompt: what the policy is told first; "" is nothing, None what the agent says of
             itself.
         shots: worked examples, each a list of messages, shown before the task.
@@ -53,8 +57,20 @@ class TextAgent:
     has, or a "search". An environment's class says in `answers` what it does."""
     home: ClassVar[str] = "python"
     """What env.kind = "auto" means."""
+    env: Any = None
     system_prompt: str | None = None
     shots: Shots = ()
+
+    @property
+    def talks(self) -> bool:
+        """Whether there is a user to talk with."""
+        return bool(getattr(self.env, "talks", False))
+
+    def talk(self, *acts: str) -> str:
+        """What the prompt says of the user, if there is one; `acts` are for somebody else."""
+        without = " or ".join(filter(None, acts))
+        said = f" What you write without {without} is said to the user, who may reply."
+        return said if self.talks else ""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -79,6 +95,20 @@ class TextAgent:
         """None for the chat template: the prompt says what there is."""
         return ()
 
+    def said(self, text: str, answer: str | None = None) -> Action:
+        """What a turn without an action means: it is said to the user; if there is none, the end.
+
+        >>> TextAgent().said("4", "4")
+        Finish(answer='4')
+        """
+        if not self.talks:
+            return Finish(answer)
+        return Say(text.rpartition(THOUGHT)[2].strip(), answer)
+
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        """What the user replies, as a message of theirs."""
+        return [{"role": "user", "content": observation.text}]
+
 
 @dataclass(kw_only=True, eq=False)
 class FormAgent(TextAgent):
@@ -95,6 +125,12 @@ class FormAgent(TextAgent):
         """What a turn means whose form was wrong."""
         return Finish(None) if self.after_malformed == "end" else Malformed(message)
 
+    def answered(self, text: str, prefix: str) -> Action:
+        """What a turn without an action means: the answer after a prefix, or else what is said."""
+        answer = answer_in(text, prefix)
+        ends = bool(prefix) and answer is not None
+        return Finish(answer) if ends else self.said(text, answer)
+
 
 @dataclass(kw_only=True, eq=False)
 class PairAgent(FormAgent, ABC):
@@ -105,7 +141,7 @@ class PairAgent(FormAgent, ABC):
         close_tag: ends an action, and the turn.
         observation: how the world's answer is shown; {output} is replaced by it.
         answer_prefix: a reply that has this text and no action ends the rollout; what follows is
-            the answer. "": the whole reply is.
+            the answer. "": the whole reply is. What lacks it is said to the user, if there is one.
     """
 
     error: ClassVar[str] = "Error"
@@ -141,7 +177,7 @@ class PairAgent(FormAgent, ABC):
                 raise ValueError(f"{self.close_tag} without {self.open_tag}")
         except ValueError as error:
             return self.malformed(f"{self.error}: {error}")
-        return Finish(answer_in(text, self.answer_prefix))
+        return self.answered(text, self.answer_prefix)
 
     def told(self, observation: Observation, **marks: str) -> str:
         """The world's answer as the policy is shown it, other {marks} than {output} filled in."""

@@ -13,20 +13,23 @@ from typing import Any, Literal
 from agentgrpo.actions import (
     Action,
     CallTools,
-    Finish,
     Message,
     Observation,
     ReadCalls,
     Say,
     Schema,
     ToolCall,
-    answer_in,
     as_json,
 )
 from agentgrpo.agents.text import FormAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
+ONE_CALL_RULE = (
+    "In each turn call one function or none; a second call is not carried out, whatever is said "
+    "elsewhere. What is asked for is done by calling a function, and by nothing else. Never say "
+    "that something was done before the call that does it has answered so."
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,11 +45,14 @@ class ToolAgent(FormAgent):
         system_prompt: what the policy is told first; a task's own system message joins it.
         observation_role: role of the message that carries a tool's answer.
         answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
-            answer. "": the whole reply is.
+            answer. "": the whole reply is, and nothing that is said to a user ends it.
         parser: which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
             llama3_json, mistral, pythonic ...
         parallel_calls: carry out all calls of a turn. False: the first; the others are answered
             with an error.
+        one_call_rule: begin the system message with the rule that a turn calls one function or none
+            and confirms nothing that was not done. A template's own words may say otherwise
+            (Qwen's: "one or more functions").
     """
 
     acts = ("tools",)
@@ -56,9 +62,13 @@ class ToolAgent(FormAgent):
     answer_prefix: str = ""
     parser: str = "hermes"
     parallel_calls: bool = False
+    one_call_rule: bool = False
 
     def __post_init__(self) -> None:
-        self._talks = bool(getattr(self.env, "talks", False))
+        if self.one_call_rule and self.parallel_calls:
+            raise ValueError("agent.options.one_call_rule and parallel_calls exclude each other")
+        if self.one_call_rule:
+            self.system_prompt = f"{ONE_CALL_RULE}\n\n{self.system_prompt or ''}".strip()
         self._read_calls = self.call_reader(self.parser)
         self._known: dict[str, Schema] = {}
 
@@ -85,9 +95,7 @@ class ToolAgent(FormAgent):
         if not reading.calls:
             if reading.attempted:
                 return self.malformed("Error: the tool call could not be read; no call was made")
-            if self._talks:
-                return Say(reading.content.strip())
-            return Finish(answer_in(reading.content, self.answer_prefix))
+            return self.answered(reading.content, self.answer_prefix)
         calls = []
         for number, (name, arguments) in enumerate(reading.calls):
             try:
@@ -101,9 +109,11 @@ class ToolAgent(FormAgent):
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
 
-    def observe(self, action: Action, observation: Observation) -> list[Message]:
-        """One message per call, in order; what somebody said is a user's."""
-        role = "user" if isinstance(action, Say) else self.observation_role
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        """One message per call, in order; what the user said is theirs."""
+        if isinstance(action, Say):
+            return super().observe(action, observation)
+        role = self.observation_role
         if not isinstance(action, CallTools):
             return [{"role": role, "content": observation.text}]
         texts = observation.outputs or (observation.text,)

@@ -233,18 +233,11 @@ def audit_step(
             "with a log-probability and with a prompt or another token before it"
         )
     claimed = Processing(temperature)
-    others = {}
     with scoring(model):
         own = score(model, rows, claimed)
-        for when, state in (weights or {}).items():
-            others[f"the weights of {when}"] = score(model, rows, claimed, state)
-        if hasattr(model, "disable_adapter"):
-            with model.disable_adapter():
-                others[BASE] = score(model, rows, claimed)
+        others = _by_other_weights(model, rows, claimed, weights or {})
         dtype = dtype_of(model, rows[0].ids.device.type)
-        limit = THRESHOLDS.get(dtype, HALF) if threshold is None else threshold
-        outliers = outliers_of(str(dtype).removeprefix("torch."))
-        within = widest_gap([own.gaps_N.numpy(force=True)], outliers) <= limit
+        within = _within(own, dtype, threshold)
         noise = cache(lambda: max(EXACT, 3 * _rounding(model, rows, claimed, own, dtype)))
         findings, closest = _causes(own, others, claimed, [*hints, *_written_down(model)], noise)
         excuse = "" if findings or closest else _noise(own, noise)
@@ -252,23 +245,43 @@ def audit_step(
             if len(own.gaps_N) >= ENOUGH:
                 findings = [*_shifts(own), *_rows_apart(own, noise(), tokenizer, completion_ids)]
             findings = findings[:1] or [_unknown(own, others, closest)]
-    gaps = own.gaps_N
-    return Audit(
-        num_tokens=len(gaps),
-        num_nan=sum(
-            bool(own) and x is not None and math.isnan(x)
-            for index, of in enumerate(logprobs)
-            for own, x in zip(env_mask[index] if env_mask else repeat(1), of, strict=False)
-        ),
-        max_gap=float(gaps.abs().max()),
-        mean_gap=float(gaps.abs().mean()),
-        kl=float((gaps.neg().clamp(max=30).exp() - 1 + gaps).mean()),
-        findings=findings,
-        noise=excuse,
+    gaps, nan = own.gaps_N, _nan_among(logprobs, env_mask)
+    kl = float((gaps.neg().clamp(max=30).exp() - 1 + gaps).mean())
+    widest, mean = float(gaps.abs().max()), float(gaps.abs().mean())
+    return Audit(len(gaps), nan, widest, mean, kl, findings, excuse)
+
+
+def _within(own: Scores, dtype: torch.dtype, threshold: float | None) -> bool:
+    """Whether the gaps are as small as a dtype's are where nothing is wrong."""
+    limit = THRESHOLDS.get(dtype, HALF) if threshold is None else threshold
+    outliers = outliers_of(str(dtype).removeprefix("torch."))
+    return bool(widest_gap([own.gaps_N.numpy(force=True)], outliers) <= limit)
+
+
+def _nan_among(
+    logprobs: Sequence[Sequence[float | None]], env_mask: Sequence[Sequence[int]] | None
+) -> int:
+    return sum(
+        bool(own) and x is not None and math.isnan(x)
+        for index, of in enumerate(logprobs)
+        for own, x in zip(env_mask[index] if env_mask else repeat(1), of, strict=False)
     )
 
 
 BASE = "the model without its adapter"
+
+
+def _by_other_weights(
+    model: Any, rows: Sequence[Row], claimed: Processing, weights: Mapping[str, Snapshot]
+) -> dict[str, Scores]:
+    others = {
+        f"the weights of {when}": score(model, rows, claimed, state)
+        for when, state in weights.items()
+    }
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            others[BASE] = score(model, rows, claimed)
+    return others
 
 
 def _token_findings(

@@ -10,14 +10,18 @@ from agentgrpo.config.learning import (
 )
 from agentgrpo.config.playing import (
     FILTERS,
+    NO_REFERENCE,
+    OWN_MODELS,
     AgentConfig,
     BranchConfig,
     DataConfig,
+    EndpointConfig,
     EngineConfig,
     EnvConfig,
     EvaluationConfig,
     RolloutConfig,
     SandboxConfig,
+    UserConfig,
 )
 from agentgrpo.config.run import (
     TrainConfig,
@@ -31,9 +35,12 @@ from agentgrpo.config.section import (
 __all__ = [
     "FILTERS",
     "LORA_RANKS",
+    "NO_REFERENCE",
+    "OWN_MODELS",
     "AgentConfig",
     "BranchConfig",
     "DataConfig",
+    "EndpointConfig",
     "EngineConfig",
     "EnvConfig",
     "EvaluationConfig",
@@ -47,5 +54,6 @@ __all__ = [
     "SandboxConfig",
     "Section",
     "TrainConfig",
+    "UserConfig",
     "room_for_adapters",
 ]

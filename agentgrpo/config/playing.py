@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
@@ -93,6 +95,38 @@ class AgentConfig(Section):
     """Keyword arguments of the agent's class."""
 
 
+class UserConfig(Section):
+    """Whom the policy can talk with, in any environment (envs/dialogue.py, docs/agents.md)."""
+
+    mode: str = "nobody"
+    """nobody; scripted: says what the task's column holds, text by text, then leaves; model: the
+    engine plays who knows it; reference: it does without its adapter; endpoint:NAME: another model
+    does; or your own `module:Class` or function, which makes a user
+    (envs/customers.py: User) of a task's spec."""
+    column: str = "user"
+    """Column of the data: what the user says or knows, a text or a list of texts."""
+    max_replies: Positive = 8
+    """Of a rollout. What is said to the user after that ends it, as if they left."""
+    temperature: NotNegativeNumber = 0.0
+    """Of a model's words; 0 is greedy."""
+    max_tokens: Positive = 64
+    """Of one reply of a model."""
+
+    @property
+    def reads_column(self) -> bool:
+        """Whether who plays is shipped; the user's own reads the task's spec."""
+        return self.mode != "nobody" and self.mode.partition(":")[0] in (self.mode, "endpoint")
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> UserConfig:
+        unread, column = partial(refuse_unread, self, "env.user"), self.reads_column
+        model = column and self.mode != "scripted"
+        unread("max_replies", unless=self.mode != "nobody", need="a mode but 'nobody'")
+        unread("column", unless=column, need="a shipped mode")
+        unread("temperature", "max_tokens", unless=model, need="mode 'model'")
+        return self
+
+
 class EnvConfig(Section):
     """What answers the policy (envs/, docs/agents.md)."""
 
@@ -101,6 +135,7 @@ class EnvConfig(Section):
     protocol). auto: the one that the agent is made for."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's class."""
+    user: UserConfig = UserConfig()
 
 
 FILTERS: dict[str, float] = {
@@ -114,6 +149,61 @@ FILTERS: dict[str, float] = {
 """What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
 
 
+OWN_MODELS = ("policy", "reference")
+"""Models that need no endpoint: the one that is trained, and the one that training began with."""
+NO_REFERENCE = (
+    "'reference' is the model without its adapter: it needs learner.lora.rank and "
+    "learner.lora.serve 'adapter'; else name an endpoint"
+)
+
+
+class EndpointConfig(Section):
+    """A model or a search that is asked by its name (engine/endpoints.py)."""
+
+    kind: Literal["engine", "http", "script", "retriever"] = "engine"
+    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
+    another local model (two vLLM engines in one process disturb each other); script: a function;
+    retriever: a server that is posted {"query": ..., "top_n": ...} and answers a list of documents,
+    {"id": ..., "contents": ...} (envs/search.py)."""
+    model: str = ""
+    """http: what the server calls the model."""
+    url: str = ""
+    """http: up to and with the version, http://localhost:8000/v1. retriever: the whole address,
+    http://localhost:1243/search."""
+    api_key_env: str = ""
+    """http, retriever: name of the environment variable that holds the key."""
+    timeout_s: PositiveNumber = 120.0
+    """http, retriever: seconds that one try may take in all, to the last byte of its answer."""
+    retries: NotNegative = 3
+    """http, retriever: further tries after a failure of the network or the server."""
+    extra: dict[str, Any] = {}
+    """http, retriever: more fields of every request (top_p, ...)."""
+    function: str = ""
+    """script: `module:function`, called with the messages, returns the reply."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_whole(self) -> EndpointConfig:
+        needs = {"url": ("http", "retriever"), "model": ("http",), "function": ("script",)}
+        for key, kinds in needs.items():
+            if self.kind in kinds and not getattr(self, key):
+                raise ValueError(f"an endpoint of kind {self.kind!r} needs {key}")
+            if self.kind not in kinds and getattr(self, key):
+                raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
+        if self.url:
+            _require_url(self.url)
+        return self
+
+
+def _require_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError as error:  # a port that is none
+        raise ValueError(f"url: {error}, got {url!r}") from None
+    if not fits:
+        raise ValueError(f"url: expected http://HOST:PORT/v1, got {url!r}")
+
+
 class BranchConfig(Section):
     """Branching where the policy was unsure after a tool's answer (rollout/branch.py)."""
 
@@ -122,6 +212,9 @@ class BranchConfig(Section):
     alone where nothing branches. 0: no branching."""
     probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Of branching where the entropy is what it was in the rollout's first turn."""
+    beam_size: Annotated[int, Field(ge=2, le=10**6)] = 2
+    """Rollouts that may go on from one point, the one that came there included; each of the others
+    branches off with the probability there, while the group has places left."""
     entropy_weight: NotNegativeNumber = 0.2
     """How much the probability grows with the entropy's growth, in units of ln(vocabulary)."""
     entropy_tokens: Positive = 20
@@ -314,7 +407,11 @@ class SandboxConfig(Section):
     """A template built by `agentgrpo sandbox template build`; None: plain Python. Of its
     limits, timeout_s and memory_mib are replaced by those above."""
     site_dirs: tuple[Place, ...] = ()
-    """Directories of packages that sessions may import from, besides the template's."""
+    """Directories of packages that sessions may import from, besides the template's. "own": those
+    of the Python that runs agentgrpo, read-only."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once and that all sessions have from their start, besides the
+    template's: what takes a second to import costs them nothing. They must not start threads."""
     env: dict[str, str] = {}
     """Environment variables of all code."""
     tools: PathOf | None = None

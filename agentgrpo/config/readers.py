@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-RECIPE_SECTIONS = ("endpoints", "flywheel", "sft", "curriculum", "measures")
+RECIPE_SECTIONS = ("flywheel", "sft", "curriculum", "measures")
 """What config/recipe.py has besides the sections of a run."""
 PLAYS = (
     "model seed engine.* agent.* env.* sandbox.* data.* rollout.* reward.* "
@@ -22,7 +22,7 @@ PLAYS = (
 engine.max_model_len; out_dir has no default. "!" takes out of a section."""
 TRAINS = (
     "model seed out_dir save_every eval_every keep_checkpoints trackers preflight engine.* agent.* "
-    "env.* rollout.* evaluation.* sandbox.* data.* reward.* learner.* loss.*"
+    "env.* endpoints* rollout.* evaluation.* sandbox.* data.* reward.* learner.* loss.*"
 )
 _READS: Mapping[str, str] = {
     "train": f"{TRAINS} steps",
@@ -31,7 +31,7 @@ _READS: Mapping[str, str] = {
     "sft": (
         "model seed out_dir save_every keep_checkpoints engine.dtype engine.max_model_len agent.* "
         "env.* sandbox.* data.* rollout.template_options rollout.call_timeout_s "
-        "learner.* sft.*"
+        "learner.* endpoints* sft.*"
     ),
     "curriculum": f"{TRAINS} curriculum.*",
 }

@@ -7,58 +7,21 @@ share (model, agent, environment, engine, learner) is said once, in the sections
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import Field
 
-from agentgrpo.config import NotNegative, Positive, Section, TrainConfig
-from agentgrpo.config.section import Place, PositiveNumber, refuse_unread
+from agentgrpo.config import (
+    NO_REFERENCE,
+    OWN_MODELS,
+    NotNegative,
+    Positive,
+    Section,
+    TrainConfig,
+)
+from agentgrpo.config.section import Place, refuse_unread
 
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class EndpointConfig(Section):
-    """A model that is asked by its name (engine/endpoints.py)."""
-
-    kind: Literal["engine", "http", "script"] = "engine"
-    """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
-    another local model (two vLLM engines in one process disturb each other); script: a function."""
-    model: str = ""
-    """http: what the server calls the model."""
-    url: str = ""
-    """http: up to and with the version, http://localhost:8000/v1."""
-    api_key_env: str = ""
-    """http: name of the environment variable that holds the key."""
-    timeout_s: PositiveNumber = 120.0
-    """http: seconds that one try may take in all, to the last byte of its answer."""
-    retries: NotNegative = 3
-    """http: further tries after a failure of the network or the server."""
-    extra: dict[str, Any] = {}
-    """http: more fields of every request (top_p, ...)."""
-    function: str = ""
-    """script: `module:function`, called with the messages, returns the reply."""
-
-    @pydantic.model_validator(mode="after")
-    def _is_whole(self) -> EndpointConfig:
-        for kind, key in (("http", "url"), ("http", "model"), ("script", "function")):
-            if self.kind == kind and not getattr(self, key):
-                raise ValueError(f"an endpoint of kind {kind!r} needs {key}")
-            if self.kind != kind and getattr(self, key):
-                raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
-        if self.url:
-            _require_url(self.url)
-        return self
-
-
-def _require_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError as error:  # a port that is none
-        raise ValueError(f"url: {error}, got {url!r}") from None
-    if not fits:
-        raise ValueError(f"url: expected http://HOST:PORT/v1, got {url!r}")
 
 
 class FlywheelConfig(Section):
@@ -137,6 +100,9 @@ class CurriculumConfig(Section):
     """Candidates played between two records on disk: what a kill costs at most."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
     """Optimizer steps of each stage; the last number stands for all further ones."""
+    epochs: Positive | None = None
+    """In place of steps: how often a stage goes through what it selected, rollout.tasks_per_step of
+    them a step, the last step rounded up."""
     by_kind: bool = False
     """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
     that are right or wrong, whose correctness varies more."""
@@ -159,11 +125,12 @@ class CurriculumConfig(Section):
                 f"curriculum.easy_share + curriculum.hard_share must be at most 1, "
                 f"got {self.easy_share} + {self.hard_share}"
             )
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"curriculum.steps {list(self.steps)} and curriculum.epochs {self.epochs} exclude "
+                "each other"
+            )
         return self
-
-    def steps_of(self, stage: int) -> int:
-        """Optimizer steps of a stage, counted from 0."""
-        return self.steps[min(stage, len(self.steps) - 1)]
 
 
 class MeasuresConfig(Section):
@@ -200,8 +167,6 @@ class MeasuresConfig(Section):
 class RecipeConfig(TrainConfig):
     """A whole recipe."""
 
-    endpoints: dict[str, EndpointConfig] = {}
-    """Models by name; `policy` is the run's own model."""
     flywheel: FlywheelConfig = FlywheelConfig()
     sft: SftConfig = SftConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -216,11 +181,20 @@ class RecipeConfig(TrainConfig):
             "measures.conciseness_judge": self.measures.conciseness_judge,
         }
         for key, name in used.items():
-            if name and name != "policy" and name not in self.endpoints:
-                known = ", ".join(["policy", *self.endpoints])
+            if name and name not in (*OWN_MODELS, *self.endpoints):
+                known = ", ".join([*OWN_MODELS, *self.endpoints])
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
-        if "policy" in self.endpoints:
-            raise ValueError("endpoints.policy: the name is that of the run's own model")
+            if name in self.endpoints and self.endpoints[name].kind == "retriever":
+                raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
+            if name == "reference" and not self.learner.lora.served_rank:
+                raise ValueError(f"{key}: {NO_REFERENCE}")
+            own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
+            divided = self.engine.tensor_parallel_size > 1
+            if own and divided and key.startswith("measures."):
+                raise ValueError(
+                    f"{key}: {name!r} is asked on one rank alone, and engine.tensor_parallel_size "
+                    f"is {self.engine.tensor_parallel_size}: name an endpoint"
+                )
         if "flywheel" in self.model_fields_set:
             self.require_sessions()
         return self

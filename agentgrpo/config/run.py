@@ -9,8 +9,10 @@ from pydantic import Field
 
 from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
+    OWN_MODELS,
     AgentConfig,
     DataConfig,
+    EndpointConfig,
     EngineConfig,
     EnvConfig,
     EvaluationConfig,
@@ -47,6 +49,10 @@ class TrainConfig(Section):
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     env: EnvConfig = EnvConfig()
+    endpoints: dict[str, EndpointConfig] = {}
+    """Models by name, which play customers (env.options.mode), sum up (env.options.summary) and
+    judge, and searches. Two need no section: `policy`, the run's own model, and `reference`, the
+    same without its LoRA adapter."""
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -83,6 +89,14 @@ class TrainConfig(Section):
             kinds & {"repl", "console"}
         )
         return loss.model_copy(update={"span_credit": "turn" if console else "rollout"})
+
+    @pydantic.field_validator("endpoints")
+    @classmethod
+    def _new_names(cls, endpoints: dict[str, EndpointConfig]) -> dict[str, EndpointConfig]:
+        for name in OWN_MODELS:
+            if name in endpoints:
+                raise ValueError(f"endpoints.{name}: the name is that of one of the run's own")
+        return endpoints
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:

@@ -69,21 +69,25 @@ def read_tasks(
             row = _row(value, needed, kept)
             if digest is not None:
                 digest.update(json.dumps(row, sort_keys=True).encode())
-            task = Task(
-                id=f"{name}:{number}" if id is None else str(row[id]),
-                messages=_messages(row[question], column=question),
-                spec=_spec(row, question, answer),
-                is_text=isinstance(row[question], str),
-            )
-            if task.id in tasks:
-                raise ValueError(f"the id {task.id!r} appears twice")
+            own = f"{name}:{number}" if id is None else str(row[id])
+            if own in tasks:
+                raise ValueError(f"the id {own!r} appears twice")
+            tasks[own] = _task(own, row, question, answer)
         except ValueError as error:
             raise ValueError(f"{place}:{number}: {error}") from None
-        tasks[task.id] = task
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
     source = f"{name} (SHA-256 {_digest(Path(path)) if digest is None else digest.hexdigest()})"
     return RowTasks(list(tasks.values()), source=source, seed=seed)
+
+
+def _task(id: str, row: dict[str, Any], question: str, answer: str) -> Task:
+    return Task(
+        id=id,
+        messages=_messages(row[question], column=question),
+        spec=_spec(row, question, answer),
+        is_text=isinstance(row[question], str),
+    )
 
 
 Rows = Iterator[tuple[Path | str, int, Any]]

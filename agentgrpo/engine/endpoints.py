@@ -1,4 +1,4 @@
-"""Models that are asked for text by name: over HTTP, in this process, or a script instead.
+"""What is asked by name: models for text, over HTTP, in this process, or a script; searches.
 
 An endpoint may be asked by many threads at once; a call blocks its own thread only. A fault is said
 in the log of this module and tried again; what is left of it is an InfrastructureError, never text.
@@ -13,15 +13,17 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
+from html.parser import HTMLParser
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
 
-from agentgrpo.actions import InfrastructureError
+from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
+from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
-from agentgrpo.config.recipe import EndpointConfig
 from agentgrpo.extras import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from agentgrpo.engine.engine import Engine
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 SENT = {
     *("accept", "accept-encoding", "authorization", "connection", "content-length"),
@@ -66,6 +69,13 @@ class Endpoint(ABC):
             for reply, found in zip(replies, ends, strict=True)
         ]
 
+    def __call__(self, ask: Ask) -> str:
+        """What an episode asks for."""
+        (said,) = self.complete(
+            ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
+        )
+        return said
+
     @abstractmethod
     def _replies(
         self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
@@ -83,6 +93,11 @@ class ScriptedEndpoint(Endpoint):
 
     reply: Callable[[Sequence[Message]], str]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The function, by its name."""
+        return {"function": f"{self.reply.__module__}:{self.reply.__qualname__}"}
+
     def _replies(
         self, messages: Sequence[Message], n: int, *sampling: object
     ) -> list[str]:  # fmt: skip
@@ -94,8 +109,8 @@ class ScriptedEndpoint(Endpoint):
 
 
 @dataclass(frozen=True)
-class HttpEndpoint(Endpoint):
-    """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API), asked by the openai client.
+class Server(ABC):
+    """A server, asked by the openai client.
 
     The client tries again, after about twice as long each time or after what the server asks for:
     failures of the network, 408, 409, 429 and 5xx, and answers that are not of the asked form.
@@ -104,32 +119,50 @@ class HttpEndpoint(Endpoint):
     """
 
     config: EndpointConfig
-    """Of kind "http"."""
 
-    def _replies(
-        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
-        stop: Sequence[str],
-    ) -> list[str]:  # fmt: skip
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its answers depend on besides what is asked."""
+        return self.config.model_dump(include={"kind", "url", "model", "extra"})
+
+    @abstractmethod
+    def _read(self, request: httpx2.Request, response: httpx2.Response) -> Any:
+        """What an answer says. Raises BadAnswer."""
+
+    def _ask(self, url: str, body: Any = None, **options: Any) -> Any:
+        """What the server answers.
+
+        Args:
+            url: a whole address, or what follows the endpoint's own.
+            body: what is posted, as JSON; None: it is a GET.
+            options: of the client's for this request.
+
+        Raises:
+            InfrastructureError: no answer could be had.
+        """
+        import httpx2
         import openai
 
-        c, key = self.config, self._key()
-        create = self._client.chat.completions.with_raw_response.create
+        key = self._key()
+        options.setdefault("headers", {"Authorization": f"Bearer {key}" if key else openai.omit})
 
-        async def ask() -> bytes:
-            answer = await create(
-                model=c.model, messages=cast(Any, messages), n=n, temperature=temperature,
-                max_tokens=max_tokens, stop=list(stop) or openai.omit, extra_body=c.extra,
-                extra_headers={"Authorization": f"Bearer {key}" if key else openai.omit},
-            )  # fmt: skip
-            return answer.content
+        async def ask() -> Any:
+            asked: Any = {"cast_to": httpx2.Response, "options": options}
+            if body is None:
+                response = await self._client.get(url, **asked)
+            else:
+                response = await self._client.post(url, body=body, **asked)
+            return self._read(response.request, response)
 
         try:
-            return _texts(asyncio.run_coroutine_threadsafe(ask(), _loop()).result(), n)
+            return asyncio.run_coroutine_threadsafe(ask(), _loop()).result()
         except openai.APIStatusError as error:
             said = f"HTTP {error.status_code}: {error.response.text[:200]}"
-            raise InfrastructureError(f"endpoint {c.url}: {said}") from error
+            raise Refused(f"endpoint {self.config.url}: {said}", error.status_code) from error
         except (openai.OpenAIError, BadAnswer) as error:
-            raise InfrastructureError(f"endpoint {c.url}: {error.__cause__ or error}") from error
+            raise InfrastructureError(
+                f"endpoint {self.config.url}: {error.__cause__ or error}"
+            ) from error
 
     def _key(self) -> str:
         name = self.config.api_key_env
@@ -149,7 +182,7 @@ class HttpEndpoint(Endpoint):
         import httpx2
         import openai
 
-        c = self.config
+        c, read = self.config, self._read
 
         class Client(openai.DefaultAsyncHttpxClient):
             """Gives a try c.timeout_s in all; httpx gives it to each read."""
@@ -164,7 +197,7 @@ class HttpEndpoint(Endpoint):
                     raise httpx2.ReadTimeout(said, request=request) from error
                 if response.is_success:
                     try:
-                        _texts(response.content, json.loads(request.content)["n"])
+                        read(request, response)
                     except BadAnswer as error:  # as what makes the client try again
                         LOG.warning("endpoint %s: %s", c.url, error)
                         raise httpx2.RequestError(str(error)) from error
@@ -178,6 +211,75 @@ class HttpEndpoint(Endpoint):
         # a proxy of the environment without its package, certificates that are not there, a bad URL
         except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
             raise InfrastructureError(f"endpoint {c.url}: {error}") from error
+
+
+class HttpEndpoint(Server, Endpoint):
+    """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): of kind "http"."""
+
+    def _replies(
+        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
+        stop: Sequence[str],
+    ) -> list[str]:  # fmt: skip
+        body = {
+            "model": self.config.model, "messages": messages, "n": n, "temperature": temperature,
+            "max_tokens": max_tokens, **({"stop": list(stop)} if stop else {}), **self.config.extra,
+        }  # fmt: skip
+        replies: list[str] = self._ask("/chat/completions", body)
+        if len(replies) != n:  # endpoints.NAME.extra asked for others
+            raise InfrastructureError(
+                f"endpoint {self.config.url}: {len(replies)} of {n} replies came"
+            )
+        return replies
+
+    def _read(self, request: httpx2.Request, response: httpx2.Response) -> list[str]:
+        return _texts(response.content, json.loads(request.content)["n"])
+
+
+class Retriever(Server):
+    """A server that finds documents, in the form of ET-Agent's, ARPO's and FlashRAG's: "retriever".
+
+    It is posted {"query": ..., "top_n": ...} and answers a JSON list of objects with the text
+    `contents` (its first line is the title) or `text`, and perhaps `title` and `url`.
+    """
+
+    def retrieve(self, query: str, top_n: int) -> list[dict[str, str]]:
+        """The documents that fit best, best first: title, text and url of each.
+
+        Raises:
+            InfrastructureError: they could not be had.
+        """
+        body = {"query": query, "top_n": top_n, **self.config.extra}
+        found: list[dict[str, str]] = self._ask(self.config.url, body)
+        return found[:top_n]
+
+    def page(self, url: str) -> str:
+        """The text of a page that a document names; where the page is none, that, and why.
+
+        Redirections are followed, and no key is sent.
+
+        Raises:
+            InfrastructureError: it could not be had.
+        """
+        import openai
+
+        if urlsplit(url).scheme not in ("http", "https"):
+            return "(not a web page)"
+        headers = {"Authorization": openai.omit, "Accept": "text/html, text/plain;q=0.9"}
+        try:
+            text: str = self._ask(url, headers=headers, follow_redirects=True)
+        except Refused as error:
+            if error.status == 429 or error.status >= 500:
+                raise
+            return f"(the page cannot be had: HTTP {error.status})"
+        return text
+
+    def _read(self, request: httpx2.Request, response: httpx2.Response) -> Any:
+        if request.method == "POST":
+            return _documents(response.content)
+        kind = response.headers.get("content-type", "text/html").partition(";")[0].strip().lower()
+        if kind in ("text/html", "application/xhtml+xml"):
+            return text_of(response.text)
+        return response.text if kind.startswith("text/") else f"(the page is {kind})"
 
 
 @cache
@@ -199,7 +301,8 @@ def _clean(request: httpx2.Request, config: EndpointConfig) -> None:
 def _texts(answer: bytes, n: int) -> list[str]:
     """The n replies in a server's answer."""
     try:
-        replies = [choice["message"]["content"] for choice in json.loads(answer)["choices"]]
+        choices = as_json(json.loads(answer))["choices"]
+        replies = [choice["message"]["content"] for choice in choices]
     except (ValueError, KeyError, TypeError) as error:
         raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
     if not all(isinstance(reply, str) for reply in replies):
@@ -209,8 +312,76 @@ def _texts(answer: bytes, n: int) -> list[str]:
     return replies
 
 
+def _documents(answer: bytes) -> list[dict[str, str]]:
+    """Those in a retriever's answer."""
+    try:
+        rows = as_json(json.loads(answer))
+        texts = [row["contents"] if "contents" in row else row["text"] for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadAnswer(
+            f"expected a list of documents with 'contents', got {answer[:200]!r}"
+        ) from error
+    found = []
+    for row, text in zip(rows, texts, strict=True):
+        title, url = row.get("title"), row.get("url")
+        if not all(isinstance(x, str) for x in (text, title or "", url or "")):
+            raise BadAnswer(f"expected texts in each document, got {row!r:.200}")
+        if title is None and "\n" in text:
+            title, _, text = text.partition("\n")
+        found.append({"title": title or "", "text": text, "url": url or ""})
+    return found
+
+
 class BadAnswer(Exception):
     """A server answered in another form than it should."""
+
+
+class Refused(InfrastructureError):
+    """A server answered with another status than success."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+def text_of(html: str) -> str:
+    r"""What a reader sees of a web page: its text, a line for each block.
+
+    >>> text_of("<title>A</title><script>x()</script><p>One &amp; <b>two</b><p>three")
+    'A\nOne & two\nthree'
+    """
+    reader = _Reader()
+    reader.feed(html)
+    reader.close()
+    lines = (" ".join(line.split()) for line in "".join(reader.parts).splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+class _Reader(HTMLParser):
+    hidden = ("script", "style", "noscript", "template", "svg")
+    inline = ("a", "abbr", "b", "cite", "code", "em", "i", "mark", "q", "s", "small", "span",
+              "strong", "sub", "sup", "u", "var")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._within = 0
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self._within += tag in self.hidden
+        self._break(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = max(0, self._within - (tag in self.hidden))
+        self._break(tag)
+
+    def handle_data(self, data: str) -> None:
+        if not self._within:
+            self.parts.append(data)
+
+    def _break(self, tag: str) -> None:
+        if tag not in self.inline:
+            self.parts.append("\n")
 
 
 class EngineLoop:
@@ -244,6 +415,14 @@ class EngineLoop:
     def stop(self) -> None:
         """Make serve() return once nothing is in flight. From any thread."""
         self._asked.put(None)
+
+    def serve_while(self, work: Callable[[], T]) -> T:
+        """Serve what work(), on a thread of its own, asks; returns what it does."""
+        with ThreadPoolExecutor(1, "asks the engine") as side:
+            result = side.submit(work)
+            result.add_done_callback(lambda _: self.stop())
+            self.serve()
+            return result.result()
 
     def serve(self) -> None:
         """Decode what is asked until stop(). Whoever waits when an error ends it gets the error."""
@@ -302,6 +481,8 @@ class EngineEndpoint(Endpoint):
 
     loop: EngineLoop
     chat: ChatTemplate
+    reference: bool = False
+    """Without the adapter."""
 
     def _replies(
         self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
@@ -321,10 +502,18 @@ class EngineEndpoint(Endpoint):
                 temperature=temperature,
                 stop=tuple(stop),
                 stop_token_ids=self.chat.stop_token_ids,
+                reference=self.reference,
             )
             for _ in range(n)
         ]
         return [self.chat.decode(one.result().token_ids) for one in asked]
+
+
+def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+    """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
+    if isinstance(model, str):
+        return EngineEndpoint(loop, chat, reference=model == "reference")
+    return cast(Endpoint, model)
 
 
 def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
@@ -338,4 +527,18 @@ def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
     if config.kind == "http":
         require("openai", f"endpoints.{name}.kind = 'http'")
         return HttpEndpoint(config)
+    if config.kind == "retriever":
+        raise ValueError(f"endpoints.{name}: a retriever finds documents, and writes no text")
     raise ValueError(f"endpoints.{name}: an engine is needed, and there is none here")
+
+
+def make_retriever(config: EndpointConfig, name: str) -> Retriever:
+    """The retriever that a config describes.
+
+    Raises:
+        ValueError: it describes none; or openai is not installed.
+    """
+    if config.kind != "retriever":
+        raise ValueError(f"endpoints.{name}: expected kind 'retriever', got {config.kind!r}")
+    require("openai", f"endpoints.{name}.kind = 'retriever'")
+    return Retriever(config)

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from agentgrpo import parallel
-from agentgrpo.config import EngineConfig
+from agentgrpo.config import NO_REFERENCE, EngineConfig
 from agentgrpo.engine.requests import Request
 from agentgrpo.engine.start import (
     groups_stay,
@@ -242,6 +242,7 @@ class Engine:
         top_logprobs: int = 0,
         filters: Mapping[str, float] = MappingProxyType({}),
         on_token: Callable[[int], bool] | None = None,
+        reference: bool = False,
     ) -> None:
         """Queue one continuation of prompt_ids; step() will return it when it is finished.
 
@@ -258,19 +259,15 @@ class Engine:
             filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
                 what is trained on: EvaluationConfig says why.
             on_token: told of each sampled token within step(); true ends the turn with that token.
+            reference: answered without the adapter, by the weights that nothing changes.
 
         Raises:
-            ValueError: request_id is in flight already, or prompt and max_tokens exceed
-                max_model_len (vLLM would cut max_tokens silently).
+            ValueError: request_id is in flight already; prompt and max_tokens exceed max_model_len
+                (vLLM would cut max_tokens silently); or the engine has no adapters to do without.
         """
-        self._require_awake()
-        if request_id in self._in_flight:
-            raise ValueError(f"request {request_id!r} is in flight already")
-        if len(prompt_ids) + max_tokens > self.max_model_len:
-            raise ValueError(
-                f"request {request_id!r}: {len(prompt_ids)} prompt tokens + max_tokens "
-                f"{max_tokens} exceed engine.max_model_len {self.max_model_len}"
-            )
+        self._require_room(request_id, len(prompt_ids), max_tokens)
+        if reference and not self.lora_rank:
+            raise ValueError(f"request {request_id!r}: {NO_REFERENCE}")
         engine, inputs = self._engine, self._engine.input_processor
         asked = inputs.process_inputs(
             request_id,
@@ -287,17 +284,26 @@ class Engine:
                 **dict[str, Any](filters),
             ),
             supported_tasks=engine.get_supported_tasks(),
-            lora_request=self._adapter,
+            lora_request=None if reference else self._adapter,
         )
         inputs.assign_request_id(asked)
-        text = None
-        if stop:
-            text = IncrementalDetokenizer.from_new_request(engine.renderer.tokenizer, asked)
+        make_text = IncrementalDetokenizer.from_new_request
+        text = make_text(engine.renderer.tokenizer, asked) if stop else None
         ids = asked.prompt_token_ids
         assert ids is not None, "vLLM was given ids"
         request = Request(request_id, asked.request_id, ids, text, top_logprobs, on_token)
         engine.engine_core.add_request(asked)
         self._in_flight[request_id] = self._running_as[asked.request_id] = request
+
+    def _require_room(self, request_id: str, prompt: int, max_tokens: int) -> None:
+        self._require_awake()
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id!r} is in flight already")
+        if prompt + max_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {request_id!r}: {prompt} prompt tokens + max_tokens {max_tokens} exceed "
+                f"engine.max_model_len {self.max_model_len}"
+            )
 
     def step(self) -> list[Completion]:
         """Decode one token for every running request; return those that finished.

@@ -19,6 +19,8 @@
   full, which is so for two in a block's tokens. Here it asks for those (pass_over_open_blocks).
 * CUDA graphs are captured for every number of rollouts that may decode at once. vLLM stops at 512,
   and captures more sizes for few.
+* On CPU a request without an adapter got that of the last slot, index -1, where another request of
+  the batch had one. Here its share of every adapter is zero (_without_adapter_none).
 * Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
   the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
 """
@@ -27,12 +29,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.lora.ops.torch_ops.lora_ops as lora_ops
+import vllm.lora.punica_wrapper.punica_cpu as punica_cpu
 import vllm.model_executor.layers.utils as vllm_layers
 import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM
@@ -67,6 +72,8 @@ def start(
         OutOfMemory: with what to set lower.
     """
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
+    if device == "cpu" and lora_rank:
+        _without_adapter_none()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     # vLLM collects garbage four times as it starts, at 0.4 s each while the million objects that
     # the imports made are looked at; frozen they are not. At exit they must be looked at again, or
@@ -184,6 +191,21 @@ def _lora_settings(rank: int) -> dict[str, Any]:
     if not rank:
         return {}
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_adapters(rank)}
+
+
+@functools.cache
+def _without_adapter_none() -> None:
+    """Have vLLM's adapters on CPU add nothing to rows that have none. CUDA's are not tried."""
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(
+        inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0
+    ) -> None:
+        shrink(inputs, weights, output, indices, scaling)
+        output[indices < 0] = 0.0
+
+    for module in (lora_ops, punica_cpu):
+        setattr(module, "bgmv_shrink", bgmv_shrink)  # noqa: B010 - vLLM declares it otherwise
 
 
 def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:

@@ -1,7 +1,8 @@
 """Simulated customers and their cases: what tau2-bench and tau-bench have in common.
 
-A customer called `scripted` says what it knows piece by piece, `model` is played by the engine that
-plays the agent; one of the user's own is a class with the two methods of User.
+A customer called `scripted` says what it knows piece by piece, another is played by a model:
+`model` is the policy, whose words change as it is trained, `reference` and `endpoint:NAME` are
+models that stay as they are. One of the user's own is a class with the two methods of User.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from agentgrpo.actions import (
+    MODELS,
     Action,
     Ask,
     CallTools,
     Heard,
     Message,
+    Model,
     Observation,
     Say,
     Schema,
     ToolCall,
 )
+from agentgrpo.config import NO_REFERENCE
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import tool_schema
@@ -29,6 +33,8 @@ from agentgrpo.types import Task
 
 HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What the benchmarks' customers write when they end the talk."""
+PLAYED_BY = {"model": "policy", "reference": "reference"}
+"""Modes in which a model is the customer, and which; besides `endpoint:NAME`."""
 GREETING = "Hi! How can I help you today?"
 DONE = "done"
 ALONE = (
@@ -63,12 +69,14 @@ class ScriptedUser:
     """Says its pieces, one a turn, then agrees; hangs up when satisfied.
 
     Deterministic: a function of the pieces and of how often the agent has spoken.
+
+    Args:
+        pieces: what they say.
+        patience: how often they agree, at most.
     """
 
-    PATIENCE = 8
-
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self._pieces = list(pieces)
+    def __init__(self, pieces: Sequence[str], patience: int = 8) -> None:
+        self._pieces, self._patience = list(pieces), patience
         self._turn = 0
 
     def reply(self, said: str, *, satisfied: bool) -> str | None:
@@ -76,7 +84,7 @@ class ScriptedUser:
         self._turn += 1
         if self._turn <= len(self._pieces):
             return self._pieces[self._turn - 1]
-        if satisfied or self._turn > len(self._pieces) + self.PATIENCE:
+        if satisfied or self._turn > len(self._pieces) + self._patience:
             return None
         return "Yes, please go ahead."
 
@@ -86,27 +94,31 @@ class ScriptedUser:
 
 
 class ModelUser:
-    """A customer whom the engine plays: the same weights in another role, never trained on.
+    """A customer whom a model plays. What it says is never trained on.
 
     Args:
         system: who the customer is, what they want and how they end the talk (HANGS_UP).
         opening: what they said first.
         temperature: of their words; 0 is greedy.
         max_tokens: of one of their turns.
+        model: who it is.
     """
 
-    def __init__(self, system: str, opening: str, *, temperature: float, max_tokens: int) -> None:
+    def __init__(
+        self, system: str, opening: str, *, temperature: float, max_tokens: int,
+        model: Model = "policy",
+    ) -> None:  # fmt: skip
         self._messages: list[Message] = [
             {"role": "system", "content": system},
             {"role": "user", "content": GREETING},
             {"role": "assistant", "content": opening},
         ]
-        self._temperature, self._max_tokens = temperature, max_tokens
+        self._temperature, self._max_tokens, self._model = temperature, max_tokens, model
 
     def reply(self, said: str, *, satisfied: bool) -> Ask:
         """The talk so far, as the customer sees it: the agent is their user."""
         self._messages.append({"role": "user", "content": said})
-        return Ask(tuple(self._messages), self._max_tokens, self._temperature)
+        return Ask(tuple(self._messages), self._max_tokens, self._temperature, self._model)
 
     def heard(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""
@@ -121,27 +133,38 @@ class Customers:
     Args:
         mode: `silent`, one of `played`, or `module:Class` of a User called with the task's spec.
         silent: the mode in which nobody talks.
-        played: which of "scripted" and "model" the environment has.
-        temperature: of a "model"; 0 is greedy.
-        max_tokens: of one turn of a "model".
+        played: which of "scripted" and "model" the environment has; with "model", `reference` and
+            `endpoint:NAME` too.
+        temperature: of a model; 0 is greedy.
+        max_tokens: of one turn of a model.
+        models: who may be asked, by name.
 
     Raises:
         ValueError: an argument is none of these; names the option.
     """
 
     def __init__(
-        self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int
-    ) -> None:
-        modes = (silent, *played)
-        if mode not in modes and ":" not in mode:
+        self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int,
+        models: Mapping[str, Model] = MODELS,
+    ) -> None:  # fmt: skip
+        kind, colon, endpoint = mode.partition(":")
+        others = ("reference", "endpoint:NAME") if "model" in played else ()
+        modes = (silent, *played, *others)
+        if f"{kind}:NAME" not in modes and mode not in modes and (not colon or kind == "endpoint"):
             raise ValueError(f"mode: expected {', '.join(modes)} or 'module:Class', got {mode!r}")
+        name = endpoint if kind == "endpoint" else PLAYED_BY.get(mode)
+        if name is not None and name not in models:
+            known = f"no endpoint {name!r}; there are: {', '.join(models)}"
+            raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else known}")
         if temperature < 0:
             raise ValueError(f"customer_temperature: expected 0 or more, got {temperature}")
         if max_tokens < 1:
             raise ValueError(f"customer_tokens: expected at least 1, got {max_tokens}")
         self.talk = mode != silent
         self._mode, self._temperature, self._max_tokens = mode, temperature, max_tokens
-        self._own = load_callable(mode, key="env.options.mode") if ":" in mode else None
+        self._model = None if name is None else models[name]
+        own = colon and name is None
+        self._own = load_callable(mode, key="env.options.mode") if own else None
 
     def of(self, task: Task, pieces: Sequence[str], system: str) -> User | None:
         """The customer of one episode; None where nobody talks.
@@ -156,12 +179,12 @@ class Customers:
             return cast(User, self._own(task.spec))
         if self._mode == "scripted":
             return ScriptedUser(pieces)
-        if self._mode == "model":
-            opening = str(task.messages[-1]["content"])
-            return ModelUser(
-                system, opening, temperature=self._temperature, max_tokens=self._max_tokens
-            )
-        return None
+        if self._model is None:
+            return None
+        return ModelUser(
+            system, str(task.messages[-1]["content"]), temperature=self._temperature,
+            max_tokens=self._max_tokens, model=self._model,
+        )  # fmt: skip
 
 
 class Talk:

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from agentgrpo.actions import (
     Action,
+    Ask,
     InfrastructureError,
     Observation,
     checked_observation,
@@ -28,8 +29,10 @@ from agentgrpo.actions import (
 )
 from agentgrpo.envs.base import AnyEpisode, Episode
 from agentgrpo.usercode import (
+    Call,
     UserCodeError,
     WrongResult,
+    awaited,
     calling,
     end,
     event_loop,
@@ -74,6 +77,12 @@ class EpisodeRunner:
             episode, of, run, episode, actions, called=episode.step,
             read=lambda told: [checked_observation(one) for one in told],
         )  # fmt: skip
+
+    def ask(
+        self, episode: AnyEpisode, speaker: Callable[[Ask], str], ask: Ask, of: Of = (None, None)
+    ) -> Future[str]:
+        """Begin to have another model say what an episode asks for; gives its reply."""
+        return self._start(episode, of, speaker, ask)
 
     def finish(
         self, episode: AnyEpisode, answer: str | None, of: Of = (None, None)
@@ -196,24 +205,24 @@ class _Work:
         self._leave = partial(_cancel, loop, task)
         error = result = None
         try:
-            with self._named(task.get_coro()):
-                result = self._read(await function(*args))
+            with self._named() as call:
+                call.coroutine = function(*args)
+                result = self._read(await awaited(call.coroutine))
         except BaseException as raised:
             error = raised
         if not self._end(result, error) and function not in (_finish_async, self._episode.close):
             await settled(self._episode.close())
 
     @contextlib.contextmanager
-    def _named(self, coroutine: Any = None) -> Iterator[None]:
+    def _named(self) -> Iterator[Call]:
         task, rollout = self._of
         with (
             networks_fault(self._called),
             calling(
-                self._called, task=task, rollout=rollout, limit_s=self._limit_s, late=self._late,
-                coroutine=coroutine,
-            ),
-        ):  # fmt: skip
-            yield
+                self._called, task=task, rollout=rollout, limit_s=self._limit_s, late=self._late
+            ) as call,
+        ):
+            yield call
 
     def _late(self, said: str) -> None:
         if self._end(None, Abandoned(said)) and not self._leave():

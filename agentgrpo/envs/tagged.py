@@ -1,4 +1,4 @@
-"""Python in the sandbox and a search over the user's texts, in one episode, each with its limit.
+"""Python in the sandbox and a search (envs/search.py) in one episode, each with its limit.
 
 What a call beyond a limit is told says so; nothing is made up in the policy's name.
 """
@@ -8,30 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentgrpo.actions import Action, CallTools, Observation, RunCode
+from agentgrpo.actions import Action, CallTools, Observation
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.envs.search import Corpus, SearchEnv
-from agentgrpo.envs.tools import ToolEpisode
+from agentgrpo.envs.search import Search, SearchEpisode
 from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.types import Task
 
 
-class TaggedEnv:
-    """Episodes with a Python interpreter and, given a corpus, a search.
+class TaggedEnv(Search):
+    """Episodes with a Python interpreter and, given a corpus or a retriever, a search.
 
     Args:
         pool: where interpreters come from; the caller closes it.
         timeout_s: wall-clock seconds of one code step.
-        corpus: texts to search (envs/search.py); None: there is no search.
         max_python: code steps of a rollout.
         max_search: searches of a rollout.
         max_calls: both together.
-        top_k: results of a search.
-        max_chars: of a result's text.
         host_tools: as for PythonEnv.
+        search: what Search takes.
 
     Raises:
-        FileNotFoundError, ValueError: as SearchEnv; or a limit is negative.
+        FileNotFoundError, ValueError: as Search; or a limit is negative.
     """
 
     answers = ("code", "search")
@@ -41,27 +38,23 @@ class TaggedEnv:
         pool: SandboxPool,
         timeout_s: float,
         *,
-        corpus: Corpus | None = None,
         max_python: int = 6,
         max_search: int = 6,
         max_calls: int = 6,
-        top_k: int = 3,
-        max_chars: int = 500,
         host_tools: HostTools | None = None,
+        **search: Any,
     ) -> None:
         limits = {"python": max_python, "search": max_search, "calls": max_calls}
         for name, limit in limits.items():
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
                 raise ValueError(f"max_{name}: expected a number of at least 0, got {limit!r}")
+        super().__init__(**search)
         self.limits = limits
         self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
-        self._search = (
-            None if corpus is None else SearchEnv(corpus, top_k=top_k, max_chars=max_chars)
-        )
 
     def reset(self, task: Task) -> TaggedEpisode:
         """An episode that has used nothing yet."""
-        search = None if self._search is None else self._search.reset(task)
+        search = self.episode(task) if self.searches else None
         return TaggedEpisode(self._python.reset(task), search, self.limits)
 
 
@@ -69,14 +62,15 @@ class TaggedEpisode:
     """One rollout's interpreter and searches."""
 
     def __init__(
-        self, python: PythonEpisode, search: ToolEpisode | None, limits: Mapping[str, int]
+        self, python: PythonEpisode, search: SearchEpisode | None, limits: Mapping[str, int]
     ) -> None:
         self._python, self._search, self._limits = python, search, limits
         self._used = {"python": 0, "search": 0}
+        self._recalled: tuple[Any, ...] = ()
 
     def recall(self, memory: Any) -> None:
-        """As PythonEpisode's."""
-        self._python.recall(memory)
+        """As PythonEpisode's and SearchEpisode's."""
+        self._recalled = (memory,)
 
     def step(self, action: Action) -> Observation:
         """Run code (the value of its last expression is shown) or search, within the limits."""
@@ -85,10 +79,14 @@ class TaggedEpisode:
         if refused:
             return Observation(refused, failed=True, counts={"refused_calls": 1.0})
         self._used[name] += 1
-        if isinstance(action, RunCode):
-            return self._python.step(action)
-        assert self._search is not None
-        return self._search.step(action)
+        does: PythonEpisode | SearchEpisode = self._python
+        if name == "search":
+            assert self._search is not None
+            does = self._search
+        for memory in self._recalled:
+            does.recall(memory)
+        self._recalled = ()
+        return does.step(action)
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """Nothing: what an answer is worth is for the reward to say."""

@@ -3,7 +3,7 @@
 Three ways to play: `solo`, the ticket is in the prompt and the agent calls its own and the
 customer's tools, then `done` (telecom, as the benchmark's solo mode); `ticket`, the same for retail
 and airline, whose customers have no tools; or a customer talks (customers.py): `scripted`, a
-deterministic one, `model`, the engine in a second role, or one of the user's own, `module:Class`.
+deterministic one, a model, or one of the user's own, `module:Class`.
 
 The reward is the benchmark's, computed without replaying: the product over the task's reward basis
 of the database as the ground truth leaves it (DB), assertions on the world (ENV_ASSERTION),
@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from agentgrpo.actions import ToolCall
+from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
 from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
 from agentgrpo.extras import needed
@@ -35,13 +35,15 @@ class Tau2Env(CaseEnv):
 
     Args:
         domain: telecom, retail or airline.
-        mode: "solo" (telecom), "ticket" (retail, airline), "scripted", "model" (retail, airline),
-            or `module:Class` of a User that is called with the task's spec. None: solo or ticket.
+        mode: "solo" (telecom), "ticket" (retail, airline), "scripted", `module:Class` of a User
+            that is called with the task's spec, or for retail and airline a model: "model", the
+            policy; "reference", without its adapter; `endpoint:NAME`. None: solo or ticket.
         evaluation: "all" of the task's reward basis; "env": only DB and ENV_ASSERTION, as some
             published numbers are (doing nothing then solves 8 of the 74 and 12 of the 40 telecom
             tasks, instead of none).
-        customer_temperature: with mode "model"; 0 is greedy.
-        customer_tokens: with mode "model", of one of the customer's turns.
+        customer_temperature: of a model; 0 is greedy.
+        customer_tokens: of a model, in one turn.
+        models: who may be asked, by name.
 
     Raises:
         ValueError: an argument is none of these, or the package is missing.
@@ -54,6 +56,7 @@ class Tau2Env(CaseEnv):
         evaluation: Literal["all", "env"] = "all",
         customer_temperature: float = 0.0,
         customer_tokens: int = 256,
+        models: Mapping[str, Model] = MODELS,
     ) -> None:
         if evaluation not in ("all", "env"):
             raise ValueError(f"evaluation: expected 'all' or 'env', got {evaluation!r}")
@@ -66,7 +69,7 @@ class Tau2Env(CaseEnv):
         # a telecom customer acts with tools of their own, which a model here has not
         played = ("scripted",) if domain == "telecom" else ("scripted", "model")
         mode = mode or alone
-        customers = Customers(mode, alone, played, customer_temperature, customer_tokens)
+        customers = Customers(mode, alone, played, customer_temperature, customer_tokens, models)
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"

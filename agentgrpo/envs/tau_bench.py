@@ -1,7 +1,7 @@
 """The first tau-bench, retail and airline, from a checkout of its repository: tools, data, tasks.
 
-The customer is `scripted` (deterministic: tells who they are, then request after request), `model`
-(the engine in a second role), or one of the user's own, `module:Class`; with `ticket` nobody talks
+The customer is `scripted` (deterministic: tells who they are, then request after request), a model
+(customers.py), or one of the user's own, `module:Class`; with `ticket` nobody talks
 and the instruction is in the prompt. In the retail training split every instruction has one form,
 which the scripted customer says in the first person; others are said sentence by sentence.
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from agentgrpo.actions import ToolCall
+from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
 from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
 from agentgrpo.types import Task
@@ -48,11 +48,12 @@ class TauBenchEnv(CaseEnv):
 
     Args:
         domain: retail or airline.
-        mode: "scripted", "model", "ticket", or `module:Class` of a User that is called with the
-            task's spec.
+        mode: "scripted", "ticket", `module:Class` of a User that is called with the task's spec, or
+            a model: "model", the policy; "reference", without its adapter; `endpoint:NAME`.
         heldout: the split that data.heldout = "env" means; retail has test and dev.
-        customer_temperature: with mode "model"; 0 is greedy.
-        customer_tokens: with mode "model", of one of the customer's turns.
+        customer_temperature: of a model; 0 is greedy.
+        customer_tokens: of a model, in one turn.
+        models: who may be asked, by name.
 
     Raises:
         ValueError: an argument is none of these, or the package is missing.
@@ -66,13 +67,14 @@ class TauBenchEnv(CaseEnv):
         heldout: str = "test",
         customer_temperature: float = 0.0,
         customer_tokens: int = 256,
+        models: Mapping[str, Model] = MODELS,
     ) -> None:
         if domain not in SPLITS:
             raise ValueError(f"domain: expected {', '.join(SPLITS)}, got {domain!r}")
         if heldout not in SPLITS[domain]:
             raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
         played = ("scripted", "model")
-        customers = Customers(mode, "ticket", played, customer_temperature, customer_tokens)
+        customers = Customers(mode, "ticket", played, customer_temperature, customer_tokens, models)
         self.domain, self._heldout = domain, heldout
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()

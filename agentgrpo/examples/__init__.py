@@ -1,8 +1,9 @@
 """Files to try the configs with that expect files of yours.
 
 `agentgrpo examples [FOLDER]` writes those of `search` and `code_search` (questions.jsonl,
-texts.jsonl, web.py), `unit_tests` (tasks.jsonl), `mcp` (server.py) and `verifiers` (my_env.py) into
-the folder you are in, or another, and a sampler of one's own for any config (sampler.py).
+texts.jsonl, web.py), `unit_tests` (tasks.jsonl), `mcp` (server.py), `verifiers` (my_env.py) and
+`program` (program.py) into the folder you are in, or another, and a sampler of one's own for any
+config (sampler.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py")
+PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py", "program.py")
 
 
 def files() -> dict[str, str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from agentgrpo import _C
 from agentgrpo.learn.batch import Deltas, PackedBatch
-from agentgrpo.types import Group, Int32, Rollout, Segment
+from agentgrpo.types import Group, Int32, Rollout
 
 
 def pack_tree(
@@ -64,34 +64,20 @@ def pack_tree(
         weights = [1.0] * len(rollouts)
     if len(weights) != len(rollouts):
         raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
-    segments: list[Segment] = []
-    advantages: list[float] = []
-    row_sizes: list[int] = []
-    samples: list[int] = []
-    for index, rollout in enumerate(rollouts):
-        before = len(segments)
-        for row in rollout.rows:
-            segments += row
-            row_sizes.append(len(row))
-            samples.append(index)
-        advantages += _advantages(rollout, len(segments) - before)
+    rows = [(index, row) for index, rollout in enumerate(rollouts) for row in rollout.rows]
+    segments = [segment for _, row in rows for segment in row]
+    samples = [index for index, _ in rows]
+    advantages = [value for rollout in rollouts for value in _advantages(rollout)]
     deltas = Deltas(segments)
     starts, sizes, logprob_starts = deltas.places(segments)
     plan = _C.TreePlan(
-        deltas.ids_D,
-        deltas.logp_L,
-        starts,
-        sizes,
-        logprob_starts,
+        deltas.ids_D, deltas.logp_L, starts, sizes, logprob_starts,
         np.array(advantages, np.float32),
-        np.array(row_sizes, np.int32),
+        np.array([len(row) for _, row in rows], np.int32),
         np.array(samples, np.int32),
         np.array(weights, np.float32)[samples],
-        max_tokens,
-        drop_zero_advantage,
-        share_prefixes,
-        whole_rollouts,
-    )
+        max_tokens, drop_zero_advantage, share_prefixes, whole_rollouts,
+    )  # fmt: skip
     return Batches(plan, deltas)
 
 
@@ -232,12 +218,13 @@ def _near(
     return np.logical_or.reduceat(seen, np.searchsorted(pieces, starts), axis=0).T, all_near
 
 
-def _advantages(rollout: Rollout, count: int) -> list[float]:
-    """One for each of the `count` segments of all rows.
+def _advantages(rollout: Rollout) -> list[float]:
+    """One for each of the segments of all rows.
 
     Raises:
         ValueError: segment_advantages has another length.
     """
+    count = len(rollout.all_segments)
     if rollout.segment_advantages is None:
         return [rollout.advantage] * count
     if len(rollout.segment_advantages) != count:

@@ -86,18 +86,26 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         essential=known and held.peak - held.activations > total,
     )
     if held.offloaded:
-        available, waits = hardware.memory_bytes()[1], held.optimizer * parallel.ranks_here()
-        yield Check(
-            "host memory",
-            waits <= available,
-            f"{waits / GIB:.1f} GiB of optimizer state wait there, page-locked, and "
-            f"{available / GIB:.1f} GiB are free",
-            "fewer learner.trained_layers, or learner.lora.rank",
-        )
-    disk = (config.keep_checkpoints + 1) * held.checkpoint / GIB
+        yield _host_memory(held.optimizer)
+    yield _disk(config, held.checkpoint)
+
+
+def _host_memory(optimizer: float) -> Check:
+    available, waits = hardware.memory_bytes()[1], optimizer * parallel.ranks_here()
+    return Check(
+        "host memory",
+        waits <= available,
+        f"{waits / GIB:.1f} GiB of optimizer state wait there, page-locked, and "
+        f"{available / GIB:.1f} GiB are free",
+        "fewer learner.trained_layers, or learner.lora.rank",
+    )
+
+
+def _disk(config: TrainConfig, checkpoint: float) -> Check:
+    disk = (config.keep_checkpoints + 1) * checkpoint / GIB
     there = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
     left = shutil.disk_usage(there).free / GIB
-    yield Check(
+    return Check(
         "disk",
         disk <= left,
         f"{disk:.1f} GiB for {config.keep_checkpoints} checkpoints and the next while it is "

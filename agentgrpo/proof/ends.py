@@ -51,7 +51,8 @@ def end_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     if not config.reward.functions:  # which reward what they like
         yield from _span_faults(rollout, whole=config.rollout.history == "append")
     if status is not Status.INFRA_ERROR:
-        wrong = next(_wrong_ends(rollout, config), None)
+        ends = _wrong_program_ends if config.agent.kind == "program" else _wrong_ends
+        wrong = next(ends(rollout, config), None)
         if wrong:
             yield f"status {status}: {wrong}"
 
@@ -82,15 +83,21 @@ def max_length(rollout: Rollout, config: TrainConfig) -> int:
 
 def _length_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     """Turns end with "stop", the last one perhaps at its budget with "length"."""
-    longest = max_length(rollout, config)
+    longest, program = max_length(rollout, config), config.agent.kind == "program"
     for index, row in enumerate(rollout.rows):
         if (length := sum(len(segment.token_ids) for segment in row)) > longest:
             yield f"row {index}: {length} tokens, of {longest}"
     for number, turn in enumerate(rollout.turns):
-        budget = min(config.rollout.max_turn_tokens, longest - turn.prompt_tokens)
+        most = min(config.rollout.max_turn_tokens, longest - turn.prompt_tokens)
+        budget = most if turn.asked_tokens is None else min(most, turn.asked_tokens)
         cut = turn.finish_reason == "length"
-        if turn.finish_reason not in ("stop", "length") or (cut and turn is not rollout.turns[-1]):
+        last = program or turn is rollout.turns[-1]  # a program has several conversations
+        if turn.finish_reason not in ("stop", "length") or (cut and not last):
             yield f"turn {number}: it went on after finish_reason {turn.finish_reason!r}"
+        if turn.asked_tokens is not None and not program:
+            yield f"turn {number}: nobody could ask for {turn.asked_tokens} tokens"
+        if turn.replaced and program:
+            yield f"turn {number}: a program's turns stay whole, and {len(turn.replaced)} are gone"
         if turn.sampled_tokens > budget or (cut and turn.sampled_tokens < budget):
             yield (
                 f"turn {number}: {turn.sampled_tokens} tokens, finish_reason "
@@ -118,7 +125,8 @@ def _wrong_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     last_row = rollout.rows[-1]
     told = bool(last_row) and not last_row[-1].sampled  # something was said after its last turn
     cut = bool(rollout.turns) and rollout.turns[-1].finish_reason == "length"
-    acted = stats["tool_calls"] + stats["malformed"] + stats["refused_calls"]
+    said, user = stats.get("said", 0.0), config.env.user
+    acted = stats["tool_calls"] + stats["malformed"] + stats["refused_calls"] + said
     if rollout.answer is not None and status is not Status.COMPLETED:
         yield "it answered, which completes it"
     if not rollout.turns and status is not Status.TIMED_OUT:
@@ -127,6 +135,8 @@ def _wrong_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
         yield "its last turn was cut at its budget"
     if acted < len(rollout.turns) - 1:
         yield f"{acted:g} actions in {len(rollout.turns)} turns"
+    if user.mode != "nobody" and said > user.max_replies + 1:
+        yield f"{said:g} turns were said to the user, of env.user.max_replies {user.max_replies}"
     full = sum(len(s.token_ids) for s in last_row) >= max_length(rollout, config)
     if status is Status.COMPLETED and told:
         yield "it was told something after its last turn"
@@ -147,3 +157,23 @@ def _wrong_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
         yield f"{stats['malformed']:g} malformed actions, of rollout.max_malformed {least}"
     if status is Status.TIMED_OUT and limits.max_seconds is None:
         yield "rollout.max_seconds is not set"
+
+
+def _wrong_program_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
+    """The same of a program's, which ends when it likes: what the endpoint refused it is recorded
+    in no token, but a budget that ended it was spent.
+    """
+    status, turns, limits = rollout.status, rollout.turns, config.rollout
+    cut = any(
+        turn.finish_reason == "length" and turn.sampled_tokens == limits.max_turn_tokens
+        for turn in turns
+    )
+    if not turns and status is not Status.TIMED_OUT:
+        yield "no turn was played"
+    if cut and status not in (Status.TRUNCATED_LENGTH, Status.TIMED_OUT):
+        yield "a turn was cut at the run's budget"
+    asked = len(turns) + rollout.stats.get("undelivered", 0.0)
+    if status is Status.TRUNCATED_TURNS and asked < limits.max_turns:
+        yield f"{asked:g} turns of {limits.max_turns}"
+    if status in (Status.TRUNCATED_CALLS, Status.MALFORMED):
+        yield "no program ends so"

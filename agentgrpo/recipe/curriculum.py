@@ -56,7 +56,7 @@ from agentgrpo.types import Group, Task
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
 """What it continues from."""
-MAY_CHANGE = {"curriculum.stages", "curriculum.steps"}
+MAY_CHANGE = {"curriculum.stages", "curriculum.steps", "curriculum.epochs"}
 """Settings of the curriculum that may be raised to go on; those of its runs, each run checks."""
 
 
@@ -92,6 +92,22 @@ def require_stages(recipe: RecipeConfig) -> None:
         )
 
 
+def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> int:
+    """Optimizer steps of a stage, counted from 0.
+
+    Args:
+        recipe: the settings.
+        stage: counted from 0.
+        selected: tasks that it trains on; None: those of its select.json.
+    """
+    c = recipe.curriculum
+    if c.epochs is None:
+        return c.steps[min(stage, len(c.steps) - 1)]
+    if selected is None:
+        selected = len(read_table(folder_of(recipe, stage) / "select.json")["selected"])
+    return -(-c.epochs * selected // recipe.rollout.tasks_per_step)
+
+
 def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
     """The stage's run: on the selected tasks, from the model that it starts from.
 
@@ -108,7 +124,7 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
     return recipe.of_run(
         model=start_model(recipe, stage),
         out_dir=str(folder / "rl"),
-        steps=recipe.curriculum.steps_of(stage),
+        steps=steps_of(recipe, stage),
         seed=recipe.seed + stage,
         data={**kept, "train": str(folder / "tasks.jsonl"), "heldout": heldout},
     )
@@ -247,8 +263,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
     def trained(stage: int) -> bool:
         path = folder_of(recipe, stage) / "stage.json"
-        steps = read_table(path)["steps"] if path.exists() else 0
-        return bool(steps >= recipe.curriculum.steps_of(stage))
+        return path.exists() and bool(read_table(path)["steps"] >= steps_of(recipe, stage))
 
     return [
         Part(
@@ -299,10 +314,11 @@ def stages(recipe: RecipeConfig) -> Iterator[Check]:
     """
     require_stages(recipe)
     c = recipe.curriculum
-    steps = ", ".join(str(c.steps_of(stage)) for stage in range(c.stages))
+    numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
+    steps = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
     yield said(
         "stages",
-        f"{c.stages}: {c.candidates} candidates x {c.group_size}, {steps} steps, saved every "
+        f"{c.stages}: {c.candidates} candidates x {c.group_size}, {steps}, saved every "
         f"{recipe.save_every}",
     )
 
@@ -316,7 +332,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
         yield from stages(recipe)
         yield from to_be_trained_on(config, stage)
 
-    return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines)
+    return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from agentgrpo import parallel
 from agentgrpo.build import Player, build_player
 from agentgrpo.command import Work
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import Endpoint, make_endpoint
+from agentgrpo.engine.endpoints import EngineLoop, spoken_by
 from agentgrpo.evaluate import evaluate
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
@@ -65,32 +66,24 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
     )
     if parallel.rank() > 0:
         return {}
-    judge, votes = judges_of(config)
+    loop = EngineLoop(player.engine)
+    judge, votes = (
+        spoken_by(player.models[name], loop, player.chat) if name else None
+        for name in (c.judge, c.conciseness_judge)
+    )
 
     def text_of(rollout: Rollout) -> str:
         told = [segment.token_ids for segment in rollout.segments[1:]]
         return "".join(player.tokenizer.decode(ids) for ids in told)
 
-    rows = measure_tasks(
+    measured = partial(
+        measure_tasks,
         groups,
         quality_by(c.quality, weight=config.reward.answer, judge=judge),
         concise=None if votes is None else conciseness(votes, text_of),
         ks=c.pass_k,
     )
-    return report(rows, model=player.model, seed=config.seed, **metrics)
-
-
-def judges_of(config: RecipeConfig) -> list[Endpoint | None]:
-    """Who is asked for quality, and for conciseness; None where nobody is."""
-    made: list[Endpoint | None] = []
-    for key in ("judge", "conciseness_judge"):
-        name = getattr(config.measures, key)
-        if name and (name not in config.endpoints or config.endpoints[name].kind == "engine"):
-            raise ValueError(
-                f"measures.{key}: expected an endpoint of kind http or script, got {name!r}"
-            )
-        made.append(make_endpoint(config.endpoints[name], name) if name else None)
-    return made
+    return report(loop.serve_while(measured), model=player.model, seed=config.seed, **metrics)
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -127,7 +120,7 @@ def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | No
 
 
 def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The earlier report, judges and folders checked.
+    """The earlier report, folders checked.
 
     Raises:
         ValueError, OSError: what is asked for cannot be.
@@ -136,14 +129,13 @@ def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] 
         raise ValueError("--compare needs --report")
     if args.report is not None:
         require_folder(args.report, "--report")
-    judges_of(config)
     return None if args.compare is None else read_report(args.compare)
 
 
 def plan(config: RecipeConfig, args: argparse.Namespace) -> str:
     """What would be played, after all checks; errors as of prepared()."""
     asked_for(config, args)
-    return planned(config, trained=False, lines=to_be_evaluated)
+    return planned(config, trained=False, lines=to_be_evaluated, saved=())
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +43,12 @@ from agentgrpo.build import start_engine
 from agentgrpo.command import Work
 from agentgrpo.config import BranchConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import Endpoint, EngineEndpoint, EngineLoop, make_endpoint
+from agentgrpo.engine.endpoints import Endpoint, EngineLoop, spoken_by
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.plan import planned, played, said
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
-from agentgrpo.recipe.parts import command, require_endpoints
+from agentgrpo.recipe.parts import command
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import require_folder, require_same_settings
@@ -287,16 +288,12 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
     )
 
     def named(name: str) -> Endpoint:
-        """What the recipe calls so; `policy` and every endpoint of kind "engine" is `loop`."""
-        asked = recipe.endpoints.get(name)
-        if asked is None or asked.kind == "engine":
-            return EngineEndpoint(loop, stage.chat)
-        return make_endpoint(asked, name)
+        return spoken_by(stage.models[name], loop, stage.chat)
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
-    with runner as worlds, ThreadPoolExecutor(1, "flywheel") as side:
+    with runner as worlds:
         shop = Workshop(
             player=TrajectoryPlayer(
                 loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits
@@ -305,20 +302,16 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
             critic=named(config.critic),
             config=config,
         )
-        work = side.submit(turn, tasks, shop, quality, recipe, stage.progress)
-        work.add_done_callback(lambda _: loop.stop())
-        loop.serve()
-        return work.result()
+        return loop.serve_while(partial(turn, tasks, shop, quality, recipe, stage.progress))
 
 
 def settings_of(recipe: RecipeConfig) -> TrainConfig:
     """The run whose tasks are played, the flywheel's own settings checked.
 
     Raises:
-        ValueError: sessions are too few, or an endpoint's function is not there.
+        ValueError: sessions are too few.
     """
     recipe.require_sessions()
-    require_endpoints(recipe)
     require_folder(recipe.out_dir)
     return recipe.of_run()
 
@@ -335,7 +328,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
             "the work", f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
         )
 
-    return planned(settings_of(recipe), trained=False, lines=lines)
+    return planned(settings_of(recipe), trained=False, lines=lines, saved=SAVED)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from functools import partial
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import flat, require_same_settings
@@ -91,17 +90,6 @@ def run_parts(
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
     return seconds
-
-
-def require_endpoints(recipe: RecipeConfig) -> None:
-    """That the functions of all endpoints are there.
-
-    Raises:
-        ValueError: one is not; names the key.
-    """
-    for name, endpoint in recipe.endpoints.items():
-        if endpoint.kind == "script":
-            make_endpoint(endpoint, name)
 
 
 command = partial(run_command, kind=RecipeConfig)

@@ -31,7 +31,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
 from agentgrpo.plan import planned, said, to_be_trained_on
-from agentgrpo.recipe import curriculum, evaluate, flywheel, sft
+from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
 from agentgrpo.run.atomic import numbered_rows, write_json, write_text
@@ -75,7 +75,6 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
     require_same_recipe(recipe, "settings.json", write=False)
     curriculum.require_same_curriculum(recipe, write=False)
-    evaluate.judges_of(recipe)
     sft.settings_of(recipe)
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
@@ -88,7 +87,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
         yield from curriculum.stages(recipe)
         yield from to_be_trained_on(config, stage)
 
-    return planned(flywheel.settings_of(recipe), lines=lines)
+    return planned(flywheel.settings_of(recipe), lines=lines, saved=SAVED)
 
 
 @contextlib.contextmanager

@@ -213,7 +213,7 @@ class _Listening:
 
 
 class _Continued:
-    """A play.Decoder for one rollout that says kept turns again, then has the engine go on.
+    """A Decoder for one rollout that says kept turns again, then has the engine go on.
 
     Args:
         loop: of the engine.

@@ -26,7 +26,15 @@ from agentgrpo.rewards.answers import (
     words,
 )
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named_numbers
-from agentgrpo.usercode import UserCodeError, WrongResult, calling, defined_at, event_loop, name_of
+from agentgrpo.usercode import (
+    UserCodeError,
+    WrongResult,
+    awaited,
+    calling,
+    defined_at,
+    event_loop,
+    name_of,
+)
 
 Made = TypeVar("Made")
 Reward = Callable[[Rollout], Any]
@@ -122,7 +130,7 @@ async def ask(
     with calling(function, what, task=task, rollout=index, limit_s=longest, coroutine=value):
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return read(await value)
+                return read(await awaited(value))
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -28,6 +28,7 @@ run's own thread, after all have ended: for functions that only work there, as t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -118,10 +119,15 @@ class Scoring:
             ValueError: the built-in reward cannot score a task; names it.
         """
         work = self._score(groups, step)
-        if self._own_loop is not None:
-            self._own_loop.run(work)
-        else:
+        if self._own_loop is None:
             in_background(work).result()
+            return
+        loop = self._own_loop.get_loop()
+        task = loop.create_task(work)
+        while not task.done():  # sys.exit() in a task of theirs stops it: who waits is told
+            with contextlib.suppress(SystemExit):
+                loop.run_until_complete(task)
+        task.result()
 
     def require_columns(self, task: Task, *, environments: bool) -> None:
         """That there is what functions in TRL's form ask for: columns of the task, environments.

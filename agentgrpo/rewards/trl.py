@@ -213,7 +213,8 @@ def conversation(view: View, after_prompt: Sequence[int]) -> list[dict[str, Any]
             continue
         made.append(_assistant(content, calls))
         made += [dict(message) for message in said]
-        content, calls = "", []
+        begins = bool(said) and made[-1]["role"] == "assistant"  # the policy's next message
+        content, calls = str(made.pop()["content"]) if begins else "", []
     return [*made, _assistant(content, calls)] if content else made
 
 

@@ -9,7 +9,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.play import Decoder
+from agentgrpo.rollout.decoder import Decoder
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Task
 

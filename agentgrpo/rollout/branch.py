@@ -1,15 +1,15 @@
 """Branching rollouts: more of a group's samples go where the policy became unsure after a tool.
 
 ARPO (arXiv:2507.19849, 3.1): a group begins with some rollouts; where the entropy H of a turn that
-follows a tool's answer exceeds the entropy H0 of its rollout's first turn, another rollout branches
-off right behind that answer, with probability clip(p + w * (H - H0), 0, 1). What differs from the
-released code, on purpose:
+follows a tool's answer exceeds the entropy H0 of its rollout's first turn, up to beam_size - 1
+others branch off right behind that answer, each with probability clip(p + w * (H - H0), 0, 1). What
+differs from the released code, on purpose:
 
 * H is a mean over a turn's first tokens, not a sum: it does not grow with the turn. It is divided
   by ln(vocabulary); what is not among the likeliest tokens counts as one token, not as nothing.
 * H0 belongs to one rollout of one call. There it was kept from the first batch of the training on.
 * The branch begins behind the answer whose turn was measured, not one tool call later.
-* Free places are shared out among the first rollouts, and halved at each branching, so that early
+* Free places are shared out among the first rollouts, and again at each branching, so that early
   ones do not take all; what a rollout leaves unused begins alone as soon as it has ended, all at
   once, and not one per round at the end.
 """
@@ -118,12 +118,15 @@ class GroupPlan:
         """Whether the rollout may hand an index out."""
         return self._shares.get(index, 0) > 0
 
-    def fork(self, index: int) -> int:
-        """The index of a rollout that branches off this one; they share what may still branch."""
-        left = self._shares[index] - 1
-        (new,) = self._hand_out(1)
-        self._shares[index] = left - left // 2
-        self._shares[new] = left // 2
+    def fork(self, index: int, copies: int = 1) -> list[int]:
+        """The indices of rollouts that branch off this one, as many as it may hand out; they and
+        it share what may still branch.
+        """
+        copies = min(copies, self._shares[index])
+        left = self._shares[index] - copies
+        new = self._hand_out(copies)
+        for place, one in enumerate((index, *new)):
+            self._shares[one] = (left + copies - place) // (copies + 1)
         return new
 
     def ended(self, index: int) -> list[int]:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from agentgrpo.config import RolloutConfig
+from agentgrpo.rollout.decoder import Watch
 from agentgrpo.rollout.limits import treatment_of
-from agentgrpo.rollout.play import Watch
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task, as_number
@@ -43,7 +43,7 @@ class RolloutParams:
     """Tokens after the prompt at most; prompt and response must not exceed engine.max_model_len."""
     stop_token_ids: tuple[int, ...]
     seed: int
-    """Of this call; derive one per request from it (play.request_seed)."""
+    """Of this call; derive one per request from it (decoder.request_seed)."""
     filters: Mapping[str, float]
     """vLLM's top_p and the like; empty unless it is an evaluation."""
 

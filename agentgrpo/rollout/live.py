@@ -34,6 +34,8 @@ class Live:
     """Branchings in a row that led here."""
     messages: list[Message] = field(default_factory=list)
     """The conversation so far, where it is rendered again for each turn."""
+    message_start: int = 0
+    """Where in the row the policy's own message begins whose last turn is being sampled."""
     roles: list[str] = field(default_factory=list)
     """Those of the messages before the turn that is being sampled."""
     asked_for: Action | None = None

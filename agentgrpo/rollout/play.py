@@ -8,7 +8,7 @@ on others, through futures.
 
 from __future__ import annotations
 
-import hashlib
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from agentgrpo.actions import (
     Action,
@@ -26,6 +26,7 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     Observation,
+    Say,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
@@ -33,60 +34,15 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner, checked_episode, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
+from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch, request_seed
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
-from agentgrpo.types import COUNTS, Completion, Group, Int32, Rollout, Status, Task, Treatment
+from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task, Treatment
 from agentgrpo.usercode import calling
-
-
-class Decoder(Protocol):
-    """The part of engine.Engine that rollouts need."""
-
-    max_model_len: int
-
-    def add_request(
-        self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
-        seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
-        filters: Mapping[str, float],
-    ) -> None: ...  # fmt: skip
-    def step(self) -> list[Completion]: ...
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-
-
-class Watch:
-    """Whoever looks on while tasks are played; this one does nothing. Called on play's thread."""
-
-    def ended(self, group: Group) -> None:
-        """The last rollout of a group has ended; nothing of it changes any more."""
-
-    def more(self) -> tuple[Sequence[Task], int] | None:
-        """More tasks to play at once, and the seed of all that is sampled in them.
-
-        Asked between the engine's steps, where neither config.deterministic nor a team of ranks
-        has them all play together.
-        """
-        return None
-
-
-UNWATCHED = Watch()
-
-
-def request_seed(seed: int, *place: int | str) -> int:
-    """The seed of one thing that is drawn: another at each place, the same in every repetition.
-
-    Args:
-        seed: of the call, itself a function of run and step (TrainConfig.seed_of).
-        place: task, rollout, try, turn, and what is drawn.
-
-    Returns:
-        63 bits.
-    """
-    named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
-    return int.from_bytes(named, "little") >> 1
 
 
 class Play:
@@ -159,7 +115,9 @@ class Play:
             self._close(begun)
 
     def _close(self, begun: Mapping[int, Then]) -> None:
-        """Wait for the worlds that work, close those that are open."""
+        """Wait for the worlds that work, close those that are open: there are some where an error
+        has ended the play. It stays the error that is told, whatever closing raises.
+        """
         self._waiting.wait()
         ending = {i for i, then in begun.items() if then == self._finished}
         left = self._waiting.abandoned
@@ -168,8 +126,11 @@ class Play:
             for index in self._live.keys() - ending - left
         ]
         wait(closing)
-        for closed in closing:
-            closed.result()
+        why = sys.exception()
+        for error in filter(None, (closed.exception() for closed in closing)):
+            if why is None:
+                raise error
+            why.add_note(f"and while it was ended: {error}")
 
     def _indices(self, task: int, members: Sequence[int]) -> list[int]:
         return [task * self._group_size + member for member in members]
@@ -194,7 +155,7 @@ class Play:
     def _start_alone(self, pending: Pending) -> None:
         task = self._tasks[pending.index // self._group_size]
         users = partial(self._users, pending.index)
-        prompt, messages, _ = prompt_of(self._agent, self._chat, task, users)
+        prompt, message_start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
             raise ValueError(
@@ -217,6 +178,7 @@ class Play:
             attempt=pending.attempt,
             since=pending.since,
             messages=messages,
+            message_start=message_start,
             roles=[message["role"] for message in messages],
         )
         live.episode = self._reset(pending.index, task)
@@ -352,6 +314,8 @@ class Play:
             self._observe(index, action, Observation(refusal, failed=True, outputs=told))
         else:
             stats["tool_calls"] += len(called(action))
+            if isinstance(action, Say):
+                stats["said"] = stats.get("said", 0.0) + 1.0
             live.spent.malformed = 0
             self._step(index, action, action)
 
@@ -368,17 +332,20 @@ class Play:
     # --- the second role
 
     def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
-        """Have the engine say what an episode asks for before it answers the policy's action."""
+        """Have a model say what an episode asks for before it answers the policy's action."""
         live, limit = self._live[index], self._engine.max_model_len
-        if any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages):
-            self._end(index, Status.TRUNCATED_LENGTH)
+        asked = int(live.rollout.stats.get("asked", 0.0))
+        if not isinstance(ask.model, str):
+            future = self._worlds.ask(live.episode, ask.model, ask, self._of(index))
+            self._waiting.add(index, future, partial(self._speaker_spoke, action))
+            live.rollout.stats["asked"] = asked + 1.0
+            live.took("own_s")
             return
-        prompt = self._chat.prompt_ids(ask.messages)
-        room = self._engine.max_model_len - len(prompt)
+        long = any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages)
+        room = 0 if long else limit - len(prompt := self._chat.prompt_ids(ask.messages))
         if room < 1:
             self._end(index, Status.TRUNCATED_LENGTH)
             return
-        asked = int(live.rollout.stats.get("asked", 0.0))
         live.rollout.stats["asked"] = asked + 1.0
         live.asked_for = action
         live.took("own_s")
@@ -393,8 +360,13 @@ class Play:
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=0,
             filters={},
+            **dict[str, Any](reference=True) if ask.model == "reference" else {},
         )
         self._decoding[request_id] = index
+
+    def _speaker_spoke(self, action: Action, index: int, said: str) -> None:
+        self._live[index].took("tools_s")
+        self._step(index, Heard(said), action)
 
     def _role_spoke(self, live: Live, index: int, turn: Completion) -> None:
         """Tell the episode, in whose conversation and in no rollout's this is."""
@@ -407,7 +379,7 @@ class Play:
     # --- branches
 
     def _consider_branching(self, index: int, turn: Completion) -> None:
-        """Measure the turn that has just ended; perhaps let another rollout begin where it did."""
+        """Measure the turn that has just ended; perhaps let others begin where it did."""
         live, config = self._live[index], self._config.branching
         task, member = divmod(index, self._group_size)
         plan = self._plans[task]
@@ -421,14 +393,14 @@ class Play:
             return
         delta = entropy - live.first_entropy
         probability = branch_probability(delta, config, live.consecutive)
-        if self._draw(index, "branch") >= probability * 2**63:
-            live.consecutive = 0
-            return
-        live.consecutive += 1
-        self.stats.branches += 1
-        (new,) = self._indices(task, [plan.fork(member)])
-        so_far = Transcript.of(live.rollout.segments, fork_threshold=self._config.fork_threshold)
-        self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
+        chances = [self._draw(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
+        copies = sum(chance < probability * 2**63 for chance in chances)
+        live.consecutive = live.consecutive + 1 if copies else 0
+        threshold = self._config.fork_threshold
+        for new in reversed(self._indices(task, plan.fork(member, copies))):
+            self.stats.branches += 1
+            so_far = Transcript.of(live.rollout.segments, fork_threshold=threshold)
+            self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
 
     # --- the world's answers
 

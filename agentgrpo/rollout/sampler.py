@@ -19,7 +19,8 @@ from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.play import UNWATCHED, Decoder, Play, Watch
+from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch
+from agentgrpo.rollout.play import Play
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Task
 
@@ -49,7 +50,7 @@ class AnySampler(ABC):
         Args:
             tasks: what to play; ids need not differ.
             group_size: rollouts per task.
-            seed: of everything sampled in this call; see play.request_seed().
+            seed: of everything sampled in this call; see decoder.request_seed().
             temperature: in place of config.temperature, and without branching; 0 is greedy.
             filters: as in Engine.add_request(); what is played so must not be trained on.
             watch: is told of each group that has ended, and may add tasks; only where this process

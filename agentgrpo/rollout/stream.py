@@ -32,8 +32,8 @@ from agentgrpo.actions import Message
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.custom import RolloutParams
+from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.rollout.limits import Spent
-from agentgrpo.rollout.play import request_seed
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import COUNTS, Completion, Rollout, Segment, Status, Task

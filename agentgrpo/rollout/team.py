@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.parallel import Team
-from agentgrpo.rollout.play import UNWATCHED, Watch
+from agentgrpo.rollout.decoder import UNWATCHED, Watch
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Completion, Group, Int32, Task

@@ -23,8 +23,12 @@ Users = Callable[[Any], AbstractContextManager[Any]]
 
 def prompt_of(
     agent: Agent, chat: ChatTemplate, task: Task, users: Users
-) -> tuple[Int32, list[Message], Sequence[Schema]]:
-    """A task before the policy's first token: its ids, the messages, and the tools shown."""
+) -> tuple[Int32, int, list[Message], Sequence[Schema]]:
+    """A task before the policy's first token.
+
+    Returns:
+        Its ids; how many of them are before the policy's message; the messages; the tools shown.
+    """
     with users(agent.tools):
         tools = _listed(agent.tools(task), "tools")
     with users(agent.messages):
@@ -34,9 +38,19 @@ def prompt_of(
         prefill: Any = agent.prefill(task)
         if not isinstance(prefill, str):
             raise WrongResult(f"expected a text, got {prefill!r:.80}")
-    if prefill:
-        prompt = np.concatenate([prompt, chat.text_ids(prefill, own=True)])
-    return prompt, messages, tools
+    return _with_prefill(prompt, prefill, chat), len(prompt), messages, tools
+
+
+def _with_prefill(ids: Int32, prefill: str, chat: ChatTemplate) -> Int32:
+    """Ids up to where the policy's message begins, and what that begins with."""
+    return np.concatenate([ids, chat.text_ids(prefill, own=True)]) if prefill else ids
+
+
+def _prefill_of(said: list[Message]) -> tuple[list[Message], str]:
+    """The messages that close the policy's turn, and what its next one begins with."""
+    if not said or said[-1]["role"] != "assistant":
+        return said, ""
+    return said[:-1], str(said[-1]["content"])
 
 
 def parsed(agent: Agent, text: str) -> Action:
@@ -105,9 +119,11 @@ def _append(
     elif config.history == "render":
         return _render(live, said, agent, chat)
     else:
+        said, begun = _prefill_of(said)
         ids = chat.observation_ids(
             said, last_id=last_id, tools=bool(agent.tools(live.rollout.task)), roles=live.roles
         )
+        ids = _with_prefill(ids, begun, chat)
         live.roles += ["assistant", *(message["role"] for message in said)]
     if not live.spent.fits(len(live.transcript) + len(ids)):
         return Status.TRUNCATED_LENGTH
@@ -115,16 +131,20 @@ def _append(
     return None
 
 
-def _render(live: Live, said: Sequence[Message], agent: Agent, chat: ChatTemplate) -> Status | None:
+def _render(live: Live, said: list[Message], agent: Agent, chat: ChatTemplate) -> Status | None:
     """Render the whole conversation for the next turn and make the rollout's rows follow."""
     rollout, transcript = live.rollout, live.transcript
-    turn = transcript.turn
-    live.messages += [{"role": "assistant", "content": chat.decode(turn)}, *said]
+    said, begun = _prefill_of(said)
+    written = chat.decode(transcript.ids[live.message_start :])
+    live.messages += [{"role": "assistant", "content": written}, *said]
     prompt = chat.prompt_ids(live.messages, agent.tools(rollout.task))
+    message_start = len(prompt)
+    prompt = _with_prefill(prompt, begun, chat)
     if not live.spent.fits(len(prompt)):
         return Status.TRUNCATED_LENGTH
-    num_sampled = len(turn)
+    num_sampled = len(transcript.turn)
     drift = transcript.rerender(prompt)
+    live.message_start = message_start
     rollout.stats[f"prompts_{drift}"] = rollout.stats.get(f"prompts_{drift}", 0.0) + 1
     rollout.segments = transcript.segments
     if replaced := transcript.replaced:

@@ -22,7 +22,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.encoding import ids_from_list
 from agentgrpo.rollout.custom import RolloutParams, rollout_from_tokens
-from agentgrpo.rollout.play import request_seed
+from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.types import Completion, Int32, Rollout, Status, Task, as_number
 from agentgrpo.usercode import WrongResult, calling
 

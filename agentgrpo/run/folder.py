@@ -59,6 +59,12 @@ def require_folder(out_dir: Path, key: str = "out_dir") -> None:
         raise ValueError(f"{key} {str(out_dir)!r}: no folder can be made in {said}") from None
 
 
+def newest_saved(out_dir: Path, saved: Collection[str]) -> Path | None:
+    """The newest of what these patterns, below out_dir, find; None: there is nothing."""
+    found = [path for pattern in saved for path in out_dir.glob(pattern)]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
 def require_same_run(config: TrainConfig) -> None:
     """Refuse to continue a run under other settings, or to write over somebody's records."""
     require_folder(config.out_dir)

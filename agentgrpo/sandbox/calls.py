@@ -36,6 +36,8 @@ class Conversation:
         self._number = arguments[3]
         self._raw: RawStep | None = None
         self._asked: tuple[str, bytes] | None = None
+        self._late = False
+        """The step's time ended during a call: whether it is interrupted too is a race."""
         self.calls: list[HostCall] = []
         """Those that were made."""
         self.told: list[HostCall] = []
@@ -77,11 +79,12 @@ class Conversation:
         except HostFailed as error:
             self.over = StepStatus.INFRA_ERROR, str(error)
             return None
+        self._late |= time.monotonic() >= self._deadline
         self.told.append(call)
         if made:
             self.calls.append(call)
         elif self.refused > MAX_REFUSED:
-            status = StepStatus.TIMEOUT_KILLED if self._raw[1] else StepStatus.PROTOCOL_ERROR
+            status = StepStatus.TIMEOUT_KILLED if self.raw[1] else StepStatus.PROTOCOL_ERROR
             self.over = status, f"more than {MAX_REFUSED} calls over the budget"
             return None
         self._number += 1
@@ -104,7 +107,7 @@ class Conversation:
     def raw(self) -> RawStep:
         """All parts as one step."""
         assert self._raw is not None
-        return self._raw
+        return self._raw[0], self._raw[1] or self._late, *self._raw[2:]
 
     @property
     def last_number(self) -> int:

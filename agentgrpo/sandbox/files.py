@@ -12,6 +12,7 @@ import datetime
 import errno
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,6 +187,12 @@ class Files(Held):
                 view = view[os.write(fd, view) :]
         full = os.path.normpath(_full(path))
         return WriteInfo(os.path.basename(full), FileType.FILE, full)
+
+    def bind(self, host: socket.socket, name: str) -> str:
+        """Bind a Unix socket to a name in the session's home; returns its path inside."""
+        with self._open(HOME, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            host.bind(f"/proc/self/fd/{fd}/{name}")
+        return os.path.join(HOME, name)
 
     def write_files(self, files: list[dict[str, str | bytes]]) -> list[WriteInfo]:
         """Several files at once: [{"path": ..., "data": ...}, ...]."""

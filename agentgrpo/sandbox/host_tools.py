@@ -43,6 +43,8 @@ SECRET = re.compile(
     r"(key|token|secret|password|passwd|passphrase|pwd|credential|auth)s?$", re.IGNORECASE
 )
 """How a word of a parameter's name ends that is likely to hold a secret."""
+ADDRESS = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""An address with a password in it."""
 CACHE_MIB = 256
 SLICE_S = 0.05
 """How soon a wait for a function notices that its session was closed."""
@@ -165,19 +167,16 @@ def _to_be_set(function: Function, own: Function) -> inspect.Signature:
     """The signature without what functools.partial has bound by name.
 
     Raises:
-        ValueError: a default is no data, looks like a secret, or is that of a keyword-only one.
+        ValueError: a default is no data, or looks like a secret.
     """
     signature = inspect.signature(function, eval_str=True)
     bound = function.keywords if isinstance(function, partial) else {}
     left = [one for one in signature.parameters.values() if one.name not in bound]
-    kinds = inspect.signature(own).parameters  # partial() makes some keyword-only
     for one in left:
         if one.default is one.empty:
             continue
         why = ""
-        if one.name in kinds and kinds[one.name].kind is one.KEYWORD_ONLY:
-            why = "is keyword-only"
-        elif _is_secret(one.name, one.default):
+        if _is_secret(one.name, one.default):
             why = "looks like a secret"
         else:
             try:
@@ -188,7 +187,7 @@ def _to_be_set(function: Function, own: Function) -> inspect.Signature:
             raise ValueError(
                 f"the default of {one.name} {why}: every parameter and its default is shown to "
                 "the policy, which can set it. Bind what is not for it: functools.partial("
-                f"{own.__name__}, {one.name}=...); what is for it is positional, with data"
+                f"{own.__name__}, {one.name}=...); what is for it has data as its default"
             )
     return signature.replace(parameters=left)
 
@@ -196,7 +195,8 @@ def _to_be_set(function: Function, own: Function) -> inspect.Signature:
 def _is_secret(name: str, default: Any) -> bool:
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
     holds = isinstance(default, (str, list, dict)) and bool(default)
-    return holds and any(SECRET.search(word) for word in words)
+    named = any(SECRET.search(word) for word in words)
+    return holds and (named or ADDRESS.search(str(default)) is not None)
 
 
 def _with_signature(function: Function, signature: inspect.Signature) -> Function:

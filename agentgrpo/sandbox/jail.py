@@ -215,6 +215,14 @@ def _at_most(name: str, value: int, unit: int) -> str:
     return f"rlimit_{name}: {value} rlimit_{name}_type: {kind}"
 
 
+def _proc(*, of_session: bool, own: bool) -> str:
+    if of_session:
+        return _mount(dst="/proc", fstype="proc", options="subset=pid", **READ_ONLY, noexec=True)
+    if own:
+        return _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
+    return _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
+
+
 def jail_config(
     template: Template,
     binds: Sequence[Bind],
@@ -246,11 +254,6 @@ def jail_config(
     private = ["size=64k,nr_inodes=64"] * 3
     if limits is not None:
         private = [tmpfs_options(limits, mib) for mib in limits.private_mib]
-        proc = _mount(dst="/proc", fstype="proc", options="subset=pid", **READ_ONLY, noexec=True)
-    elif own_proc:
-        proc = _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
-    else:
-        proc = _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
     directory = "/" if limits is None else "/home/user"
     arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
     arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
@@ -272,7 +275,7 @@ def jail_config(
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(bounded=bounded),
         *_private(private),
-        proc,
+        _proc(of_session=limits is not None, own=own_proc),
         *(_bind(bind) for bind in binds),
         f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
     ]

@@ -77,6 +77,16 @@ class Clock:
 
 
 @public
+def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
+    if Rung.BARE in rungs:
+        raise ValueError(f"rungs: {Rung.BARE} isolates too little; it needs allow_degraded=True")
+    for name, value, least in (
+        ("max_live", max_live, 1), ("min_idle", min_idle, 0), ("zygotes", zygotes, 1),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 class SandboxPool(Held):
     """Sessions for untrusted code. All methods may be called from any thread.
 
@@ -108,17 +118,7 @@ class SandboxPool(Held):
         allow_degraded: bool = False,
         nsjail: str | None = None,
     ) -> None:
-        if Rung.BARE in rungs:
-            raise ValueError(
-                f"rungs: {Rung.BARE} isolates too little; it needs allow_degraded=True"
-            )
-        for name, value, least in (
-            ("max_live", max_live, 1),
-            ("min_idle", min_idle, 0),
-            ("zygotes", zygotes, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        _require(rungs, max_live, min_idle, zygotes)
         self.template = template or Template()
         self.limits = limits or self.template.limits or Limits()
         self.max_live, self.min_idle = max_live, min_idle
@@ -149,15 +149,19 @@ class SandboxPool(Held):
             self._spawner.close()
             raise
         self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
-        if self.template.setup:  # fail now rather than at the first acquire()
-            try:
-                self._start().close()
-            except SandboxInfraError as error:
-                self.close()
-                raise SandboxUnavailable(str(error)) from error
+        if self.template.setup:
+            self._try_setup()
         if min_idle:
             self._wanted.set()
             self._refiller.start()
+
+    def _try_setup(self) -> None:
+        """Fail now rather than at the first acquire()."""
+        try:
+            self._start().close()
+        except SandboxInfraError as error:
+            self.close()
+            raise SandboxUnavailable(str(error)) from error
 
     def acquire(
         self,

@@ -22,7 +22,7 @@ from agentgrpo.envs.python import PythonEnv
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout import generate
-from agentgrpo.rollout.play import request_seed
+from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Status
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task

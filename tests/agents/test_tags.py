@@ -118,16 +118,13 @@ def test_S3_1_a_limit_of_one_tool_leaves_the_other(pool: SandboxPool, corpus: Pa
     assert "limit of 1 python calls" in told[2]
 
 
-def test_S3_2_the_best_texts_come_in_order_and_are_remembered(tmp_path: Path) -> None:
+def test_S3_2_the_best_texts_come_in_order(tmp_path: Path) -> None:
     texts = [("1", "Owls", "An owl sees at night."), ("2", "Cats", "A cat sees an owl."),
              ("3", "Owls again", "owl owl owl"), ("4", "Fish", "No bird.")]  # fmt: skip
     env = SearchEnv(texts, top_k=2)
     ask = CallTools((ToolCall("search", {"query": "owl"}),))
     first = env.reset(TASK).step(ask).text
     assert first == "[1] Owls again\nowl owl owl\n[2] Owls\nAn owl sees at night."
-    assert env._find.cache_info().hits == 0
-    assert env.reset(TASK).step(ask).text == first
-    assert env._find.cache_info().hits == 1
     path = tmp_path / "texts.jsonl"
     rows = [{"id": name, "title": title, "text": text} for name, title, text in texts]
     write_lines(path, rows)

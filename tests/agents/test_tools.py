@@ -21,7 +21,8 @@ from agentgrpo.actions import (
     Say,
     ToolCall,
 )
-from agentgrpo.agents.tools import ToolAgent
+from agentgrpo.agents.tools import ONE_CALL_RULE, ToolAgent
+from agentgrpo.config.read import load_config
 from agentgrpo.envs.tools import Tool, ToolEnv
 from agentgrpo.types import Status, Task
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
@@ -213,8 +214,19 @@ def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
     talker = agent(hermes, talks=True)
-    assert talker.parse("Hello?") == Say("Hello?")
+    assert talker.parse("<think>Who?</think>Hello?") == Say("Hello?", "<think>Who?</think>Hello?")
     assert talker.parse(call("add", a=1)) == ADD
+
+
+def test_the_rule_of_one_call_is_in_the_prompt(hermes: ReadCalls) -> None:
+    told = agent(hermes, one_call_rule=True, system_prompt="S").messages(task())
+    assert told[0] == {"role": "system", "content": f"{ONE_CALL_RULE}\n\nS"}
+    assert "one function or none" in ONE_CALL_RULE
+    assert "Never say that something was done before" in ONE_CALL_RULE
+    with pytest.raises(ValueError, match=r"one_call_rule and parallel_calls exclude each other"):
+        agent(hermes, one_call_rule=True, parallel_calls=True)
+    shipped = load_config("tau_bench").agent.options
+    assert shipped == {"parser": "hermes", "one_call_rule": True}
 
 
 FAMILIES = [

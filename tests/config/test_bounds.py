@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from agentgrpo.config import Section
+from agentgrpo.config import EndpointConfig, Section
 from agentgrpo.config.read import load_config_of
-from agentgrpo.config.recipe import EndpointConfig, RecipeConfig
+from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.learn.losses import objective_of

@@ -56,7 +56,19 @@ def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
         ({"measures": {"judge": "policy"}}, r"measures\.judge: the endpoint of quality"),
         ({"measures": {"attempts": 3}}, r"need measures\.temperature above 0"),
         ({"measures": {"pass_k": [2]}}, r"pass_k must be at most measures\.attempts 1, got 2"),
-        ({"endpoints": {"policy": {}}}, "the name is that of the run's own model"),
+        (
+            {
+                "endpoints": {"w": {"kind": "retriever", "url": "http://h/search"}},
+                "flywheel": {"critic": "w"},
+            },
+            r"flywheel\.critic: 'w' finds documents, and writes no text",
+        ),
+        ({"endpoints": {"policy": {}}}, r"endpoints\.policy: the name is that of one of the run"),
+        ({"flywheel": {"critic": "reference"}}, r"flywheel\.critic: 'reference' is .*lora\.rank"),
+        (
+            {"engine": {"tensor_parallel_size": 2}, "measures": {"conciseness_judge": "policy"}},
+            r"measures\.conciseness_judge: 'policy' is asked on one rank",
+        ),
         ({"flywheel": {"concurrency": 99}}, r"three trajectories each at once, sandbox\.max_live"),
         ({"flywheel": {"operators": ["magic"]}}, "operators"),
         ({"sft": {"batch_size": 0}}, "batch_size"),

@@ -1,30 +1,249 @@
-"""Every shipped config, up to its engine: agent, world, tasks and rewards fit together."""
+"""Every shipped config does what its first lines say: its agent, world, tasks and rewards, played.
+
+The policy is a script, all else is the config's own. What the engine and the learner make of it is
+tested with the quickstart (test_run.py), measured with all (bench/configs.py).
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
+import contextlib
+import json
+import os
+import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentgrpo import examples
+from agentgrpo.actions import CallTools, ToolCall
 from agentgrpo.config.read import load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.envs.runner import settled
+from agentgrpo.envs.tau2 import pieces_of
+from agentgrpo.envs.tau_bench import pieces_of as requests_of
+from agentgrpo.examples.functions import FUNCTIONS
+from agentgrpo.recipe.recipe import parts_of
+from agentgrpo.rewards.scoring import score_all
+from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.stage import prompt_length, set_stage
+from agentgrpo.types import Status
+from agentgrpo.usercode import event_loop
+from bench import real_tau_bench
+from tests.playing import EOT, says
 
-NEEDS = {
-    "frozen_lake": "gymnasium",
-    "reasoning_gym": "reasoning_gym",
-    "tau2_telecom": "tau2",
-    "tau2_retail": "tau2",
-    "mcp": "mcp",
-    "tau_bench": "tau_bench",
-    "verifiers": "verifiers",
+Stage = Any
+
+
+def played(stage: Stage, config: Any, task: Any, *turns: str) -> Any:
+    """The scored rollout of a policy that says these turns."""
+    engine: Any = says(
+        *turns, tokenizer=stage.chat.tokenizer, max_model_len=config.engine.max_model_len
+    )
+    rollout_config = config.rollout.model_copy(update={"max_turns": 99})
+    sampler = Sampler(engine, stage.agent, stage.env, stage.chat, rollout_config)
+    groups, _ = sampler.play([task], 1, seed=0)
+    score_all(groups, stage.reward)
+    (rollout,) = groups[0].rollouts
+    assert rollout.status is Status.COMPLETED, (rollout.status, rollout.error)
+    assert len(engine.requests) == len(turns), "all of the script was said"
+    return rollout
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>{EOT}"
+
+
+def observed(stage: Stage, rollout: Any) -> str:
+    """All that the policy was shown after its first turn."""
+    given = [s.token_ids for s in rollout.segments[1:] if not s.sampled]
+    return "".join(stage.chat.decode(ids) for ids in given)
+
+
+def by_python(stage: Stage, play: Any, task: Any) -> None:
+    """Writing Python is shown its output; the answer is worth something, another is not."""
+    code = "<code>print(40 + 2)</code>"
+    right = play(task, code, f"Answer: {task.spec['answer']}{EOT}")
+    assert right.stats["tool_calls"] == 1
+    assert "42" in observed(stage, right)
+    assert right.reward > play(task, code, f"Answer: -1{EOT}").reward + 0.5
+
+
+def acts_first(stage: Stage, play: Any, task: Any) -> None:
+    assert play(task, "<code>print('wrong')</code>", f"-1{EOT}").reward == 1.0
+    assert play(task, "<code>1/0</code>", f"-1{EOT}").reward < 1.0
+    assert play(task, f"{task.spec['answer']}{EOT}").reward == 0.0
+
+
+def searches_by_code(stage: Stage, play: Any, task: Any) -> None:
+    found = f"<code>print(web_search({task.messages[-1]['content']!r}))</code>"
+    right = play(task, found, f"Answer: {task.spec['answer']}{EOT}")
+    assert (right.stats["host_calls"], right.stats["tool_errors"]) == (1, 0)
+    assert task.spec["answer"] in observed(stage, right)
+    assert right.reward > play(task, f"Answer: nobody{EOT}").reward + 0.5
+
+
+def types_at_a_console(stage: Stage, play: Any, task: Any) -> None:
+    """The syntax error costs on the tokens of its line."""
+    end = f"submit_final_answer({task.spec['answer']})\n"
+    right, wrong = play(task, "40+2\n", end), play(task, "40+\n", end)
+    assert "42" in observed(stage, right)
+    (cost,) = wrong.span_rewards
+    assert stage.chat.decode(wrong.token_ids[cost.start : cost.end]) == "40+\n"
+    assert (cost.value, right.span_rewards) == (-0.3, [])
+    assert right.reward - wrong.reward == pytest.approx(0.3)
+
+
+def walks(stage: Stage, play: Any, task: Any) -> None:
+    right = play(task, '<fn>act("right")</fn>', '<fn>act("right")</fn>')
+    assert right.reward == 1.0
+    assert "(Right)" in observed(stage, right)
+    assert play(task, '<fn>act("down")</fn>').reward == 0.0
+
+
+def calls_inline(stage: Stage, play: Any, task: Any) -> None:
+    """The answer to a call stands in the same message."""
+    right = play(task, '<fn>calculate("12*31+14")</fn>', f"Answer: {task.spec['answer']}{EOT}")
+    assert "386" in observed(stage, right)
+    assert "<|im_start|>" not in observed(stage, right)
+    assert right.reward > play(task, f"Answer: -1{EOT}").reward + 0.5
+
+
+def calls_a_calculator(stage: Stage, play: Any, task: Any) -> None:
+    asked = call("calculate", expression="12*31+14")
+    right = play(task, asked, f"{task.spec['answer']}{EOT}")
+    assert "<|im_start|>tool\n386" in observed(stage, right)
+    assert right.reward > play(task, f"-1{EOT}").reward + 0.5
+
+
+def calls_servers_of_its_own(stage: Stage, play: Any, task: Any) -> None:
+    calls_a_calculator(stage, play, task)
+    episodes = [stage.env.reset(task) for _ in range(2)]
+    asked = CallTools((ToolCall("calculate", {"expression": "1+1"}),))
+
+    async def together() -> int:
+        for episode in episodes:
+            assert (await settled(episode.step(asked))).text == "2"
+        servers = processes_below("server.py")
+        for episode in episodes:
+            await settled(episode.close())
+        return servers
+
+    assert asyncio.run_coroutine_threadsafe(together(), event_loop("episodes")).result(60) == 2
+
+
+def processes_below(word: str) -> int:
+    """Processes below this one whose command line has the word."""
+    count, parents = 0, {os.getpid()}
+    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda p: int(p.parent.name)):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) in parents:
+                parents.add(int(stat.parent.name))
+                count += word in (stat.parent / "cmdline").read_text()
+    return count
+
+
+def searches(stage: Stage, play: Any, task: Any) -> None:
+    found = call("search", query=task.messages[-1]["content"])
+    right = play(task, found, f"{task.spec['answer']}{EOT}")
+    assert task.spec["answer"] in observed(stage, right)
+    assert right.reward > play(task, f"nobody{EOT}").reward + 0.5
+    assert right.rewards["tool_cost"] < 0
+
+
+def is_verified(stage: Stage, play: Any, task: Any) -> None:
+    (terms,) = re.findall(r"problem: (.*) =", task.messages[-1]["content"])
+    code = f"<code>print({terms})</code>"
+    assert play(task, code, f"Answer: {eval(terms)}{EOT}").rewards["solved"] == 1.0
+    assert play(task, f"Answer: {eval(terms) + 1}{EOT}").rewards["solved"] == 0.0
+
+
+def is_graded(stage: Stage, play: Any, task: Any) -> None:
+    asked = task.messages[-1]["content"]
+    name, arguments = re.findall(r"function (\w+)\((.*?)\)", asked)[0]
+    function = next(f for f in FUNCTIONS if re.fullmatch(f.name.replace("{k}", r"\w+"), name))
+    value = function.expression.replace("{k}", name.rpartition("_")[2])
+    assert "assert" not in "".join(str(m["content"]) for m in task.messages)
+
+    def wrote(body: str) -> Any:
+        return play(task, f"```python\ndef {name}({arguments}):\n    return {body}\n```{EOT}")
+
+    assert wrote(value).reward == 1.0
+    assert wrote("None").reward == 0.0
+
+
+def talks_with_a_customer(stage: Stage, play: Any, task: Any) -> None:
+    """Who says something back; the benchmark's ground truth is paid, doing nothing is not."""
+    upstream = stage.env._upstream["train"][int(task.spec["place"].partition("/")[2])]
+    calls = [call(a.name, **a.kwargs) for a in upstream.actions]
+    told = [f"What else?{EOT}" for _ in requests_of(task.spec["instruction"])[1:]]
+    right = play(task, *told, *calls, f"Done.{EOT}")
+    assert "<|im_start|>user\nMy name is " in observed(stage, right)
+    assert right.rewards["solved"] == 1.0
+    assert len(stage.env.tasks("train")) == 500
+
+
+def talks_of_retail(stage: Stage, play: Any, task: Any) -> None:
+    criteria = stage.env._tasks[task.spec["tau2_id"]].evaluation_criteria
+    calls = [call(a.name, **a.arguments) for a in criteria.actions]
+    said = [f"{' '.join(criteria.communicate_info or ['Anything else?'])}{EOT}"]
+    patience = len(pieces_of(task.spec["scenario"]))
+    right = play(task, *[f"Go on.{EOT}"] * patience, *calls, *said)
+    assert "<|im_start|>user\n" in observed(stage, right)
+    assert right.rewards["solved"] == 1.0
+
+
+def works_alone(stage: Stage, play: Any, task: Any) -> None:
+    criteria = stage.env._tasks[task.spec["tau2_id"]].evaluation_criteria
+    calls = [call(a.name, **a.arguments) for a in criteria.actions]
+    assert play(task, *calls, call("done")).rewards["solved"] == 1.0
+    assert play(task, call("done")).rewards["solved"] == 0.0
+    assert [len(stage.env.tasks(split)) for split in ("train", "heldout")] == [74, 40]
+
+
+def computes_and_looks_up(stage: Stage, play: Any, task: Any) -> None:
+    """With one call each; the whole recipe's parts are those that its first line names."""
+    tool = "search" if task.spec["kind"] == "lookup" else "python"
+    asked = task.spec["name"] if tool == "search" else "40 + 2"
+    right = play(task, f"<think>x</think><{tool}>{asked}</{tool}>",
+                 f"<answer>{task.spec['answer']}</answer>{EOT}")  # fmt: skip
+    shown = str(task.spec["answer"]) if tool == "search" else "42"
+    assert shown in observed(stage, right)
+    assert right.reward > play(task, f"<answer>-1</answer>{EOT}").reward
+    recipe = load_config_of(RecipeConfig, "recipe")
+    assert [part.name for part in parts_of(recipe)] == [
+        "prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "1.select", "1.train",
+        "trained",
+    ]  # fmt: skip
+    assert 0 < recipe.rollout.branching.initial < recipe.rollout.group_size
+
+
+SAYS: dict[str, Any] = {
+    "code_format": acts_first,
+    "code_search": searches_by_code,
+    "console": types_at_a_console,
+    "frozen_lake": walks,
+    "inline": calls_inline,
+    "mcp": calls_servers_of_its_own,
+    "quickstart": by_python,
+    "reasoning_gym": is_verified,
+    "recipe": computes_and_looks_up,
+    "search": searches,
+    "tau2_retail": talks_of_retail,
+    "tau2_telecom": works_alone,
+    "tau_bench": talks_with_a_customer,
+    "tools": calls_a_calculator,
+    "unit_tests": is_graded,
+    "verifiers": calls_a_calculator,
+    **{f"qwen3_{size}_math": by_python for size in ("0.6b", "1.7b", "4b", "8b")},
+    **{f"qwen3_{size}_tools": searches for size in ("0.6b", "1.7b", "4b", "8b")},
 }
+"""What holds a config to its first lines. The memory that some name: test_gpu_configs.py."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,20 +253,28 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nsjail
-@pytest.mark.parametrize("name", sorted(set(shipped_configs()) - {"quickstart"}))
-def test_a_shipped_config_sets_its_stage(
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("mcp", "reasoning_gym") else [])
+        for name in sorted(shipped_configs())
+    ],
+)
+def test_a_shipped_config_does_what_it_says(
     name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs the package {NEEDS[name]}")
     examples.write(tmp_path)
-    (tmp_path / "math.jsonl").write_text((tmp_path / "questions.jsonl").read_text())
+    sums = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(90)]
+    write_lines(tmp_path / "math.jsonl", sums)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(real_tau_bench.folder())
     overrides = [
         f"out_dir={tmp_path}/run",
         "engine.max_model_len=90000",
         "learner.max_tokens=90000",
+        "rollout.max_turn_tokens=9000",  # of a tokenizer that has bytes
+        "rollout.max_observation_tokens=9000",
     ]
     if name == "mcp":
         overrides.append(f'env.options={{command="{sys.executable}", args=["server.py"]}}')
@@ -59,8 +286,7 @@ def test_a_shipped_config_sets_its_stage(
         assert 10 < prompt_length(stage.agent, stage.chat, task) < 90000
         assert len(stage.heldout) >= 9
         assert "answer" not in str(task.messages[-1]) or "spec" not in str(task.messages)
-        episode = stage.env.reset(task)
-        assert hasattr(episode, "step")
+        SAYS[name](stage, partial(played, stage, config), task)
     finally:
         stage.close()
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.config.recipe import EndpointConfig
+from agentgrpo.config import EndpointConfig
 from agentgrpo.engine.endpoints import (
     EngineEndpoint,
     EngineLoop,
@@ -210,7 +210,7 @@ def test_a_server_that_is_too_slow_is_asked_again(
         return echo(body)
 
     server.answers = [slow, echo]
-    assert endpoint(server, timeout_s=0.2).complete(USER) == ["hi 0"]
+    assert endpoint(server, timeout_s=1.0).complete(USER) == ["hi 0"]
     assert "is asked again (try 2 of 4)" in caplog.text
     server.answers = [slow]
     with pytest.raises(InfrastructureError, match="timed out"):

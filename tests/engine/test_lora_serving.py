@@ -91,6 +91,31 @@ def test_the_sampler_follows_the_adapter_over_many_steps(
     np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
 
 
+def test_the_reference_is_the_model_without_its_adapter(
+    make_learner: Callable[..., Learner], served: Engine, engine: Engine, tiny_model: Path
+) -> None:
+    """Asked beside the policy, in one batch, whatever the adapter is; none is no silent policy."""
+    learner = make_learner()
+    for seed in range(2):
+        move(learner, seed)
+        learner.publish()
+        for name in ("policy", "reference"):
+            served.add_request(
+                name, IDS, max_tokens=6, temperature=0.0, reference=name == "reference"
+            )
+        said: dict[str, Any] = {}
+        while served.num_in_flight:
+            said |= {turn.request_id: turn for turn in served.step()}
+        for name, turn in said.items():
+            ids = np.concatenate([IDS, turn.token_ids])
+            base, own = base_logp(tiny_model, ids)[-6:], learner.score(ids)[-6:]
+            expected, other = (base, own) if name == "reference" else (own, base)
+            np.testing.assert_allclose(turn.logprobs, expected, atol=1e-5)
+            assert np.abs(turn.logprobs - other).max() > 0.1
+    with pytest.raises(ValueError, match=r"'reference' is .* needs learner\.lora\.rank"):
+        engine.add_request("a", IDS, max_tokens=1, temperature=0.0, reference=True)
+
+
 def test_nothing_but_the_adapter_is_handed_over_and_nothing_of_it_is_changed(
     make_learner: Callable[..., Learner], served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

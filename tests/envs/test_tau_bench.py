@@ -1,7 +1,4 @@
-"""The first tau-bench: a stand-in of its layout always, the real one where it can be imported.
-
-The real one is a checkout of its repository, installed or named in PYTHONPATH.
-"""
+"""The first tau-bench: a stand-in of its layout, and the real one (bench/real_tau_bench.py)."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ from typing import Any
 import pytest
 
 from agentgrpo.actions import CallTools, RunCode, Say, ToolCall
-from agentgrpo.envs.copied import CopiedOnWrite
+from agentgrpo.envs.copied import CopiedOnWrite, copied_on_write
+from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tau_bench import TRANSFER, TauBenchEnv, pieces_of
-
-REAL = importlib.util.find_spec("tau_bench") is not None
-real = pytest.mark.skipif(not REAL, reason="needs a checkout of tau-bench in PYTHONPATH")
+from bench import real_tau_bench
 
 STORE = {
     "__init__.py": "import nowhere_litellm",
@@ -76,6 +72,12 @@ TASKS_TRAIN = [
 """,
 }
 SAME = ["test", "dev"]
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark itself can be imported."""
+    monkeypatch.syspath_prepend(real_tau_bench.folder())
 
 
 @pytest.fixture
@@ -214,7 +216,10 @@ def test_a_ticket_needs_no_customer(shop: Path) -> None:
     ("options", "message"),
     [
         ({"domain": "telecom"}, "domain: expected retail, airline"),
-        ({"mode": "solo"}, "mode: expected ticket, scripted, model or"),
+        ({"mode": "solo"}, "mode: expected ticket, scripted, model, reference, endpoint:NAME or"),
+        ({"mode": "reference"}, r"mode: 'reference' is the model without .*learner\.lora\.rank"),
+        ({"mode": "endpoint:big"}, "mode: no endpoint 'big'; there are: policy"),
+        ({"mode": "endpoint:"}, "mode: no endpoint ''; there are: policy"),
         ({"heldout": "base"}, "heldout: retail has train, test, dev, no 'base'"),
         ({"customer_tokens": 0}, "customer_tokens: expected at least 1"),
     ],
@@ -224,49 +229,129 @@ def test_other_settings_are_refused(shop: Path, options: Any, message: str) -> N
         TauBenchEnv(**options)
 
 
+OTHER: Any = object()
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked"),
+    [
+        ("model", "policy"),
+        ("endpoint:policy", "policy"),
+        ("reference", "reference"),
+        ("endpoint:big", OTHER),
+    ],
+)
+def test_who_plays_the_customer_is_who_is_asked(shop: Path, mode: str, asked: Any) -> None:
+    models = {"policy": "policy", "reference": "reference", "big": OTHER}
+    env = TauBenchEnv(mode=mode, models=models)
+    told = env.reset(env.tasks("train")[0]).step(Say("Who are you?"))
+    assert told.ask is not None
+    assert told.ask.model is asked
+    assert "Your name is Al Bo" in told.ask.messages[0]["content"]
+    with pytest.raises(ValueError, match="mode: expected solo, scripted or"):
+        Tau2Env("telecom", mode=mode, models=models)
+
+
 def test_without_the_package_the_message_says_what_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package tau_bench is needed"):
         TauBenchEnv()
 
 
-@real
-def test_S2_9_all_500_training_tasks() -> None:
-    """Upstream's own figures: doing nothing earns 0.010."""
-    assert scores(TauBenchEnv(), "train") == (500, 500.0, 5.0)
-
-
-@real
+@pytest.mark.usefixtures("real")
 @pytest.mark.parametrize(
-    ("domain", "split", "expected"),
+    ("domain", "expected"),
     [
-        ("retail", "test", (115, 115.0, 7.0)),
-        ("retail", "dev", (20, 20.0, 1.0)),
-        ("airline", "test", (50, 50.0, 19.0)),
+        ("retail", {"train": (500, 500, 5), "test": (115, 115, 7), "dev": (20, 20, 1)}),
+        ("airline", {"test": (50, 50, 19)}),
     ],
 )
-def test_S2_9_the_other_splits(domain: str, split: str, expected: Any) -> None:
-    assert scores(TauBenchEnv(domain), split) == expected
+def test_S2_9_all_685_tasks(domain: str, expected: Any) -> None:
+    """Upstream's own figures: doing nothing earns 0.010 of the training tasks."""
+    env = TauBenchEnv(domain)
+    assert {split: scores(env, split) for split in expected} == expected
+
+
+@pytest.mark.usefixtures("real")
+def test_S2_8_an_episode_reads_no_file_and_copies_what_it_touches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What makes resets and rewards fast (bench/results/worlds.jsonl), over all retail tasks."""
+    env = TauBenchEnv()
+    tasks = [task for split in env._upstream for task in env.tasks(split)]
+    for task in tasks:  # a ground truth's changes are computed once
+        env.gold(task.spec["place"], solve(env, task)._upstream)
+    monkeypatch.setattr("json.load", None)
+    monkeypatch.setattr("agentgrpo.envs.tau_bench.copied_on_write", counted := Counted())
+    for task in tasks:
+        episode = env.reset(task)
+        for action in episode._upstream.actions:
+            episode.call(ToolCall(action.name, action.kwargs))
+        episode.reward()
+    assert counted.made == len(tasks) == 635, "one world for each, and none for its ground truth"
+    assert max(counted.own()) <= 20, "of 1,550 records"
+
+
+class Counted:
+    """copied_on_write(), which remembers what it made."""
+
+    def __init__(self) -> None:
+        self._made: list[dict[str, Any]] = []
+
+    def __call__(self, base: Any) -> dict[str, Any]:
+        self._made.append(copied_on_write(base))
+        assert not any(self._own(self._made[-1])), "nothing is copied yet"
+        return self._made[-1]
+
+    @property
+    def made(self) -> int:
+        return len(self._made)
+
+    def own(self) -> list[int]:
+        """Records that each has copied."""
+        return [sum(self._own(tables)) for tables in self._made]
+
+    def _own(self, tables: dict[str, Any]) -> list[int]:
+        return [len(table.own) for table in tables.values()]
+
+
+def hashable(item: Any) -> Any:
+    """tau-bench's own, envs/base.py, without importing its dependencies."""
+    if isinstance(item, dict):
+        return tuple((key, hashable(value)) for key, value in sorted(item.items()))
+    return tuple(map(hashable, item)) if isinstance(item, list) else item
+
+
+texts: dict[str, str] = {}
 
 
 def upstream_hash(data: Any) -> str:
-    """tau-bench's own, envs/base.py, without importing its dependencies."""
+    """The sha256 of str(hashable(data)); the text of a record that was seen before is known."""
 
-    def hashable(item: Any) -> Any:
-        if isinstance(item, dict):
-            return tuple((key, hashable(value)) for key, value in sorted(item.items()))
-        return tuple(map(hashable, item)) if isinstance(item, list) else item
+    def text_of(record: Any) -> str:
+        written = repr(record)
+        if written not in texts:
+            texts[written] = str(hashable(record))
+        return texts[written]
 
-    return sha256(str(hashable(data)).encode()).hexdigest()
+    def joined(pairs: Any) -> str:
+        return f"({', '.join(f'({key!r}, {text})' for key, text in pairs)})"
+
+    tables = {
+        name: joined((key, text_of(record)) for key, record in sorted(table.items()))
+        for name, table in data.items()
+    }
+    return sha256(joined(sorted(tables.items())).encode()).hexdigest()
 
 
-@real
+@pytest.mark.usefixtures("real")
 @pytest.mark.slow
 @pytest.mark.parametrize("domain", ["retail", "airline"])
 def test_S2_8_changes_are_equal_where_upstreams_hashes_are(domain: str) -> None:
     """Over the ground truths of every task and over what their first calls alone leave."""
     env = TauBenchEnv(domain)
     before = upstream_hash(env.base)
+    assert before == sha256(str(hashable(env.base)).encode()).hexdigest()
     seen: dict[str, str] = {}
     tasks = [task for split in env._upstream for task in env.tasks(split)]
     for task in tasks:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentgrpo.kernels import delta_pack
 from agentgrpo.kernels.checks import Backend
 from agentgrpo.kernels.delta_pack import Terms, Tokens, pack_terms, pack_tokens
 
@@ -112,6 +113,19 @@ def test_nothing_behind_the_deltas_is_read(backend: Backend) -> None:
     ids, logp = deltas(5)
     runs = runs_of([5], 5, 0, 2)
     assert pack_terms(ids, logp, runs, 5, backend=backend)[1].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_kernels_run_where_they_are_asked_for(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not their reference, whose results are the same."""
+    launched: list[int] = []
+    monkeypatch.setattr(delta_pack, "_launch", lambda kernel, count, *_: launched.append(count))
+    ids, logp = deltas(400)
+    pack_tokens(ids, runs_of([3, 4], 400, 0, 0), 7, backend=backend)
+    pack_terms(ids, logp, runs_of([3, 2], 400, 0, 2), 5, backend=backend)
+    assert launched == ([7, 5] if backend == "triton" else [])
 
 
 def test_bad_arguments_are_named() -> None:

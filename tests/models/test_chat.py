@@ -149,6 +149,17 @@ def test_a_template_that_always_begins_the_next_turn_is_closed_where_the_last_on
     assert chat.tokenizer.decode(ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_separator_behind_every_turn_ends_none() -> None:
+    """Also where the conversation's own end follows it: the two have the separator in common."""
+    template = CHATML.replace("<|im_end|>", "<|im_end|><|endoftext|>").replace(
+        "{% endif %}", "{% else %}<|im_end|>{% endif %}"
+    )
+    chat = ChatTemplate(make_tokenizer(template))
+    assert chat.stop_token_ids == (2,)
+    ids = chat.observation_ids([{"role": "user", "content": "x"}], last_id=2)
+    assert chat.tokenizer.decode(ids).startswith("<|endoftext|>\n<|im_start|>user\nx<|im_end|>")
+
+
 def test_tools_that_change_how_messages_are_written_are_not_shown_again() -> None:
     named = "{% for t in tools or () %}{{ t['function']['name'] }}{% endfor %}"
     for wrapped, after in (("{% if tools %}[ {% endif %}", "[ x"), (named, "x")):

@@ -22,6 +22,8 @@ from agentgrpo.recipe.curriculum import (
     parts_of,
     prepared,
     select,
+    stages,
+    steps_of,
     training_config,
 )
 from agentgrpo.recipe.difficulty import DifficultyTasks
@@ -31,7 +33,10 @@ from agentgrpo.types import Group, Rollout, Task
 from tests.given import a_rollout
 
 
-def make_recipe(folder: Path, **settings: Any) -> RecipeConfig:
+def make_recipe(
+    folder: Path, steps: Any = (5, 7), tasks_per_step: int = 2, **settings: Any
+) -> RecipeConfig:
+    steps = {} if steps is None else {"steps": steps}
     return RecipeConfig.model_validate(
         {
             "model": "start",
@@ -40,9 +45,10 @@ def make_recipe(folder: Path, **settings: Any) -> RecipeConfig:
             "data": {"levels": [1], "promote_at": 0.5, "heldout_levels": [2]},
             "curriculum": {
                 "stages": 2, "candidates": 10, "group_size": 4, "select": 4, "chunk": 3,
-                "steps": [5, 7],
+                **steps,
                 **settings,
             },
+            "rollout": {"tasks_per_step": tasks_per_step},
         }
     )  # fmt: skip
 
@@ -221,7 +227,7 @@ def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[st
             about = {"model": f"m{stage}", "candidates": 10, "mixed": 6, "quality": 0.5}
             (folder / "select.json").write_text(json.dumps({**about, "selected": ["a", "b"]}))
         else:
-            checkpoint(folder / "rl", recipe.curriculum.steps_of(int(stage)))
+            checkpoint(folder / "rl", steps_of(recipe, int(stage)))
             finish_stage(recipe, int(stage))
         return SimpleNamespace(returncode=0)
 
@@ -351,6 +357,7 @@ def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
         ({"easy_share": 0.6, "hard_share": 0.6}, "must be at most 1, got 0.6 . 0.6"),
         ({"group_size": 1}, "group_size"),
         ({"steps": []}, "steps"),
+        ({"epochs": 2}, r"curriculum\.steps \[5, 7\] and curriculum\.epochs 2 exclude each other"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
@@ -361,4 +368,21 @@ def test_settings_that_make_no_sense_are_refused(
 
 
 def test_the_last_number_of_steps_stands_for_all_further_stages(tmp_path: Path) -> None:
-    assert [make_recipe(tmp_path).curriculum.steps_of(stage) for stage in range(4)] == [5, 7, 7, 7]
+    assert [steps_of(make_recipe(tmp_path), stage) for stage in range(4)] == [5, 7, 7, 7]
+
+
+def test_epochs_are_rounds_through_what_a_stage_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two tasks that each stage selects, one a step; with more epochs it goes on."""
+    recipe = make_recipe(tmp_path, steps=None, epochs=3, tasks_per_step=1)
+    ran = fake_parts(recipe, monkeypatch)
+    run_curriculum(recipe)
+    assert ran == ["0.select", "0.train", "1.select", "1.train"]
+    assert json.loads((tmp_path / "stage_1" / "stage.json").read_text())["steps"] == 6
+    assert training_config(recipe, 1).steps == 6
+    assert left(recipe) == []
+    assert left(make_recipe(tmp_path, steps=None, epochs=4, tasks_per_step=1))
+    by_four = make_recipe(tmp_path, steps=None, epochs=3, tasks_per_step=4)
+    assert steps_of(by_four, 0) == 2, "6 tasks, the last step rounded up"
+    assert "at most 3, 3 steps" in str([*stages(by_four)])

@@ -26,6 +26,7 @@ from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
+from agentgrpo.stage import models_of
 from agentgrpo.types import Rollout, Task
 from tests.given import a_rollout
 from tests.playing import CHAT, TOKENIZER
@@ -110,6 +111,7 @@ class World:
 
     def spin(self, *tasks: Task) -> dict[str, Any]:
         require_same_flywheel(self.recipe, tasks)
+        self.stage.models = models_of(self.recipe, None, trained=False)
         summary = spin(self.recipe, self.stage, self.engine, tasks)  # type: ignore[arg-type]
         self.env.assert_all_closed_once()
         return dict(summary)

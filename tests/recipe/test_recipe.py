@@ -16,7 +16,12 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
 from agentgrpo.recipe import recipe as recipes
+from agentgrpo.stage import models_of
+from agentgrpo.types import Group
+from tests.given import TASK, a_rollout
 from tests.measures.test_measures import rows
+from tests.playing import CHAT, EOT, TOKENIZER, scripted
+from tests.rollout.stubs import Turn
 
 ORDER = ["prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "trained"]
 SOLVED = {"prompting": [0.0, 0.0], "tuned": [1.0, 0.0], "trained": [1.0, 1.0]}
@@ -39,6 +44,32 @@ def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConf
 def run(recipe: RecipeConfig, arguments: list[str]) -> None:
     with recipes.prepared(recipe, arguments) as work:
         work()
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("policy", False), ("reference", True), ("own", False)]
+)
+def test_a_judge_may_be_a_model_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: bool
+) -> None:
+    """Of those that the stage has under the endpoint's name; `own` is one of kind "engine"."""
+    table = make_recipe(tmp_path).model_dump() | {"learner": {"lora": {"rank": 4}}}
+    table["endpoints"] = {"c": table["endpoints"]["c"], "own": {"kind": "engine"}}
+    table["measures"] |= {"quality": "judge", "judge": name, "conciseness_judge": name}
+    recipe = RecipeConfig.model_validate(table)
+    models = models_of(recipe, SimpleNamespace(rank=4), trained=False)  # type: ignore[arg-type]
+    assert models.keys() == {"policy", "reference", "c", "own"}
+    group = Group(task=TASK, rollouts=[a_rollout(answer="forty-two")])
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: ([group], {}))
+    engine = scripted(lambda *_: Turn(f"Correct: no{EOT}"))
+    player: Any = SimpleNamespace(
+        sampler=None, heldout=[], reward=None, engine=engine, models=models, chat=CHAT,
+        tokenizer=TOKENIZER, model="m",
+    )  # fmt: skip
+    made = evaluation.evaluate_recipe(recipe, player)
+    assert made["measures"]["quality"]["value"] == 1.0
+    assert {r.options["reference"] for r in engine.requests} == {reference}
+    assert len(engine.requests) == 11, "a verdict, ten votes"
 
 
 def leave(recipe: RecipeConfig, part: str) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from agentgrpo.config import LossConfig, RewardConfig
+from agentgrpo.config import LossConfig, RewardConfig, TrainConfig
 from agentgrpo.learn.advantages import assign_advantages
-from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rewards.scoring import Scoring, reward_function
 from agentgrpo.rewards.view import BUILT_IN, RolloutView
+from agentgrpo.stage import make_scoring
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
+from tests.given import a_rollout
+from tests.playing import CHAT
 
 MODULE = """
 import asyncio
@@ -41,6 +45,16 @@ def presses(view): raise KeyboardInterrupt
 async def later(view):
     await asyncio.sleep(0)
     raise SystemExit(0)
+async def in_task(view): await asyncio.gather(later(view))
+async def cancels(view): raise asyncio.CancelledError
+async def cancels_itself(view):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1000)
+async def cancelled_at_its_end(view): asyncio.current_task().cancel()
+async def waits_for_none(view):
+    answer = asyncio.get_running_loop().create_future()
+    answer.cancel()
+    await answer
 def endless(view): return float("inf")
 def beyond(view): return [SpanReward(0, 10**6, "turn", 1.0)]
 async def slow(view):
@@ -58,6 +72,18 @@ async def connected(view):
     made[0].call_soon(answered.set_result, 1.0)
     return await answered
 """
+
+
+LEAVES = {
+    "leaves": r"called sys\.exit\(0\)",
+    "presses": "raised KeyboardInterrupt",
+    "later": r"called sys\.exit\(0\)",
+    "in_task": r"called sys\.exit\(0\)",
+    "cancels": "raised CancelledError",
+    "cancels_itself": "raised CancelledError",
+    "cancelled_at_its_end": "raised CancelledError",
+    "waits_for_none": "raised CancelledError",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +160,31 @@ def test_every_built_in_was_tried_above() -> None:
     assert set(BUILT_IN) == {
         "tool_cost", "tool_errors", "syntax_errors", "length", "efficiency", "exact",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("sigma", ["sigma_tool", "sigma_length"])
+@pytest.mark.parametrize(
+    ("decay", "shares"), [(True, [1.0, 0.75, 0.5, 0.25, 0.0]), (False, [1.0] * 5)]
+)
+def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
+    sigma: str, decay: bool, shares: list[float]
+) -> None:
+    """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
+    settings = {"kind": "text", sigma: 2.0, "decay_sigmas": decay}
+    made = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
+    scoring = make_scoring(TrainConfig.model_validate(made), cast(Any, None), CHAT.tokenizer)
+    task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={"answer": "right"})
+    told = []
+    for step, share in enumerate(shares):
+        rollouts = [
+            a_rollout([[-1.0] * n], task=task, answer="right", stats={"tool_calls": float(n)})
+            for n in (1, 3)
+        ]
+        scoring.score([Group(task=task, rollouts=rollouts)], step=step)
+        told.append([r.rewards["efficiency"] for r in rollouts])
+        factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
+        assert told[-1] == pytest.approx(factors), step
+    assert (told[0] == told[-1]) == (not decay)
 
 
 @pytest.mark.parametrize(("answer", "value"), [("36", 0.5), ("35", 0.0), (None, 0.0)])
@@ -227,20 +278,27 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("function", ["leaves", "presses", "later"])
-def test_a_function_that_leaves_ends_the_run_with_a_word(overlap: bool, function: str) -> None:
+@pytest.mark.parametrize("kind", [True, False], ids=["kind", "function"])
+@pytest.mark.parametrize("function", LEAVES)
+def test_a_function_that_leaves_ends_the_run_with_a_word(
+    overlap: bool, kind: bool, function: str
+) -> None:
     """It ended the event loop of all rewards, and the run waited for ever."""
     if function == "presses" and not overlap:
         return  # on the run's own thread it cannot be told from Ctrl-C
     rollouts = [played(), played()]
-    config = RewardConfig(functions={f"mine:{function}": 1.0}, overlap=overlap)
-    scoring = Scoring(base, config, decode)
+    config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0}, overlap=overlap)
+    reward: Any = reward_function(f"mine:{function}") if kind else base
+    scoring = Scoring(reward, config, decode)
     group = Group(task=rollouts[0].task, rollouts=rollouts)
-    did = "raised KeyboardInterrupt" if function == "presses" else r"called sys.exit\(0\)"
-    named = rf"the reward function {function} {did} \(task 'q7', rollout 0, at .*mine.py:\d+\)"
+    what = f"the reward {'' if kind else 'function '}{function}"
+    named = rf"{what} {LEAVES[function]} \(task 'q7', rollout 0, at .*mine.py:\d+\)"
     with pytest.raises(UserCodeError, match=named):
         scoring.score([group])
-    assert scored({"mine:half": 1.0})[0].rewards["half"] == 0.5, "others are scored as before"
+    again = [played()]
+    scoring = Scoring(base, RewardConfig(functions={"mine:half": 1.0}, overlap=overlap), decode)
+    scoring.score([Group(task=again[0].task, rollouts=again)])
+    assert again[0].rewards["half"] == 0.5, "others are scored as before"
 
 
 @pytest.mark.parametrize("on_error", ["drop", "raise"])

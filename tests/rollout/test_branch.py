@@ -170,7 +170,7 @@ def test_every_index_is_handed_out_once_whatever_happens(seed: int) -> None:
             new = plan.measured(index, rng.random(), after_tool=False)
             new += plan.measured(index, rng.random(), after_tool=True)
         elif event < 0.6 and plan.may_branch(index):
-            new = [plan.fork(index)]
+            new = plan.fork(index, rng.randint(0, 3))
         elif event >= 0.6:
             playing.remove(index)
             new = plan.ended(index)
@@ -183,14 +183,23 @@ def test_places_are_shared_out_evenly_and_halved_at_a_branch() -> None:
     plan = GroupPlan(16, BranchConfig(initial=4))
     assert plan.begin() == [0, 1, 2, 3]
     assert [plan.may_branch(i) for i in range(4)] == [True] * 4
-    assert plan.fork(0) == 4  # three each: one is given away, one stays, one goes along
+    assert plan.fork(0) == [4]  # three each: one is given away, one stays, one goes along
     assert (plan._shares[0], plan._shares[4]) == (1, 1)
-    assert plan.fork(4) == 5
+    assert plan.fork(4) == [5]
     assert not plan.may_branch(4)
     assert not plan.may_branch(5)
-    assert plan.fork(0) == 6
+    assert plan.fork(0) == [6]
     assert not plan.may_branch(0)
     assert [plan._shares[i] for i in (1, 2, 3)] == [3, 3, 3]
+
+
+def test_what_a_beam_leaves_is_shared_by_all_of_it() -> None:
+    plan = GroupPlan(9, BranchConfig(initial=1))
+    plan.begin()
+    assert plan.fork(0, 3) == [1, 2, 3]
+    assert [plan._shares[i] for i in range(4)] == [2, 1, 1, 1], "of five that are left"
+    assert plan.fork(0, 9) == [4, 5]
+    assert plan.fork(0, 9) == []
 
 
 # --- the play
@@ -311,6 +320,56 @@ def test_S3_5_the_base_entropy_is_each_rollouts_own_and_forgotten_after_the_call
     assert (rising.branches, flat.branches) == (1, 0)
 
 
+@pytest.mark.parametrize("unsure", [0, 1, 2, 3])
+def test_the_base_entropy_is_no_other_rollouts_of_the_call(unsure: int) -> None:
+    """Four begin, of two tasks, one of them sure in its first turn; all are unsure after a tool."""
+    high = math.log(len(TOKENIZER))
+
+    def policy(number: int, prompt: str) -> Turn:
+        if prompt.count("<|im_start|>assistant") == 1 and number < 4:
+            return Turn(f"<code>{number}</code>", entropy=0.0 if number == unsure else high)
+        return Turn(f"Answer: {number}{EOT}", entropy=high)
+
+    groups, stats = play(
+        StubEngine(TOKENIZER, policy), num_tasks=2, group_size=4, deterministic=True,
+        branching={"initial": 2, "probability": 0.0, "entropy_weight": 1.0},
+    )  # fmt: skip
+    parents = [[r.parent for r in group.rollouts if r.parent is not None] for group in groups]
+    task, member = divmod(unsure, 2)
+    assert parents[task] == [member]
+    assert parents[1 - task] == []
+    assert stats.branches == 1
+
+
+@pytest.mark.parametrize(("beam_size", "at_first"), [(2, 1), (3, 2), (4, 3), (9, 3)])
+def test_a_beams_width_is_how_many_go_on_from_one_point(beam_size: int, at_first: int) -> None:
+    """While the group has places: three of its four are left when the first tool has answered."""
+    engine = conversation(1)
+    groups, stats = play(
+        engine, group_size=4, branching={**ALWAYS, "initial": 1, "beam_size": beam_size}
+    )
+    rollouts = checked(groups, 4)
+    behind_tool = sum(len(s.token_ids) for s in rollouts[0].segments[:3])
+    first = [r for r in rollouts if (r.parent, r.forked_at) == (0, behind_tool)]
+    assert len(first) == at_first
+    assert stats.branches == 3 if at_first == 3 else stats.branches >= at_first
+    assert len({tuple(r.segments[-1].token_ids) for r in rollouts}) == 4, "each has its own seed"
+
+
+def test_each_of_a_beam_has_its_own_chance() -> None:
+    """Two chances of a third each, in each of many groups with room for both."""
+    count, share = 300, 1 / 3
+    groups, _ = play(
+        conversation(1), num_tasks=count, group_size=3,
+        branching={"initial": 1, "probability": share, "entropy_weight": 0.0, "beam_size": 3},
+    )  # fmt: skip
+    rollouts = [group.rollouts for group in groups]
+    taken = Counter(sum(r.parent == 0 and r.forked_at is not None for r in g) for g in rollouts)
+    for copies, probability in enumerate([(1 - share) ** 2, 2 * share * (1 - share), share**2]):
+        sigma = math.sqrt(count * probability * (1 - probability))
+        assert abs(taken[copies] - count * probability) < 3.5 * sigma, (copies, taken)
+
+
 def test_where_nothing_branches_the_rest_begins_as_soon_as_a_place_is_free_and_all_at_once() -> (
     None
 ):
@@ -359,6 +418,7 @@ def test_S3_4_random_plays_have_exactly_their_size_and_true_lineage(seed: int) -
             "budget": rng.choice(["fixed", "aepo"]),
             "aepo_beta": 4.0,
             "consecutive_penalty": rng.choice([0.0, 0.5]),
+            "beam_size": rng.randint(2, 4),
         },
         deterministic=rng.random() < 0.5,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
+from agentgrpo.actions import Action, Ask, Heard, InfrastructureError, Observation, Reading, Say
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import BranchConfig
 from agentgrpo.envs.customers import ModelUser, Talk
@@ -24,8 +24,10 @@ class Shop:
 
     judges = talks = True
 
-    def __init__(self, *, temperature: float = 1.0, max_tokens: int = 40) -> None:
-        self.words = {"temperature": temperature, "max_tokens": max_tokens}
+    def __init__(
+        self, *, temperature: float = 1.0, max_tokens: int = 40, model: Any = "policy"
+    ) -> None:
+        self.words = {"temperature": temperature, "max_tokens": max_tokens, "model": model}
         self.steps: list[Action] = []
 
     def tools(self, task: Task) -> tuple[Any, ...]:
@@ -165,6 +167,51 @@ def common(one: Rollout, other: Rollout) -> int:
     shared = int(different[0]) if len(different) else size
     assert other.forked_at is not None
     return min(shared, other.forked_at)
+
+
+class Spoken:
+    """A model besides the engine's."""
+
+    def __init__(self, replies: Any) -> None:
+        self.replies, self.asked = iter(replies), []  # type: ignore[var-annotated]
+
+    def __call__(self, ask: Ask) -> str:
+        said = next(self.replies)
+        if isinstance(said, Exception):
+            raise said
+        self.asked.append((len(ask.messages), ask.temperature, ask.max_tokens))
+        return str(said)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_another_model_speaks_in_the_second_role(deterministic: bool) -> None:
+    """What it says is shown as the engine's is; the engine plays the policy alone."""
+    model, engine = Spoken(["customer 1", "###STOP###"]), scripted(speak)
+    shop = Shop(model=model, temperature=0.25, max_tokens=11)
+    rollout = play(AGENT, shop, engine=engine, deterministic=deterministic)
+    assert [text for mine, text in given_and_sampled(rollout) if mine] == [
+        f"agent {n}{EOT}" for n in (0, 1)
+    ]
+    assert "customer 1" in given_and_sampled(rollout)[2][1]
+    assert model.asked == [(4, 0.25, 11), (6, 0.25, 11)]
+    assert (rollout.status, rollout.rewards) == (Status.COMPLETED, {"solved": 1.0})
+    assert (rollout.stats["asked"], len(engine.requests)) == (2.0, 2)
+
+
+@pytest.mark.parametrize(("retries", "status"), [(1, Status.COMPLETED), (0, Status.INFRA_ERROR)])
+def test_a_model_that_does_not_answer_breaks_the_rollout(retries: int, status: Status) -> None:
+    model = Spoken([InfrastructureError("HTTP 500"), "###STOP###"])
+    rollout = play(AGENT, Shop(model=model), engine=scripted(speak), max_retries=retries)
+    assert rollout.status is status
+
+
+@pytest.mark.parametrize("model", ["policy", "reference"])
+def test_the_engine_is_asked_for_the_weights_that_are_meant(model: Any) -> None:
+    engine = scripted(speak)
+    play(AGENT, Shop(model=model), engine=engine)
+    assert [r.options.get("reference", False) for r in engine.requests] == [
+        False, model == "reference",
+    ] * 3  # fmt: skip
 
 
 def test_thoughts_of_a_customer_are_not_said() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, jail
+from tests.sandbox.hosted import release, seen
 
 if "libasan" in os.environ.get("LD_PRELOAD", ""):  # csrc/run_sanitized.sh: into the jail as well
     _names = ("LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS", "PYTHONMALLOC")
@@ -30,3 +31,12 @@ def pool() -> Iterator[SandboxPool]:
 def session(pool: SandboxPool) -> Iterator[Session]:
     with pool.acquire() as acquired:
         yield acquired
+
+
+@pytest.fixture
+def hosted() -> Iterator[None]:
+    """The functions of tests/sandbox/hosted.py have not been called, and none hangs afterwards."""
+    seen.clear()
+    release.clear()
+    yield
+    release.set()

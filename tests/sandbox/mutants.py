@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.mutation import Mutant
 
 FOLDER = "agentgrpo/sandbox"
+HOSTED = [f"sandbox/test_host_{of}.py" for of in ("tools", "limits", "forks", "everywhere")]
 TESTS = {
     "remedies.py": ["sandbox/test_remedies.py"],
     "execution.py": ["sandbox/test_data.py"],
@@ -23,12 +24,12 @@ TESTS = {
     "grade.py": ["sandbox/test_grade.py"],
     "errors.py": ["sandbox/test_boundary.py"],
     "policy.py": ["sandbox/test_policy.py"],
-    "host_tools.py": ["sandbox/test_host_tools.py"],
-    "calls.py": ["sandbox/test_host_tools.py"],
-    "guest/data.py": ["sandbox/test_host_tools.py"],
-    "guest/host.py": ["sandbox/test_host_tools.py"],
-    "session.py": ["sandbox/test_host_tools.py"],
-    "loop.py": ["sandbox/test_host_tools.py"],
+    "host_tools.py": HOSTED,
+    "calls.py": HOSTED,
+    "guest/data.py": HOSTED,
+    "guest/host.py": HOSTED,
+    "session.py": HOSTED,
+    "loop.py": HOSTED,
 }
 
 MUTANTS = [
@@ -144,8 +145,8 @@ MUTANTS = [
     Mutant("host_tools.py", "self.calls += 1", "pass"),
     Mutant("host_tools.py", "self.calls += 1", "pass", 1),
     Mutant("host_tools.py", "if one.name not in bound]", "]"),
-    Mutant("host_tools.py", "inspect.signature(own).parameters", "signature.parameters"),
-    Mutant("host_tools.py", "elif _is_secret(one.name, one.default):", "elif False:"),
+    Mutant("host_tools.py", "if _is_secret(one.name, one.default):", "if False:"),
+    Mutant("host_tools.py", "(named or ADDRESS.search(str(default)) is not None)", "named"),
     Mutant("host_tools.py", "if known.done() or now - self._began[key] < self._patience_s:", "if True:"),
     Mutant("host_tools.py", "if self._known.get(key) is not done:", "if False:"),
     Mutant("host_tools.py", "            self._leave(tool)", "            pass"),

@@ -1,0 +1,80 @@
+"""A program of the user's as the agent: it asks the policy over HTTP, as any other server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field
+
+from agentgrpo.actions import Action, Message, Observation, ReadCalls
+from agentgrpo.agents.text import TextAgent
+from agentgrpo.types import Task
+
+
+@dataclass(kw_only=True, eq=False)
+class ProgramAgent(TextAgent):
+    """Each rollout is one run of a program, which asks the endpoint of this process (docs/
+    any-agent.md). What it does between its requests is its own affair.
+
+    Args:
+        pool: the sandbox; None where nothing runs in it.
+        call_reader: from a parser's name to what reads the calls of a turn.
+        command: the program and its arguments: ["python", "agent.py"]. `python` is the session's.
+        call: in its place, `module:function`, a coroutine function of this process: it is given
+            the task, base_url, api_key and model, and returns the answer.
+        files: files and folders that are copied to where the command runs.
+        sandbox: "session": the command runs in a session, whose only network is the endpoint;
+            "none": as the user who trains, isolated by nothing.
+        timeout_s: seconds that it may take; then the rollout has timed out.
+        variables: of its environment, besides those by which clients find the endpoint.
+        parser: which of vLLM's tool parsers reads the calls of a turn, for requests with tools.
+    """
+
+    home = "answer"
+    unread = (
+        *("env.user", "rollout.deterministic", "rollout.history", "rollout.branching"),
+        *("rollout.sampler", "rollout.max_response_tokens", "rollout.max_observation_tokens"),
+        *("rollout.keep_observation", "rollout.max_tool_calls", "rollout.max_calls_of"),
+        "rollout.max_malformed",
+    )
+    """Settings that only agents read which the trainer plays turn by turn."""
+    pool: Any
+    call_reader: Callable[[str], ReadCalls]
+    command: Sequence[str] = ()
+    call: str = ""
+    files: Sequence[Path] = ()
+    sandbox: Literal["session", "none"] = "session"
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    parser: str = "hermes"
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.call):
+            raise ValueError(
+                f"command: either it or call must be given, got {list(self.command)!r} and "
+                f"{self.call!r}"
+            )
+        for path in self.files:
+            if not path.exists():
+                raise ValueError(f"files: {path} does not exist")
+        self.read_calls = self.call_reader(self.parser)
+
+    @staticmethod
+    def asks_for_pool(options: Mapping[str, Any]) -> bool:
+        """Whether a run with these options needs the sandbox."""
+        return not options.get("call") and options.get("sandbox", "session") == "session"
+
+    def parse(self, text: str) -> NoReturn:
+        """Never called: what a turn means is the program's affair."""
+        raise TypeError("a program reads its turns itself")
+
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        """Nothing is said to the policy but by the program."""
+        return ""
+
+    def messages(self, task: Task) -> list[Message]:
+        """The task's, of which its program makes what it likes."""
+        return [dict(message) for message in task.messages]

@@ -1,0 +1,1 @@
+"""Programs of the user's that ask the policy over HTTP: agent.kind = "program"."""

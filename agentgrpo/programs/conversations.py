@@ -1,0 +1,169 @@
+"""The conversations of one rollout, and the rows of tokens that they are sampled in.
+
+A program may lead several conversations, go on from any earlier answer, rewrite its history or drop
+it. Messages make a tree. A node that is an answer of the policy's knows where in which row its
+tokens end. A request goes on from the deepest such node among its messages:
+
+* the row ends there: what is new is appended, and the row goes on
+* the row goes on otherwise by then (a retry, best of n, sub-agents of equal beginnings), or none of
+  its messages was answered, or it says that the policy said what it did not: another row begins
+  with the whole prompt, of which nothing is trained on there
+
+So each sampled token is in the one row that it was sampled in, whole, and every row is what the
+engine saw. Which row a turn belongs to is decided when it is answered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.programs.messages import BadRequest, Call, Message, json_key
+from agentgrpo.rollout.transcript import Transcript
+from agentgrpo.types import Completion, Int32, Turn
+
+NOT_CARRIED_OUT = "Error: one call per turn; this one was not carried out"
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """Tokens that follow each other, and the engine's account of the turns in them."""
+
+    transcript: Transcript
+    turns: list[tuple[int, Turn]] = field(default_factory=list)
+    """With their places among all turns of the rollout."""
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """A turn of the policy's, as its client was given it."""
+
+    message: Message
+    row: Row
+    end: int
+    """How long the row was behind it."""
+    dropped: tuple[Call, ...] = ()
+    """Calls that the client was not given, as it wants one at a time."""
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    answer: Answer | None = None
+    below: dict[Hashable, list[_Node]] = field(default_factory=dict)
+
+    def find(self, message: Message) -> _Node | None:
+        """The last one below that may be meant."""
+        for node in reversed(self.below.get(message.key, ())):
+            if node.answer is None or message.is_of(node.answer.message):
+                return node
+        return None
+
+    def add(self, message: Message, answer: Answer | None = None) -> _Node:
+        node = _Node(answer)
+        self.below.setdefault(message.key, []).append(node)
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the engine is to continue for a request."""
+
+    token_ids: Int32
+    messages: tuple[Message, ...]
+    root: Hashable
+    """Of its tree: the tools that it shows."""
+    after: Answer | None
+    """What it goes on from; None: it is rendered whole."""
+
+
+class Conversations:
+    """All of a rollout's. Used on one thread.
+
+    Args:
+        chat: the model's template.
+    """
+
+    def __init__(self, chat: ChatTemplate) -> None:
+        self._chat = chat
+        self._roots: dict[Hashable, _Node] = {}
+        self.rows: list[Row] = []
+        self.num_turns = 0
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
+        """What the policy continues.
+
+        Raises:
+            BadRequest: the model's chat template cannot show it.
+        """
+        root = json_key(json.dumps(list(tools)))
+        node = self._roots.get(root)
+        after, known = None, 0
+        for place, message in enumerate(messages, 1):
+            node = None if node is None else node.find(message)
+            if node is None:
+                break
+            if node.answer is not None:
+                after, known = node.answer, place
+        new = messages[known:]
+        ids = None
+        if after is not None and new and all(m.role != "assistant" for m in new):
+            ids = self._appended(messages[: known - 1], after, new, tools=bool(tools))
+        if ids is None:
+            after, ids = None, self._rendered(messages, tools)
+        return Prompt(ids, tuple(messages), root, after)
+
+    def _appended(
+        self, before: Sequence[Message], after: Answer, new: Sequence[Message], *, tools: bool
+    ) -> Int32 | None:
+        """None: the template does not show such messages behind a turn."""
+        told = [message.shown() for message in new]
+        answered = sum(message.role == "tool" for message in new)
+        told[answered:answered] = [
+            Message("tool", NOT_CARRIED_OUT, call_id=call.id, name=call.name).shown()
+            for call in after.dropped
+        ]
+        held = after.row.transcript.ids[: after.end]
+        roles = [message.role for message in before]
+        try:
+            said = self._chat.observation_ids(told, last_id=int(held[-1]), tools=tools, roles=roles)
+        except ValueError:
+            return None
+        return _joined(held, said)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> Int32:
+        try:
+            return self._chat.prompt_ids([message.shown() for message in messages], tools)
+        except ValueError as error:
+            raise BadRequest(f"messages: {error}", param="messages") from None
+
+    def answered(self, prompt: Prompt, turn: Completion, asked_tokens: int) -> Row:
+        """Put a turn where it belongs; its message follows, see said()."""
+        after, ids = prompt.after, prompt.token_ids
+        if after is not None and len(after.row.transcript) == after.end:
+            row = after.row
+            row.transcript.give(ids[after.end :].copy())
+        else:
+            row = Row(Transcript(ids.copy()))
+            self.rows.append(row)
+        row.transcript.sample(turn.token_ids, turn.logprobs)
+        row.turns.append((self.num_turns, replace(turn.account, asked_tokens=asked_tokens)))
+        self.num_turns += 1
+        return row
+
+    def said(
+        self, prompt: Prompt, row: Row, message: Message, dropped: Sequence[Call] = ()
+    ) -> None:
+        """Remember what the client is given, so that it is known when it comes back."""
+        node = self._roots.setdefault(prompt.root, _Node())
+        for one in prompt.messages:
+            node = node.find(one) or node.add(one)
+        node.add(message, Answer(message, row, len(row.transcript), tuple(dropped)))
+
+
+def _joined(*parts: Int32) -> Int32:
+    import numpy as np
+
+    return np.concatenate(parts)

@@ -1,0 +1,256 @@
+"""The endpoint that programs ask: OpenAI's protocol over HTTP, on a loopback port of this process.
+
+It is no second engine and no proxy: a request becomes a turn of the loop that plays all rollouts,
+on the same weights. Its thread reads, renders, encodes and writes; the engine's thread samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.programs.messages import BadRequest
+from agentgrpo.programs.requests import MODEL, chat_chunks, chat_json, read_chat
+from agentgrpo.programs.session import Pending, Session
+from agentgrpo.usercode import event_loop
+
+BODY_MIB = 8
+PARSED_HERE = 1 << 20
+"""Bytes of a body that is parsed on the endpoint's thread; a longer one on another."""
+KEEP_ALIVE_S = 5.0
+"""Between the comments of a stream that waits for its turn."""
+CONNECTIONS = 1024
+"""Of one listener; more are answered with 503."""
+STATUS = {
+    "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
+    "invalid_api_key": 401,
+}  # fmt: skip
+Result = TypeVar("Result")
+
+
+class Endpoint:
+    """A server on 127.0.0.1, and the sessions that it knows by their keys."""
+
+    def __init__(self) -> None:
+        self._loop = event_loop("endpoint")
+        self._sessions: dict[str, Session] = {}
+        self.port: int = self.run(self._start())
+
+    def run(self, work: Awaitable[Result]) -> Result:
+        """Do something on the endpoint's thread."""
+
+        async def wait() -> Result:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+
+    @property
+    def url(self) -> str:
+        """Of the endpoint, without a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def open(self, make: Callable[[str], Session]) -> Session:
+        """A session under a new key, which nobody can guess."""
+
+        async def work() -> Session:
+            key = f"sk-{secrets.token_urlsafe(24)}"
+            session = self._sessions[key] = make(key)
+            return session
+
+        return self.run(work())
+
+    def end(self, session: Session) -> None:
+        """Answer nothing more of a session."""
+
+        async def work() -> None:
+            self._sessions.pop(session.key, None)
+            session.close()
+
+        self.run(work())
+
+    def listen(self, listener: socket.socket, session: Session) -> Future[asyncio.Server]:
+        """Answer on a socket that listens elsewhere, as that session whatever key is sent."""
+        return asyncio.run_coroutine_threadsafe(self._serve(listener, session), self._loop)
+
+    def hang_up(self, server: asyncio.Server) -> None:
+        """Stop listening on a socket of listen()."""
+        self._loop.call_soon_threadsafe(server.close)
+
+    def close(self) -> None:
+        """Stop listening."""
+
+        async def work() -> None:
+            self._server.close()
+
+        self.run(work())
+
+    async def _start(self) -> int:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._server = await self._serve(listener, None)
+        return int(listener.getsockname()[1])
+
+    async def _serve(self, listener: socket.socket, session: Session | None) -> asyncio.Server:
+        import uvicorn
+        from uvicorn.server import ServerState
+
+        config = uvicorn.Config(
+            self._app(), access_log=False, log_config=None, lifespan="off",
+            limit_concurrency=CONNECTIONS, server_header=False,
+        )  # fmt: skip
+        config.load()
+        protocol: Any = config.http_protocol_class
+        make = functools.partial(
+            protocol, config=config, server_state=ServerState(),
+            app_state={"session": session},
+        )  # fmt: skip
+        return await self._loop.create_server(make, sock=listener)
+
+    def _app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                Route("/v1/models", self._answering(self._models), methods=["GET"]),
+            ]
+        )
+
+    def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]]) -> Any:
+        """What a route calls: finds the session, and says errors as OpenAI does."""
+        from starlette.responses import JSONResponse
+
+        async def respond(request: Any) -> Any:
+            try:
+                return await answer(request, self._session_of(request))
+            except BadRequest as error:
+                code = STATUS.get(error.code or "", 400)
+                headers = {"retry-after": "1"} if code == 429 else None
+                return JSONResponse(error_json(error), code, headers)
+            except InfrastructureError as error:
+                return JSONResponse(
+                    error_json(error, kind="server_error"), 500, {"x-should-retry": "false"}
+                )
+
+        return respond
+
+    def _session_of(self, request: Any) -> Session:
+        given: Session | None = request.scope["state"].get("session")
+        if given is not None:
+            return given
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        session = self._sessions.get(key)
+        if session is None:
+            raise BadRequest("the API key is of no rollout that is played", "invalid_api_key")
+        return session
+
+    async def _models(self, request: Any, session: Session) -> Any:
+        from starlette.responses import JSONResponse
+
+        one = {
+            "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo",
+            "max_model_len": session.max_model_len,
+        }  # fmt: skip
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def _chat(self, request: Any, session: Session) -> Any:
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        raw, body = await read_body(request)
+        asked = read_chat(body)
+        retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        pending = session.begin(asked, raw, retried=retried)
+        if asked.stream:
+            return StreamingResponse(
+                _events(session, pending), media_type="text/event-stream",
+                headers={"cache-control": "no-cache"},
+            )  # fmt: skip
+        with _waiting(pending):
+            if not await _is_whole(pending.turn, request):
+                return Response(status_code=499)  # nobody is there to read it
+            return JSONResponse(chat_json(session.deliver(pending)))
+
+
+def error_json(
+    error: Exception, *, kind: str = "invalid_request_error"
+) -> dict[str, Mapping[str, Any]]:
+    """An error as OpenAI's clients read it."""
+    said = {"message": str(error), "type": kind}
+    code, param = getattr(error, "code", None), getattr(error, "param", None)
+    return {"error": {**said, "code": code, "param": param}}
+
+
+async def read_body(request: Any) -> tuple[bytes, Mapping[str, Any]]:
+    """The body of a request, and the JSON object that it is.
+
+    Raises:
+        BadRequest: it is none, or too large.
+    """
+    too_large = BadRequest(f"a request may have {BODY_MIB} MiB", "too_large")
+    told = request.headers.get("content-length", "0")
+    if not told.isdigit() or int(told) > BODY_MIB << 20:
+        raise too_large
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > BODY_MIB << 20:
+            raise too_large
+    parse = functools.partial(json.loads, bytes(raw))
+    try:
+        if len(raw) > PARSED_HERE:
+            body = await asyncio.get_running_loop().run_in_executor(None, parse)
+        else:
+            body = parse()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body: expected an object, got {body!r:.80}")
+    return bytes(raw), body
+
+
+@contextlib.contextmanager
+def _waiting(pending: Pending) -> Any:
+    pending.waiting += 1
+    try:
+        yield
+    finally:
+        pending.waiting -= 1
+
+
+async def _is_whole(turn: asyncio.Future[Any], request: Any) -> bool:
+    """Wait for a turn; false if its client goes away before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    left = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({turn, left}, return_when=asyncio.FIRST_COMPLETED)
+        return not left.done()
+    finally:
+        left.cancel()
+
+
+async def _events(session: Session, pending: Pending) -> AsyncIterator[str]:
+    """A stream: comments while the turn is sampled, then all of it."""
+    with _waiting(pending):
+        while not pending.turn.done():
+            await asyncio.wait({pending.turn}, timeout=KEEP_ALIVE_S)
+            yield ": waiting\n\n"
+        try:
+            reply = session.deliver(pending)
+        except InfrastructureError as error:
+            yield f"data: {json.dumps(error_json(error, kind='server_error'))}\n\n"
+            return
+        for chunk in chat_chunks(reply, with_usage=pending.asked.usage_in_stream):
+            yield f"data: {chunk}\n\n"

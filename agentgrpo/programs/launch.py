@@ -1,0 +1,379 @@
+"""How a program of the user's runs: in a session of the sandbox, as a process, or in this process.
+
+It finds the endpoint where every client looks (OPENAI_BASE_URL and so on), its task as JSON in the
+file that AGENTGRPO_TASK names and on standard input, and ends by exiting. Its answer is what it
+wrote to `answer.txt`, else the last line of its standard output, else nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentgrpo.actions import InfrastructureError, as_json
+from agentgrpo.agents.program import ProgramAgent
+from agentgrpo.config.read import load_callable
+from agentgrpo.programs.endpoint import Endpoint
+from agentgrpo.programs.requests import MODEL
+from agentgrpo.programs.session import Session
+from agentgrpo.sandbox import SandboxException, SandboxPool
+from agentgrpo.sandbox.listener import PORT, listener_in
+from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.types import Task
+from agentgrpo.usercode import event_loop, said_of, tell, where_of
+
+QUIET = {
+    "NO_PROXY": "*",
+    "no_proxy": "*",
+    "HF_HUB_OFFLINE": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+}
+"""What keeps clients from calling out."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
+TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
+TAIL = 2000
+STARTS = 4
+"""Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
+"""Characters of a program's errors that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a program ended."""
+
+    answer: str | None
+    failed: str = ""
+    """What went wrong, if something did: the end of its traceback."""
+    error: BaseException | None = None
+    """Where it was raised in this process."""
+
+
+class Running(Protocol):
+    """A program that runs."""
+
+    outcome: Future[Outcome]
+
+    def stop(self) -> None:
+        """End it; the outcome follows."""
+
+
+class Launcher(Protocol):
+    """Starts programs."""
+
+    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+        """Run it for a task, with a session of the endpoint's."""
+
+
+def launcher_of(agent: ProgramAgent) -> Launcher:
+    """What starts the program that an agent names.
+
+    Raises:
+        ValueError: there is no such function, or it is no coroutine function.
+    """
+    if agent.call:
+        function = load_callable(agent.call, key="agent.options.call")
+        if not inspect.iscoroutinefunction(function):
+            raise ValueError(f"agent.options.call: {agent.call!r} must be an async def function")
+        return Awaited(function)
+    if agent.sandbox == "none":
+        tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
+        return Process(agent.command, agent.files, agent.variables)
+    return Sandboxed(agent.pool, agent.command, agent.files, agent.variables, agent.timeout_s)
+
+
+def task_json(task: Task) -> dict[str, Any]:
+    """What a program is told: never the task's spec, which holds the solution."""
+    messages = [dict(message) for message in task.messages]
+    asked = [m["content"] for m in messages if m["role"] == "user"]
+    return {"id": task.id, "messages": messages, "question": asked[-1] if asked else ""}
+
+
+def variables(url: str, key: str) -> dict[str, str]:
+    """How every client finds the endpoint, and what keeps it from calling others."""
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        **QUIET,
+    }
+
+
+def last_line(text: str) -> str | None:
+    """The last one that is not empty."""
+    lines = text.rstrip().splitlines()
+    return lines[-1].strip() if lines else None
+
+
+# --- in this process
+
+
+class Awaited:
+    """A coroutine function of the user's; all of a run are on one event loop.
+
+    Clients keep their connections to a loop, so it is the same one for the whole run.
+    """
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+        """Call it: function(task, base_url=..., api_key=..., model=...)."""
+        return _Coroutine(self._play(task, session, endpoint))
+
+    async def _play(self, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+        given = {"base_url": f"{endpoint.url}/v1", "api_key": session.key, "model": MODEL}
+        try:
+            answer = await self._function(task_json(task), **given)
+        except asyncio.CancelledError as error:
+            return Outcome(None, "was cancelled", error)
+        except BaseException as error:
+            where = where_of(error, self._function)
+            return Outcome(None, f"{said_of(error)}{f' (at {where})' if where else ''}", error)
+        return Outcome(_as_answer(answer))
+
+
+def _as_answer(answer: Any) -> str | None:
+    if answer is None or isinstance(answer, str):
+        return answer
+    try:
+        return json.dumps(as_json(answer), ensure_ascii=False)
+    except ValueError:
+        return str(answer)
+
+
+class _Coroutine:
+    def __init__(self, work: Coroutine[Any, Any, Outcome]) -> None:
+        self._loop = event_loop("programs")
+        self.outcome: Future[Outcome] = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self) -> None:
+        self.outcome.cancel()
+
+
+# --- as a process of the user's own
+
+
+class Process:
+    """A command, as the user who trains, in a directory of its own. Nothing isolates it.
+
+    Args:
+        command: the program and its arguments; `python` is this one.
+        files: what is copied to where it runs.
+        env: variables besides those of the endpoint.
+    """
+
+    def __init__(
+        self, command: Sequence[str], files: Sequence[Path], env: Mapping[str, str]
+    ) -> None:
+        self._command, self._files, self._env = command, files, env
+
+    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+        """Start it."""
+        folder = tempfile.TemporaryDirectory(prefix="agentgrpo-program-")
+        place = Path(folder.name)
+        for path in self._files:
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, place / path.name)
+        told = json.dumps(task_json(task), ensure_ascii=False)
+        (place / TASK_FILE).write_text(told, encoding="utf-8")
+        kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
+        env = {
+            **kept, **variables(endpoint.url, session.key),
+            "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
+        }  # fmt: skip
+        head = [sys.executable] if self._command[0] in ("python", "python3") else self._command[:1]
+        process = subprocess.Popen(
+            [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            errors="replace", encoding="utf-8",
+        )  # fmt: skip
+        return _Process(process, told, folder)
+
+
+class _Process:
+    def __init__(
+        self, process: subprocess.Popen[str], told: str, folder: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        self._process, self._told, self._folder = process, told, folder
+        self.outcome: Future[Outcome] = _on_thread(self._wait)
+
+    def _wait(self) -> Outcome:
+        try:
+            out, err = self._process.communicate(self._told)
+            answer = Path(self._folder.name, ANSWER_FILE)
+            said = answer.read_text("utf-8", "replace") if answer.is_file() else last_line(out)
+        finally:
+            self.stop()  # and what it has left behind
+            self._folder.cleanup()
+        code = self._process.returncode
+        return Outcome(said, f"exited with {code}: {err[-TAIL:].strip()}" if code else "")
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+# --- in the sandbox
+
+
+class Sandboxed:
+    """A command in a session: no network but the endpoint, which it finds on its own loopback.
+
+    Args:
+        pool: of sessions.
+        command: the program and its arguments; `python` runs in the session's own interpreter, so
+            that what its template has imported costs nothing.
+        files: what is copied to its home.
+        env: variables besides those of the endpoint.
+        timeout_s: seconds that it may take.
+    """
+
+    def __init__(
+        self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path],
+        env: Mapping[str, str], timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._pool, self._command, self._env = pool, command, env
+        self._timeout_s, self._starts = timeout_s, threading.Semaphore(STARTS)
+        self._files = {name: data for path in files for name, data in _contents(path)}
+
+    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+        """Start it, on a thread that waits for it."""
+        return _InSession(self, task, session, endpoint)
+
+    def begin(self, task: Task) -> tuple[Any, socket.socket]:
+        """A session of the sandbox with its files, and what listens in it."""
+        told = json.dumps(task_json(task), ensure_ascii=False)
+        with self._starts, contextlib.ExitStack() as undo:
+            jail = undo.enter_context(self._pool.acquire())
+            listener = undo.enter_context(listener_in(jail))
+            files = undo.enter_context(contextlib.closing(jail.files()))
+            for name, data in self._files.items():
+                files.write(name, data)
+            files.write(TASK_FILE, told)
+            files.close()
+            undo.pop_all()
+        return jail, listener
+
+    def play(
+        self, jail: Any, listener: socket.socket, session: Session, endpoint: Endpoint
+    ) -> Outcome:
+        """Run it in a session of the sandbox; nothing of it is raised."""
+        server = endpoint.listen(listener, session).result()
+        try:
+            env = {
+                **variables(f"http://127.0.0.1:{PORT}", session.key),
+                "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}", **self._env,
+            }  # fmt: skip
+            done = jail.step(_run(self._command), self._timeout_s, env=env)
+            said = None
+            if not done.state_lost:
+                with contextlib.closing(jail.files()) as files:
+                    if files.exists(ANSWER_FILE):
+                        said = files.read(ANSWER_FILE)
+        finally:
+            endpoint.hang_up(server)
+        if done.status is StepStatus.INFRA_ERROR:
+            raise InfrastructureError(done.detail)
+        return Outcome(last_line(done.stdout) if said is None else said, _failure(done))
+
+
+def _failure(done: StepResult) -> str:
+    if done.error is not None:
+        return f"raised {done.error.name}: {done.error.value}\n{done.error.traceback[-TAIL:]}"
+    if done.status is not StepStatus.OK:
+        return f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
+    code = done.value or "0"
+    return "" if code == "0" else f"exited with {code}: {done.stderr[-TAIL:].strip()}"
+
+
+def _run(command: Sequence[str]) -> str:
+    """The code of a step that runs a command; its value is the exit code."""
+    return f"""
+def _main(command):
+    import io, os, runpy, subprocess, sys
+    told = open({TASK_FILE!r}, encoding="utf-8").read()
+    if command[0] not in ("python", "python3"):
+        return subprocess.run(command, input=told, text=True).returncode
+    sys.stdin = io.StringIO(told)
+    sys.path.insert(0, "")
+    try:
+        if command[1] == "-m":
+            sys.argv = command[2:]
+            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command[1:]
+            runpy.run_path(command[1], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
+_main({list(command)!r})
+"""
+
+
+def _contents(path: Path) -> list[tuple[str, bytes]]:
+    if not path.is_dir():
+        return [(path.name, path.read_bytes())]
+    inside = sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return [(str(Path(path.name) / p.relative_to(path)), p.read_bytes()) for p in inside]
+
+
+class _InSession:
+    def __init__(self, of: Sandboxed, task: Task, session: Session, endpoint: Endpoint) -> None:
+        self._of = of
+        self._jail: Any = None
+        self._stopped = False
+        self.outcome: Future[Outcome] = _on_thread(lambda: self._play(task, session, endpoint))
+
+    def _play(self, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+        try:
+            self._jail, listener = self._of.begin(task)
+            with self._jail:
+                if self._stopped:
+                    listener.close()
+                    return Outcome(None, "stopped")
+                return self._of.play(self._jail, listener, session, endpoint)
+        except SandboxException as error:
+            if self._stopped:
+                return Outcome(None, "stopped")
+            raise InfrastructureError(str(error)) from error
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._jail is not None:
+            self._jail.close()
+
+
+def _on_thread(work: Callable[[], Outcome]) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="program", daemon=True).start()
+    return future

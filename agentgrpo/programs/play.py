@@ -1,0 +1,373 @@
+"""Plays tasks with a program of the user's: each rollout is one run of it.
+
+The programs work at their own pace. What they ask the endpoint becomes turns of the engine's one
+loop; how they end, and what the endpoint last said to them, is how their rollouts end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.agents.program import ProgramAgent
+from agentgrpo.config import RolloutConfig
+from agentgrpo.envs.base import AnyEpisode, Environment
+from agentgrpo.envs.runner import EpisodeRunner, checked_episode, networks_fault
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.programs.endpoint import Endpoint
+from agentgrpo.programs.launch import Launcher, Outcome, Running, launcher_of
+from agentgrpo.programs.session import Session, Wanted
+from agentgrpo.rollout.decoder import Decoder, Watch, request_seed
+from agentgrpo.rollout.limits import treatment_of
+from agentgrpo.rollout.sampler import AnySampler
+from agentgrpo.rollout.stats import SamplerStats
+from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status, Task, Treatment
+from agentgrpo.usercode import UserCodeError, calling, tell
+
+
+class ProgramSampler(AnySampler):
+    """See AnySampler.
+
+    Args:
+        engine: awake while playing.
+        agent: says what the program is.
+        env: gives rewards of its own at the end, if it has any.
+        chat: the model's template.
+        config: of the run's rollouts.
+        max_live: programs that run at once.
+    """
+
+    def __init__(
+        self, engine: Decoder, agent: ProgramAgent, env: Environment, chat: ChatTemplate,
+        config: RolloutConfig, *, max_live: int,
+    ) -> None:  # fmt: skip
+        super().__init__(config)
+        self._engine, self._launcher, self._env = engine, launcher_of(agent), env
+        self._chat, self._read_calls = chat, agent.read_calls
+        self._max_live, self._timeout_s = max_live, agent.timeout_s
+        self._endpoint: Endpoint | None = None
+
+    def _play(
+        self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
+        filters: Mapping[str, float], watch: Watch,
+    ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
+        if self._endpoint is None:
+            self._endpoint = Endpoint()
+        endpoint = self._endpoint
+
+        def session(ask: Any) -> Session:
+            return endpoint.open(
+                lambda key: Session(
+                    key, self._chat, config, self._engine.max_model_len, self._read_calls, ask
+                )
+            )
+
+        with EpisodeRunner(self._max_live, config.call_timeout_s) as worlds:
+            play = _Play(
+                self._engine, self._launcher, self._env, worlds, endpoint, session, config,
+                self._timeout_s, filters, watch, group_size,
+            )  # fmt: skip
+            play.add(tasks, seed)
+            return play.run(self._max_live), play.stats
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A rollout whose program runs."""
+
+    task: Task
+    attempt: int
+    session: Session
+    episode: AnyEpisode
+    running: Running
+    until: float
+    """On the clock of time.monotonic()."""
+    overdue: bool = False
+    began: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(slots=True, eq=False)
+class _Play:
+    """One call of play(). Rollout i of task t has the index t * group_size + i."""
+
+    engine: Decoder
+    launcher: Launcher
+    env: Environment
+    worlds: EpisodeRunner
+    endpoint: Endpoint
+    session: Any
+    config: RolloutConfig
+    timeout_s: float
+    filters: Mapping[str, float]
+    watch: Watch
+    group_size: int
+    stats: SamplerStats = field(default_factory=SamplerStats)
+    tasks: list[Task] = field(default_factory=list)
+    seeds: list[tuple[int, int]] = field(default_factory=list)
+    queue: deque[tuple[int, int]] = field(default_factory=deque)
+    """Index and attempt of rollouts that wait for their places."""
+    live: dict[int, _Live] = field(default_factory=dict)
+    inbox: SimpleQueue[tuple[int, Any]] = field(default_factory=SimpleQueue)
+    """From other threads: of a rollout, a Wanted, or the Future of what has ended."""
+    decoding: dict[str, tuple[int, Wanted]] = field(default_factory=dict)
+    finishing: dict[int, Rollout] = field(default_factory=dict)
+    played: dict[int, Rollout] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    failures: list[Outcome] = field(default_factory=list)
+    asked: int = 0
+
+    def add(self, tasks: Sequence[Task], seed: int) -> None:
+        """Queue groups behind those that are under way."""
+        for place, task in enumerate(tasks):
+            first = len(self.tasks) * self.group_size
+            self.tasks.append(task)
+            self.seeds.append((seed, place))
+            self.queue.extend((first + member, 0) for member in range(self.group_size))
+
+    def run(self, max_live: int) -> list[Group]:
+        """Play until every program has ended; whatever happens, none is left running."""
+        try:
+            while self._add_more() or self.queue or self.live or self.finishing:
+                while self.queue and len(self.live) < max_live:
+                    self._start(*self.queue.popleft())
+                self._end_overdue()
+                self._take()
+                if self.decoding:
+                    self._decode()
+        finally:
+            self._stop()
+        self._require_some_ran()
+        return [self.groups[task] for task in range(len(self.tasks))]
+
+    def _add_more(self) -> bool:
+        more = self.watch.more()
+        if more is not None:
+            self.add(*more)
+        return more is not None
+
+    # --- programs
+
+    def _start(self, index: int, attempt: int) -> None:
+        task, of = self.tasks[index // self.group_size], self._of(index)
+        session = self.session(lambda wanted: self.inbox.put((index, wanted)))
+        try:
+            with (
+                networks_fault(self.env.reset),
+                calling(self.env.reset, task=of[0], rollout=of[1]),
+            ):
+                episode = checked_episode(self.env.reset(task))
+            running = self.launcher.start(task, session, self.endpoint, of[1])
+        except BaseException:
+            self.endpoint.end(session)
+            raise
+        limit = min(self.timeout_s, self.config.max_seconds or self.timeout_s)
+        self.live[index] = _Live(task, attempt, session, episode, running, time.monotonic() + limit)
+        running.outcome.add_done_callback(lambda future: self.inbox.put((index, future)))
+
+    def _of(self, index: int) -> tuple[str, int]:
+        task, member = divmod(index, self.group_size)
+        return self.tasks[task].id, member
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for live in self.live.values():
+            if not live.overdue and now >= live.until:
+                live.overdue = True
+                live.session.ended_by = Status.TIMED_OUT
+                live.running.stop()
+
+    def _take(self) -> None:
+        """What has come from other threads; waits for something if nothing decodes."""
+        started = time.perf_counter()
+        block = not self.decoding
+        while True:
+            soonest = min((live.until for live in self.live.values()), default=None)
+            left = None if soonest is None else max(0.0, soonest - time.monotonic())
+            try:
+                index, what = self.inbox.get(block, left if block else None)
+            except Empty:
+                break
+            block = False
+            if isinstance(what, Wanted):
+                self._ask(index, what)
+            elif index in self.finishing:
+                self._finished(index, what)
+            else:
+                self._ended(index, what)
+        self.stats.idle_s += 0.0 if self.decoding else time.perf_counter() - started
+
+    # --- turns
+
+    def _ask(self, index: int, wanted: Wanted) -> None:
+        live = self.live.get(index)
+        if live is None or live.overdue:
+            wanted.told(InfrastructureError("the rollout is over"))
+            return
+        task, member = divmod(index, self.group_size)
+        seed = request_seed(*self.seeds[task], member, live.attempt, *wanted.place)
+        self.asked += 1
+        request_id = f"{index}.{self.asked}"
+        self.engine.add_request(
+            request_id,
+            wanted.token_ids,
+            max_tokens=wanted.max_tokens,
+            temperature=self.config.temperature,
+            seed=seed if self.config.temperature else None,
+            stop=wanted.stop,
+            stop_token_ids=live.session.chat.stop_token_ids,
+            top_logprobs=0,
+            filters=self.filters,
+        )
+        self.decoding[request_id] = index, wanted
+
+    def _decode(self) -> None:
+        started = time.perf_counter()
+        done = self.engine.step()
+        self.stats.decode_s += time.perf_counter() - started
+        self.stats.engine_steps += 1
+        for turn in done:
+            _, wanted = self.decoding.pop(turn.request_id)
+            self._tell(wanted, turn)
+
+    def _tell(self, wanted: Wanted, turn: Completion) -> None:
+        self.stats.total_sampled_tokens += len(turn.token_ids)
+        self.stats.cached_tokens += turn.num_cached_tokens
+        self.stats.prompt_tokens += len(wanted.token_ids)
+        if turn.finish_reason in ("stop", "length"):
+            wanted.told(turn)
+        else:
+            said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
+            wanted.told(InfrastructureError(said))
+
+    # --- ends
+
+    def _ended(self, index: int, future: Future[Outcome]) -> None:
+        """A program has ended: what it came to."""
+        live = self.live.pop(index)
+        mine = [(name, w) for name, (of, w) in self.decoding.items() if of == index]
+        self.engine.abort([name for name, _ in mine])
+        for name, _ in mine:
+            del self.decoding[name]
+        self.endpoint.end(live.session)
+        rollout = self._rollout(live, future)
+        rollout.treatment = treatment_of(rollout.status, self.config)
+        rollout.timings["program_s"] = time.perf_counter() - live.began
+        again = rollout.treatment is Treatment.RETRY and live.attempt < self.config.max_retries
+        if rollout.status is Status.INFRA_ERROR:
+            self.stats.infra_failures += 1
+        if again or rollout.status is Status.INFRA_ERROR:
+            self.worlds.close(live.episode, self._of(index)).result()
+            if again:
+                self.stats.retries += 1
+                self.queue.append((index, live.attempt + 1))
+            else:
+                self._record(index, rollout)
+            return
+        self.finishing[index] = rollout
+        finish = self.worlds.finish(live.episode, rollout.answer, self._of(index))
+        finish.add_done_callback(lambda future: self.inbox.put((index, future)))
+
+    def _rollout(self, live: _Live, future: Future[Outcome]) -> Rollout:
+        """What the endpoint has of it, and how it ended.
+
+        What the endpoint said last decides, then what the program did.
+        """
+        session, error = live.session, None
+        outcome = Outcome(None)
+        if not future.cancelled():
+            try:
+                outcome = future.result()
+            except InfrastructureError as raised:
+                error = str(raised)
+        rows = sorted(session.conversations.rows, key=lambda row: row.turns[-1][0])
+        status = session.ended_by or Status.COMPLETED
+        if live.overdue:
+            status = Status.TIMED_OUT
+        elif error is None and not rows:
+            error = f"the program ended and had asked for nothing. {outcome.failed}".strip()
+        if outcome.failed and session.ended_by is None:
+            self.failures.append(outcome)
+            session.stats["program_failed"] += 1
+        if error is not None:
+            status = Status.INFRA_ERROR
+        turns = {
+            number: replace(turn, row=place)
+            for place, row in enumerate(rows)
+            for number, turn in row.turns
+        }
+        segments = [row.transcript.segments for row in rows] or [[_nothing(session, live.task)]]
+        return Rollout(
+            task=live.task,
+            segments=segments[-1],
+            closed_rows=segments[:-1],
+            status=status,
+            turns=[turns[number] for number in sorted(turns)],
+            answer=None if status is Status.INFRA_ERROR else outcome.answer,
+            error=error,
+            stats={**dict.fromkeys(COUNTS, 0.0), **{k: float(v) for k, v in session.stats.items()}},
+        )
+
+    def _finished(self, index: int, future: Future[Mapping[str, float]]) -> None:
+        rollout = self.finishing.pop(index)
+        try:
+            rewards = future.result()
+        except InfrastructureError as error:
+            self.stats.infra_failures += 1
+            rollout.status, rollout.error, rollout.answer = Status.INFRA_ERROR, str(error), None
+            rollout.treatment = Treatment.DROP
+        else:
+            rollout.rewards |= rewards
+        self._record(index, rollout)
+
+    def _record(self, index: int, rollout: Rollout) -> None:
+        self.played[index] = rollout
+        task = index // self.group_size
+        first = task * self.group_size
+        members = range(first, first + self.group_size)
+        if all(member in self.played for member in members):
+            self.groups[task] = Group(
+                task=self.tasks[task], rollouts=[self.played[member] for member in members]
+            )
+            self.watch.ended(self.groups[task])
+
+    def _require_some_ran(self) -> None:
+        """A program that fails in every rollout is no policy's fault.
+
+        Raises:
+            UserCodeError: with what the first one said.
+        """
+        if not self.failures:
+            return
+        first = self.failures[0]
+        if len(self.failures) >= len(self.played) and len(self.played) > 1:
+            raise UserCodeError("agent.kind 'program'", first.failed) from first.error
+        failed = f"{len(self.failures)} of {len(self.played)} programs failed"
+        tell(f"{failed}; the first {first.failed}")
+
+    def _stop(self) -> None:
+        """End what still runs, and leave no world open."""
+        try:
+            self.engine.abort(list(self.decoding))
+        finally:
+            for live in self.live.values():
+                live.running.stop()
+            wait([live.running.outcome for live in self.live.values()], timeout=10)
+            closing = []
+            for index, live in self.live.items():
+                self.endpoint.end(live.session)
+                closing.append(self.worlds.close(live.episode, self._of(index)))
+            wait(closing)
+
+
+def _nothing(session: Session, task: Task) -> Segment:
+    """In place of a row where there is none: the task as a prompt."""
+    ids = session.chat.prompt_ids([dict(message) for message in task.messages])
+    return Segment(np.asarray(ids, np.int32))

@@ -1,0 +1,225 @@
+"""What a request of a protocol asks for, and how its answer is written: OpenAI's chat completions.
+
+The answer is one message, made once a turn is whole; the plain reply and the chunks of a stream are
+both written from it, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentgrpo.programs.messages import BadRequest, Message, read_messages
+from agentgrpo.types import Completion
+
+UNENFORCED = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "response_format", "structured_outputs",
+)  # fmt: skip
+"""Keys that bend what is sampled: the run's own sampling is the one that is trained on."""
+KNOWN = {
+    *UNENFORCED, "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream",
+    "stream_options", "stop", "max_tokens", "max_completion_tokens", "n", "logprobs",
+    "top_logprobs", "user", "metadata", "store", "service_tier", "reasoning_effort", "modalities",
+    "prediction", "functions", "function_call", "prompt_cache_key", "safety_identifier",
+    "verbosity", "chat_template_kwargs",
+}  # fmt: skip
+MODEL = "policy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for one turn."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    one_call: bool = False
+    stream: bool = False
+    usage_in_stream: bool = False
+    logprobs: bool = False
+    unenforced: tuple[str, ...] = ()
+    """What it asks for that bends the distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a turn came to."""
+
+    id: str
+    message: Message
+    finish_reason: str
+    """Of the protocol: "stop", "length" or "tool_calls"."""
+    turn: Completion
+    created: int
+    tokens: tuple[str, ...] = field(default=())
+    """The text of each sampled token, where log-probabilities were asked for."""
+
+
+def read_chat(body: Mapping[str, Any]) -> Asked:
+    """A request to /v1/chat/completions.
+
+    Raises:
+        BadRequest: something in it has the wrong form, or is not offered.
+    """
+    _require_model(body)
+    if unknown := sorted(body.keys() - KNOWN):
+        raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
+    if body.get("n") not in (None, 1):
+        raise BadRequest(f"n: one answer per request, got {body['n']!r}", param="n")
+    if body.get("functions") or body.get("function_call"):
+        raise BadRequest("functions: use tools", param="functions")
+    choice = body.get("tool_choice")
+    tools = _tools(body.get("tools"))
+    unenforced = [name for name in UNENFORCED if body.get(name) is not None]
+    if choice not in (None, "auto", "none"):
+        unenforced.append("tool_choice")
+    shape = body.get("response_format")
+    if isinstance(shape, Mapping) and shape.get("type") == "text":
+        unenforced.remove("response_format")
+    options = body.get("stream_options") or {}
+    return Asked(
+        messages=tuple(read_messages(body.get("messages"))),
+        tools=() if choice == "none" else tools,
+        max_tokens=_most(body),
+        stop=_stops(body.get("stop")),
+        one_call=body.get("parallel_tool_calls") is False,
+        stream=_flag(body, "stream"),
+        usage_in_stream=bool(isinstance(options, Mapping) and options.get("include_usage")),
+        logprobs=_flag(body, "logprobs"),
+        unenforced=tuple(unenforced),
+    )
+
+
+def _require_model(body: Mapping[str, Any]) -> None:
+    if (model := body.get("model")) != MODEL:
+        raise BadRequest(
+            f"model: there is {MODEL!r} (OPENAI_MODEL), got {model!r:.80}",
+            "model_not_found", "model",
+        )  # fmt: skip
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise BadRequest(f"{name}: expected true or false, got {value!r:.80}", param=name)
+    return bool(value)
+
+
+def _most(body: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadRequest(f"{name}: expected a whole number above 0, got {value!r}", param=name)
+        return value
+    return None
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given or []
+    if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
+        raise BadRequest(f"stop: expected texts, got {given!r:.80}", param="stop")
+    return tuple(stops)
+
+
+def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise BadRequest(f"tools: expected a list, got {given!r:.80}", param="tools")
+    for place, tool in enumerate(given):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest(
+                f"tools[{place}]: expected a function with a name, got {tool!r:.80}",
+                param=f"tools[{place}]",
+            )
+    return tuple(given)
+
+
+# --- answers
+
+
+def usage(reply: Reply) -> dict[str, Any]:
+    """Tokens of prompt and turn, as the engine counted them."""
+    turn, sampled = reply.turn, len(reply.turn.token_ids)
+    prompt = turn.account.prompt_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": turn.num_cached_tokens},
+    }
+
+
+def chat_json(reply: Reply) -> dict[str, Any]:
+    """The answer in one piece."""
+    message = reply.message
+    said: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content or (None if message.calls else ""),
+        "refusal": None,
+    }
+    if message.calls:
+        said["tool_calls"] = [_call_json(call) for call in message.calls]
+    if message.reasoning:
+        said |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    choice = {
+        "index": 0,
+        "message": said,
+        "finish_reason": reply.finish_reason,
+        "logprobs": _logprobs(reply),
+    }
+    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": usage(reply)}
+
+
+def chat_chunks(reply: Reply, *, with_usage: bool) -> Iterator[str]:
+    """The answer as data of server-sent events."""
+    message = reply.message
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if message.reasoning:
+        said = message.reasoning
+        deltas.append({"reasoning": said, "reasoning_content": said})
+    if message.content:
+        deltas.append({"content": message.content})
+    for index, call in enumerate(message.calls):
+        deltas.append({"tool_calls": [{"index": index, **_call_json(call)}]})
+    head = _head(reply, "chat.completion.chunk")
+    for delta in deltas:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+        yield json.dumps({**head, "choices": [choice]})
+    last = {
+        "index": 0,
+        "delta": {},
+        "finish_reason": reply.finish_reason,
+        "logprobs": _logprobs(reply),
+    }
+    yield json.dumps({**head, "choices": [last]})
+    if with_usage:
+        yield json.dumps({**head, "choices": [], "usage": usage(reply)})
+    yield "[DONE]"
+
+
+def _head(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": reply.id, "object": kind, "created": reply.created, "model": MODEL}
+
+
+def _call_json(call: Any) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(reply: Reply) -> dict[str, Any] | None:
+    if not reply.tokens:
+        return None
+    pairs = zip(reply.tokens, reply.turn.logprobs.tolist(), strict=True)
+    said = [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in pairs
+    ]
+    return {"content": said, "refusal": None}

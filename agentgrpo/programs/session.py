@@ -1,0 +1,236 @@
+"""One rollout at the endpoint: its conversations, what it may still use, and what it was told.
+
+Everything here runs on the endpoint's event loop; turns are sampled on the thread of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.config import RolloutConfig
+from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.programs.conversations import Conversations, Prompt
+from agentgrpo.programs.messages import BadRequest, Call, Message
+from agentgrpo.programs.requests import Asked, Reply
+from agentgrpo.types import Completion, Int32, Status, token_hash
+
+TOO_MANY = 64
+"""Requests of a rollout that may wait for their turns at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A turn that the engine is to sample; its future is the endpoint's loop's."""
+
+    token_ids: Int32
+    max_tokens: int
+    stop: tuple[str, ...]
+    place: tuple[str, int]
+    """Hash of the prompt, and how many turns had it before: what the seed is made of."""
+    told: Callable[[Completion | BaseException], None]
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A request, from when it came until its answer was delivered."""
+
+    asked: Asked
+    prompt: Prompt
+    budget: int
+    """Tokens that the run allows the turn."""
+    turn: asyncio.Future[Completion]
+    waiting: int = 0
+    """Clients that wait for it."""
+    reply: Reply | None = None
+    """Once it was delivered."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A rollout's, for as long as its program runs.
+
+    Args:
+        key: the rollout's own, by which clients name it.
+        chat, config: of the run.
+        max_model_len: of the engine.
+        read_calls: the reader of tool calls of the model's family.
+        ask: takes a turn to the engine's thread.
+    """
+
+    key: str
+    chat: ChatTemplate
+    config: RolloutConfig
+    max_model_len: int
+    read_calls: ReadCalls
+    ask: Callable[[Wanted], None]
+    ended_by: Status | None = None
+    """Why the policy says nothing more, if that is so."""
+    stats: Counter[str] = field(default_factory=Counter)
+    error: str | None = None
+    """What the machine said."""
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.chat)
+        self._pending: dict[bytes, Pending] = {}
+        self._prompts: Counter[str] = Counter()
+        self._over = False
+
+    # --- requests
+
+    def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
+        """Have a turn sampled, or find the one that an equal request has had sampled.
+
+        A client that lost its connection asks again: what it was never given is not sampled twice.
+
+        Raises:
+            BadRequest: the request cannot be shown to the model, or a budget is spent.
+        """
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        old = self._pending.get(digest)
+        if old is not None and (retried or (old.reply is None and not old.waiting)):
+            self.stats["repeated_requests"] += 1
+            return old
+        if self._over:
+            raise BadRequest("this rollout is over", "rollout_over")
+        if sum(p.waiting > 0 for p in self._pending.values()) >= TOO_MANY:
+            raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
+        prompt = self.conversations.prompt(asked.messages, asked.tools)
+        budget = self._budget(len(prompt.token_ids))
+        for name in asked.unenforced:
+            self.stats[f"unenforced_{name}"] += 1
+        most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
+        name = token_hash(prompt.token_ids)
+        turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), turn)
+        self._prompts[name] += 1
+        made = self._pending[digest] = Pending(asked, prompt, budget, turn)
+        return made
+
+    def _budget(self, length: int) -> int:
+        """Tokens of a turn behind so many; ends the rollout's turns if there are none.
+
+        Raises:
+            BadRequest: as OpenAI's clients know it.
+        """
+        turns = sum(p.reply is None for p in self._pending.values()) + self.conversations.num_turns
+        limit = self.max_model_len
+        if self.ended_by is None:
+            if turns >= self.config.max_turns:
+                self.ended_by = Status.TRUNCATED_TURNS
+            elif length >= limit:
+                self.ended_by = Status.TRUNCATED_LENGTH
+        if self.ended_by is not None:
+            why = {
+                Status.TRUNCATED_TURNS: f"the rollout has had its {turns} turns",
+                Status.TIMED_OUT: "the rollout's time is up",
+            }.get(self.ended_by, f"your messages resulted in {length} tokens")
+            if self.ended_by is Status.TRUNCATED_LENGTH and length < limit:
+                why = f"a turn was cut after {self.config.max_turn_tokens} tokens, as all are"
+            raise BadRequest(
+                f"This model's maximum context length is {limit} tokens. However, {why}.",
+                "context_length_exceeded",
+                "messages",
+            )
+        return min(self.config.max_turn_tokens, limit - length)
+
+    def _ask(
+        self, prompt: Prompt, most: int, stop: tuple[str, ...], place: tuple[str, int],
+        turn: asyncio.Future[Completion],
+    ) -> None:  # fmt: skip
+        loop = asyncio.get_running_loop()
+
+        def settle(told: Completion | BaseException) -> None:
+            if turn.done():
+                return
+            if isinstance(told, BaseException):
+                turn.set_exception(told)
+                turn.exception()  # whether or not a client still waits
+            else:
+                turn.set_result(told)
+
+        def hand_over(told: Completion | BaseException) -> None:
+            loop.call_soon_threadsafe(settle, told)
+
+        self.ask(
+            Wanted(
+                token_ids=prompt.token_ids, max_tokens=most, stop=stop, place=place,
+                told=hand_over,
+            )
+        )  # fmt: skip
+
+    # --- answers
+
+    def deliver(self, pending: Pending) -> Reply:
+        """The answer of a turn that has ended; from now on it is part of its conversation."""
+        if pending.reply is not None:
+            return pending.reply
+        turn, asked = pending.turn.result(), pending.asked
+        most = pending.budget if asked.max_tokens is None else asked.max_tokens
+        row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
+        message, dropped = self._read(asked, turn, pending.prompt)
+        self.conversations.said(pending.prompt, row, message, dropped)
+        self.stats["turns"] += 1
+        self.stats["tool_calls"] += len(message.calls)
+        cut = turn.finish_reason == "length"
+        if cut and most >= pending.budget:  # by the run, whose policy says nothing more
+            self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
+        tokens: Sequence[str] = ()
+        if asked.logprobs:
+            tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
+        pending.reply = Reply(
+            id=f"chatcmpl-{turn.account.prompt_hash[:16]}-{self.conversations.num_turns}",
+            message=message,
+            finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
+            turn=turn,
+            created=int(time.time()),
+            tokens=tuple(tokens),
+        )
+        return pending.reply
+
+    def _read(
+        self, asked: Asked, turn: Completion, prompt: Prompt
+    ) -> tuple[Message, tuple[Call, ...]]:
+        """What a turn says, read once; and the calls that its client does not want."""
+        text = self.chat.decode(turn.token_ids)
+        stopped = turn.stop_reason
+        if isinstance(stopped, str) and stopped in text:
+            text = text[: text.rindex(stopped)]
+        if not asked.tools or turn.finish_reason == "length":
+            return Message("assistant", text), ()
+        reading = self.read_calls(text, asked.tools)
+        if not reading.calls:
+            self.stats["malformed"] += reading.attempted
+            return Message("assistant", text), ()
+        name = f"{turn.account.prompt_hash[:12]}{self.conversations.num_turns}"
+        calls = tuple(
+            Call(f"call_{name}_{number}", function, arguments)
+            for number, (function, arguments) in enumerate(reading.calls)
+        )
+        given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
+        self.stats["refused_calls"] += len(dropped)
+        return Message("assistant", reading.content, given), dropped
+
+    # --- the end
+
+    def close(self) -> None:
+        """The program has ended: nothing more is answered, and what was not is forgotten."""
+        self._over = True
+        for pending in self._pending.values():
+            if pending.reply is None:
+                self.stats["undelivered"] += 1
+            if not pending.turn.done():
+                pending.turn.set_exception(InfrastructureError("the rollout is over"))
+                pending.turn.exception()
+        self._pending.clear()
+
+
+def checked_counts(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The stats of a session, as a rollout has them."""
+    return {name: float(count) for name, count in stats.items()}

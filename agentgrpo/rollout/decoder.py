@@ -1,0 +1,55 @@
+"""What playing asks of others: an engine that decodes, somebody who looks on; and its seeds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from agentgrpo.types import Completion, Group, Int32, Task
+
+
+class Decoder(Protocol):
+    """The part of engine.Engine that rollouts need."""
+
+    max_model_len: int
+
+    def add_request(
+        self, request_id: str, prompt_ids: Int32, *, max_tokens: int, temperature: float,
+        seed: int | None, stop: Sequence[str], stop_token_ids: Sequence[int], top_logprobs: int,
+        filters: Mapping[str, float],
+    ) -> None: ...  # fmt: skip
+    def step(self) -> list[Completion]: ...
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+
+class Watch:
+    """Whoever looks on while tasks are played; this one does nothing. Called on play's thread."""
+
+    def ended(self, group: Group) -> None:
+        """The last rollout of a group has ended; nothing of it changes any more."""
+
+    def more(self) -> tuple[Sequence[Task], int] | None:
+        """More tasks to play at once, and the seed of all that is sampled in them.
+
+        Asked between the engine's steps, where neither config.deterministic nor a team of ranks
+        has them all play together.
+        """
+        return None
+
+
+UNWATCHED = Watch()
+
+
+def request_seed(seed: int, *place: int | str) -> int:
+    """The seed of one thing that is drawn: another at each place, the same in every repetition.
+
+    Args:
+        seed: of the call, itself a function of run and step (TrainConfig.seed_of).
+        place: task, rollout, try, turn, and what is drawn.
+
+    Returns:
+        63 bits.
+    """
+    named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
+    return int.from_bytes(named, "little") >> 1

@@ -1,0 +1,73 @@
+"""A server of the host's that a session reaches at an address of its own.
+
+A session has its own network namespace, with nothing but a loopback. Its interpreter, before any
+untrusted code runs, makes a listener there and hands it out through a socket file; a socket keeps
+its namespace, so whoever accepts on it answers from outside. Nothing else crosses, no other session
+can connect to it, and closing it ends it.
+"""
+
+import contextlib
+import os
+import socket
+
+from agentgrpo.sandbox.errors import SandboxInfraError
+from agentgrpo.sandbox.result import StepStatus
+from agentgrpo.sandbox.session import Session
+
+PORT = 8000
+BACKLOG = 256
+MEETING = ".endpoint"
+HAND_OUT = """
+def _hand_out(path, port, backlog):
+    import os, socket
+    with socket.socket(socket.AF_UNIX) as host, socket.socket() as listener:
+        host.connect(path)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(backlog)
+        socket.send_fds(host, [b"x"], [listener.fileno()])
+_hand_out({path!r}, {port}, {backlog})
+del _hand_out
+"""
+
+
+def listener_in(session: Session, port: int = PORT) -> socket.socket:
+    """A socket that listens on the session's 127.0.0.1:port; the caller closes it.
+
+    Args:
+        session: fresh: no code of others has run in it.
+        port: above 1023.
+
+    Raises:
+        SandboxInfraError: the session did not hand one out.
+        NotSupportedException: the session has no root directory of its own.
+        SandboxNotFoundException: it is over.
+    """
+    with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
+        path = files.bind(host, MEETING)
+        host.settimeout(session.limits.timeout_s)
+        host.listen(1)
+        done = session.step(HAND_OUT.format(path=path, port=port, backlog=BACKLOG))
+        files.remove(MEETING)
+        if done.status is not StepStatus.OK:
+            raise SandboxInfraError(f"a session gave no listener: {done.error or done.detail}")
+        with host.accept()[0] as given:
+            given.settimeout(session.limits.timeout_s)
+            _, descriptors, _, _ = socket.recv_fds(given, 1, 4)
+        return _checked(descriptors, port)
+
+
+def _checked(descriptors: list[int], port: int) -> socket.socket:
+    """What was handed out, if it is one listener on a loopback."""
+    try:
+        (descriptor,) = descriptors
+    except ValueError:
+        for one in descriptors:
+            os.close(one)
+        raise SandboxInfraError(f"a session gave {len(descriptors)} descriptors") from None
+    made = socket.socket(fileno=descriptor)
+    listens = made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if (made.family, made.type & 0xF, listens) != (socket.AF_INET, socket.SOCK_STREAM, 1):
+        made.close()
+        raise SandboxInfraError("a session gave a descriptor that is no listener")
+    made.setblocking(False)
+    return made

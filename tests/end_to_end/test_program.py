@@ -1,0 +1,114 @@
+"""A run whose rollouts are a program's: from its file to records that are proven."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import verify
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.records import read_rollout
+from tests import tiny
+from tests.warm import Command
+
+pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(900)]
+CONFIG = """
+model = "{model}"
+out_dir = "run"
+steps = 2
+eval_every = 0
+[agent]
+kind = "program"
+options = {{ {options}, timeout_s = 120.0 }}
+[sandbox]
+{sandbox}
+[rollout]
+tasks_per_step = 2
+group_size = 4
+max_turn_tokens = 24
+[engine]
+max_model_len = 320
+kv_cache_gib = 0.0625
+[learner]
+learning_rate = 1e-3
+max_tokens = 2048
+[reward]
+functions = ["length"]
+[data]
+train = "rows.jsonl"
+num_heldout = 2
+"""
+HEAD = """
+tools = [{"type": "function", "function": {"name": "add", "description": "Add.",
+          "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}]
+
+def more(messages, said):
+    messages.append(said)
+    calls = said.tool_calls or []
+    for call in calls:
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
+    if not calls:
+        messages.append({"role": "user", "content": "go on"})
+"""
+FILE = f"""import json, os, sys
+from openai import OpenAI
+{HEAD}
+task, client = json.load(sys.stdin), OpenAI()
+messages = [{{"role": "user", "content": task["question"]}}]
+for _ in range(2):
+    said = client.chat.completions.create(
+        model=os.environ["OPENAI_MODEL"], messages=messages, tools=tools, max_tokens=12,
+    ).choices[0].message
+    more(messages, said)
+aside = [{{"role": "user", "content": "aside"}}]
+client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=aside, max_tokens=4)
+print("Answer: 2")
+"""
+MODULE = f"""from openai import AsyncOpenAI
+{HEAD}
+async def agent(task, *, base_url, api_key, model):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{{"role": "user", "content": task["question"]}}]
+        for _ in range(2):
+            stream = await client.chat.completions.create(
+                model=model, messages=messages, max_tokens=12, stream=True
+            )
+            text = "".join([c.choices[0].delta.content or "" async for c in stream])
+            messages.append({{"role": "assistant", "content": text}})
+            messages.append({{"role": "user", "content": "?"}})
+    return "2"
+"""
+WAYS = {
+    "session": (
+        'command = ["python", "mine.py"], files = ["mine.py"]',
+        'site_dirs = ["own"]\npreload = ["openai"]\nmemory_mib = 512\nmax_live = 8',
+        2,
+    ),
+    "call": ('call = "mine:agent"', "max_live = 8", 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_is_trained_and_its_records_are_proven(tmp_path: Path, way: str) -> None:
+    options, sandbox, rows = WAYS[way]
+    model = tiny.make_agent_dir(tmp_path / "model")
+    text = CONFIG.format(model=model, options=options, sandbox=sandbox)
+    (tmp_path / "c.toml").write_text(text)
+    (tmp_path / "mine.py").write_text(FILE if way == "session" else MODULE)
+    lines = "".join(f'{{"question": "1+{i}?", "answer": "{1 + i}"}}\n' for i in range(12))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    command = Command("-m", "agentgrpo.train", "c.toml", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    out, err = command.communicate(800)
+    assert command.returncode == 0, out + err
+    report = verify.verify_run(tmp_path / "run")
+    assert report.faults == []
+    rollouts = [
+        read_rollout(dict(line))
+        for line in read_lines(tmp_path / "run" / "rollouts.jsonl")
+        if line["split"] == "train"
+    ]
+    assert len(rollouts) == 16
+    assert all(len(r.rows) >= rows and len(r.turns) == 2 + (rows > 1) for r in rollouts)
+    assert report.terms > 0
+    assert report.learned == report.terms

@@ -1,0 +1,436 @@
+"""A user beside any environment: the weather example, with every kind of agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
+from agentgrpo.config import (
+    BranchConfig,
+    EngineConfig,
+    EnvConfig,
+    RewardConfig,
+    TrainConfig,
+    UserConfig,
+)
+from agentgrpo.envs.runner import EpisodeRunner
+from agentgrpo.proof.ends import end_faults
+from agentgrpo.registry import make_agent, make_env, require_names, with_user
+from agentgrpo.rewards.trl import conversation
+from agentgrpo.rewards.view import RolloutView
+from agentgrpo.run.atomic import write_lines
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.stage import set_stage
+from agentgrpo.types import Status
+from tests.playing import (
+    CHAT,
+    EOT,
+    TOKENIZER,
+    given_and_sampled,
+    play,
+    play_all,
+    scripted,
+    shown,
+    task,
+)
+from tests.rollout.stubs import Turn
+from tests.test_registry import config
+
+HEARD: list[str] = []
+
+
+def weather(city: str) -> str:
+    """The weather in a city, now."""
+    if city != "Seattle, WA":
+        raise LookupError(f"no such place: {city!r}")
+    return "rain"
+
+
+async def slow_weather(city: str) -> str:
+    """The weather in a city, by a coroutine."""
+    await asyncio.sleep(0)
+    return weather(city)
+
+
+class Tourist:
+    """A user of one's own: what the spec says of them, and who they are."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.city = spec["city"]
+
+    def reply(self, said: str, *, satisfied: bool) -> str | None:
+        HEARD.append(said)
+        return self.city if "where" in said.lower() else None
+
+    def heard(self, text: str) -> str | None:
+        raise AssertionError("asked nobody")
+
+
+def tourist(spec: Mapping[str, Any]) -> Tourist:
+    return Tourist({"city": f"I am in {spec['city']}."})
+
+
+class Asking(Tourist):
+    """Has the engine say it."""
+
+    def reply(self, said: str, *, satisfied: bool) -> Any:
+        return Ask(({"role": "user", "content": f"USER {self.city}: {said}"},))
+
+    def heard(self, text: str) -> str | None:
+        return None if "bye" in text else text
+
+
+ASK = "Where are you?"
+FILES = {"w.py": "def weather(c):\n    assert c == 'Seattle, WA', c\n    return 'rain'\n"}
+TASK = task("What is the weather like?", user=["Seattle"], city="Seattle", files=FILES)
+TOOLS = {"tools": [f"{__name__}:weather"]}
+CALLED = '<tool_call>{"city": "Seattle, WA"}</tool_call>'
+TAGS = {"system_prompt": ""}
+KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "inline": (
+        {"kind": "inline", "options": {"answer_prefix": "<answer>"}},
+        {"kind": "tools", "options": TOOLS},
+        [
+            f"<think>Which city?</think>\n{ASK}{EOT}",
+            '<think><fn>weather("Seattle")</fn>',
+            '<fn>weather("Seattle, WA")</fn>',
+            f"</think> <answer>rain</answer>{EOT}",
+        ],
+    ),
+    "inline, asynchronous": (
+        {"kind": "inline", "options": {"answer_prefix": "<answer>"}},
+        {"kind": "tools", "options": {"tools": [f"{__name__}:slow_weather"]}},
+        [f"{ASK}{EOT}", '<fn>slow_weather("Seattle, WA")</fn>', f"<answer>rain</answer>{EOT}"],
+    ),
+    "code": (
+        {"kind": "code", "options": {"observation_role": "tool"}},
+        {"kind": "python"},
+        [
+            f"{ASK}{EOT}",
+            "<code>exec(open('w.py').read()); print(weather('Seattle'))</code>",
+            "<code>print(weather('Seattle, WA'))</code>",
+            f"Answer: rain{EOT}",
+        ],
+    ),
+    "tags": (
+        {"kind": "tags", "options": {"boxed": False}},
+        {"kind": "tagged"},
+        [f"<think>Hm.</think> {ASK}{EOT}", "<python>'ra' + 'in'</python>", "<answer>rain</answer>"],
+    ),
+    "repl": (
+        {"kind": "repl", "options": {"banner": ""}},
+        {"kind": "console"},
+        [" x = 'rain'\n", f' ask_user("{ASK}")\n', " x\n", " submit_final_answer(x)\n"],
+    ),
+    "tools": (
+        {"kind": "tools", "options": {"answer_prefix": "Answer:"}},
+        {"kind": "tools", "options": TOOLS},
+        [f"<think>Hm.</think>{ASK}{EOT}", f"{CALLED}{EOT}", f"Answer: rain{EOT}"],
+    ),
+    "tools of a class": (
+        {"kind": "tools"},
+        {"kind": "factory", "options": {"factory": f"{__name__}:Station"}},
+        [f"{ASK}{EOT}", f"{CALLED}{EOT}", f"rain{EOT}"],
+    ),
+}
+
+
+class Station:
+    """As TRL's environment_factory."""
+
+    def weather(self, city: str) -> str:
+        """The weather in a city, now."""
+        return weather(city)
+
+
+def read_call(text: str, tools: Any) -> Reading:
+    content, called, rest = text.partition("<tool_call>")
+    calls = (("weather", rest.partition("<")[0]),) if called else ()
+    return Reading(content, calls, attempted=bool(called))
+
+
+def settings(agent: Any, env: Any, data: Any = None, **user: Any) -> TrainConfig:
+    """A config of what tests.playing.play() plays."""
+    return config(
+        agent, {**env, "user": {"mode": "scripted", **user}},
+        data={"train": "rows.jsonl", **(data or {})},
+        rollout={"max_turns": 99, "max_turn_tokens": 500},
+        engine={"max_model_len": 10_000}, learner={"max_tokens": 10_000},
+    )  # fmt: skip
+
+
+def parts(agent: Any, env: Any, pool: Any = None, data: Any = None, **user: Any) -> Any:
+    """An agent and an environment with a user, as a run makes them."""
+    made = settings(agent, env, data, **user)
+    require_names(made)
+    world = make_env(made, pool)
+    return make_agent(made, world, lambda parser: read_call), world
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize("history", ["append", "render"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_assistant_asks_the_user_replies_and_the_call_follows(
+    pool: SandboxPool, kind: str, history: str
+) -> None:
+    """The reply is a chat turn of the user's, in tokens that were given and not sampled."""
+    agent, env, turns = KINDS[kind]
+    played = play(*parts(agent, env, pool), *turns, given=TASK, history=history)
+    assert played.status is Status.COMPLETED, played
+    said = 1 + (kind == "tools of a class")  # whose answer has no prefix: the user leaves
+    assert (played.answer, played.stats["said"]) == ("rain", said)
+    assert played.stats["malformed"] == 0
+    prompted = ">>>" if kind == "repl" else ""
+    reply = f"<|im_start|>user\nSeattle{EOT}\n<|im_start|>assistant\n{prompted}"
+    asked = next(i for i, turn in enumerate(turns) if ASK in turn)
+    row = given_and_sampled(played)
+    told = row[[i for i, (mine, _) in enumerate(row) if mine][asked] + 1]
+    assert told[0] is False
+    assert told[1].endswith(reply)
+    assert told[1].count("<|im_start|>") == 2, "and nothing else"
+    assert [text for mine, text in row if mine] == turns
+    messages = conversation(RolloutView(played, CHAT.tokenizer.decode), [])
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["Seattle"]
+    assert messages[-1]["content"].startswith(prompted)
+    assert messages[-1]["role"] == "assistant"
+    assert [*end_faults(played, settings(agent, env))] == []
+    assert any("rain" in text for mine, text in row[1:] if not mine), "the world answers too"
+
+
+@pytest.mark.nsjail
+def test_messages_of_many_turns_are_rendered_whole(pool: SandboxPool) -> None:
+    """Where the template renders the talk again: each message from its beginning."""
+    lines = ["x = 1", 'ask_user("a")', "x", 'ask_user("b")', "submit_final_answer(x)"]
+    twice, typed = task("Hello.", user=["one", "two"]), [f" {line}\n" for line in lines]
+    agent, env = parts(*KINDS["repl"][:2], pool)
+    played = play(agent, env, *typed, given=twice, history="render")
+    assert (played.answer, played.stats["prompts_clean"], played.closed_rows) == ("1", 2, [])
+
+
+def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
+    for kind in ("inline", "code", "tags", "repl"):
+        agent, env, _ = KINDS[kind]
+        with_them, _ = parts(agent, env, pool)
+        alone, _ = parts(agent, env, pool, mode="nobody")
+        told, plain = (str(a.messages(TASK)[0]["content"]) for a in (with_them, alone))
+        assert ("user" in told, "user" in plain) == (True, False), kind
+
+
+@pytest.mark.parametrize(
+    ("mode", "reply"),
+    [("Tourist", "Seattle"), ("tourist", "I am in Seattle."), ("Asking", "in town")],
+)
+def test_a_user_of_ones_own_is_made_of_the_spec(mode: str, reply: str) -> None:
+    """By a class or a function; thoughts are not said to them; they say when it is over."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        if "USER Seattle: " in prompt:
+            return Turn(f"in town{EOT}" if ASK in prompt else f"bye{EOT}")
+        return Turn(f"Thanks.{EOT}" if reply in prompt else f"<think>Hm.</think>{ASK}{EOT}")
+
+    HEARD.clear()
+    agent, env = parts(*KINDS["inline"][:2], mode=f"{__name__}:{mode}")
+    played = play(agent, env, given=TASK, engine=scripted(policy))
+    assert f"<|im_start|>user\n{reply}{EOT}" in shown(played)
+    assert (played.status, played.answer, played.stats["said"]) == (
+        Status.COMPLETED, None, 2.0,
+    )  # fmt: skip
+    assert (HEARD == [ASK, "Thanks."]) is (mode != "Asking")
+    assert played.stats.get("asked", 0) == 2 * (mode == "Asking")
+
+
+def test_a_model_is_told_what_the_column_says() -> None:
+    def policy(number: int, prompt: str) -> Turn:
+        if "You are a person" in prompt:
+            assert "What you know and want: Seattle" in prompt
+            assert "assistant\nWhat is the weather like?" in prompt
+            return Turn(f"###STOP###{EOT}" if "user\nThanks" in prompt else f"Tokyo{EOT}")
+        return Turn(f"Thanks{EOT}" if "Tokyo" in prompt else f"{ASK}{EOT}")
+
+    engine = scripted(policy)
+    agent, env = parts(*KINDS["tools of a class"][:2], mode="model", temperature=0.5, max_tokens=20)
+    played = play(agent, env, given=TASK, engine=engine)
+    assert (played.answer, played.stats["said"], played.stats["asked"]) == ("Thanks", 2, 2)
+    theirs = engine.requests[1::2]
+    assert [(r.options["temperature"], r.max_tokens) for r in theirs] == [(0.5, 20)] * 2
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("tools of a class", "and you?"), ("inline", None)])
+@pytest.mark.parametrize("limit", [1, 2, 8])
+def test_a_user_leaves_when_all_is_said_or_the_budget_is_spent(
+    kind: str, answer: str | None, limit: int
+) -> None:
+    """What was said last is the answer where a whole reply is one."""
+    agent, env, _ = KINDS[kind]
+    turns = [f"and you?{EOT}"] * 9
+    three = task("Hello.", user=["one", "two", "three"])
+    played = play(*parts(agent, env, max_replies=limit), *turns, given=three)
+    assert played.stats["said"] == played.stats["turns"] == min(limit, 3) + 1
+    assert (played.status, played.answer) == (Status.COMPLETED, answer)
+    assert [*end_faults(played, settings(agent, env, max_replies=limit))] == []
+    if limit == 2:
+        (fault,) = end_faults(played, settings(agent, env, max_replies=1))
+        assert "3 turns were said to the user, of env.user.max_replies 1" in fault
+    assert "one" in shown(played)
+
+
+def test_branches_hear_what_was_heard() -> None:
+    """A user's replies are repeated with the actions of the rollout that a branch leaves."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        if "USER" in prompt:
+            return Turn(f"heard {number}{EOT}" if ASK in prompt else f"bye{EOT}")
+        return Turn(f"Thanks.{EOT}" if "heard" in prompt else f"{ASK}{EOT}", entropy=number)
+
+    agent, env = parts(*KINDS["inline"][:2], mode=f"{__name__}:Asking")
+    branching = BranchConfig(initial=1, probability=1.0)
+    engine = scripted(policy)
+    (group,) = play_all(agent, env, engine, [TASK], 2, branching=branching, temperature=1.0)
+    parent, child = group
+    assert child.parent == 0
+    shared = child.forked_at
+    assert shared is not None
+    assert np.array_equal(parent.token_ids[:shared], child.token_ids[:shared])
+    assert "heard" in TOKENIZER.decode(child.token_ids[:shared])
+    assert child.status is Status.COMPLETED
+
+
+class Judge:
+    """An environment that asks the engine by itself and has things that others look for."""
+
+    answers = ("tools",)
+    judges = True
+
+    def tools(self, task: Any) -> Any:
+        return ()
+
+    def reset(self, task: Any) -> JudgeEpisode:
+        return JudgeEpisode()
+
+
+class JudgeEpisode:
+    environment = "mine"
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def step(self, action: Action) -> Observation:
+        if isinstance(action, Heard):
+            return Observation(f"verdict: {action.text}")
+        return Observation("", ask=Ask(({"role": "user", "content": "?"},)))
+
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        await asyncio.sleep(0)
+        return {"solved": 1.0}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_all_else_is_the_environments_own() -> None:
+    """What its episode asked of the engine is its own too, also after a talk with the user."""
+    env: Any = with_user(Judge(), EnvConfig(user=UserConfig(mode=f"{__name__}:Asking")))
+    assert (env.judges, env.answers, env.talks) == (True, ("tools",), True)
+    assert not hasattr(env, "begin")
+    episode = env.reset(TASK)
+    assert (episode.environment, hasattr(episode, "recall")) == ("mine", False)
+    assert episode.step(Say(ASK)).ask is not None
+    assert episode.step(Heard("hm")).text == "hm"
+    assert episode.step(object()).ask is not None
+    assert episode.step(Heard("yes")).text == "verdict: yes"
+    with EpisodeRunner(1) as worlds:
+        assert worlds.finish(episode, None).result() == {"solved": 1.0}
+    assert episode._episode.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "means"),
+    [
+        ('ask_user("a")', "a"),
+        (" ask_user('a')  # why", "a"),
+        ("ask_user('a' 'b')", "ab"),
+        ("ask_user(f'{x}')", None),
+        ("ask_user('a', 'b')", None),
+        ("ask_user('a'); x", None),
+        ("ask_user(", None),
+        ("ask_user(3)", None),
+    ],
+)
+def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> None:
+    agent, _ = parts(*KINDS["repl"][:2])
+    read = agent.parse(f"{line}\n")
+    if means is not None:
+        assert read == Say(means)
+        return
+    told = agent.observe(read, Observation(read.message))
+    assert told == "TypeError: ask_user takes one text in quotes, alone on its line\n>>>"
+
+
+@pytest.mark.parametrize(
+    ("env", "user", "data", "error"),
+    [
+        ({}, {"mode": "script"}, {}, r"env\.user\.mode: expected nobody, scripted, model"),
+        ({}, {"mode": "nosuch:Me"}, {}, r"env\.user\.mode: no module"),
+        ({}, {"mode": f"{__name__}:nothing"}, {}, r"env\.user\.mode: .*nothing"),
+        (
+            {},
+            {"mode": "nobody", "max_replies": 3},
+            {},
+            r"env\.user\.max_replies: 3 does nothing without",
+        ),
+        ({}, {"mode": "a:b", "column": "x"}, {}, r"env\.user\.column: 'x' does nothing"),
+        ({}, {"mode": "scripted", "temperature": 1.0}, {}, r"env\.user\.temperature: 1\.0 does no"),
+        ({}, {"mode": "scripted"}, {"train": "word_problems"}, "'word_problems' has no columns"),
+        (
+            {"kind": "gymnasium", "options": {"id": "FrozenLake-v1", "act_by": "reply"}},
+            {"mode": "scripted"},
+            {},
+            r"env\.user\.mode: env\.kind 'gymnasium' has somebody to talk with already",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(env: Any, user: Any, data: Any, error: str) -> None:
+    agent = {"kind": "tools" if env else "code"}
+    with pytest.raises(ValueError, match=error):
+        parts(agent, env, **user, data=data)
+
+
+def dry(completions: list[str], environments: list[Any], **row: Any) -> list[float]:
+    """A reward function in TRL's form that looks at the instances."""
+    return [0.0 for _ in completions]
+
+
+def test_a_run_with_a_user_is_checked_before_its_model_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its rows have the column; reward functions may ask for an environment's instances."""
+    rows = [{"question": f"Q{i}", "user": ["Seattle"]} for i in range(4)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    data = {"train": str(tmp_path / "rows.jsonl"), "num_heldout": 1}
+    inline = {"kind": "inline", "options": {"system_prompt": "S"}}
+    made = settings(inline, KINDS["tools of a class"][1], data)
+    reward = RewardConfig(functions={f"{__name__}:dry": 1.0})
+    engine = EngineConfig(max_model_len=1000)
+    update = {"model": str(tiny_model), "reward": reward, "engine": engine}
+    made = made.model_copy(update=update)
+    stage = set_stage(made)
+    assert len(cast(Any, stage.training_tasks(made))) == 3
+    stage.close()
+    write_lines(tmp_path / "rows.jsonl", [{"question": "Q", "user": 3}, *rows])
+    with pytest.raises(
+        ValueError, match=r"env\.user\.column 'user': .*rows\.jsonl:1' says.* got 3"
+    ):
+        set_stage(made).training_tasks(made)
+
+
+@pytest.mark.parametrize("given", [None, 3, ["a", 4]])
+def test_a_task_that_does_not_say_what_its_user_says_is_refused(given: Any) -> None:
+    _, env = parts(*KINDS["inline"][:2])
+    with pytest.raises(ValueError, match=r"env\.user\.column 'user': expected .* of task 't' says"):
+        env.reset(task("Q", user=given))

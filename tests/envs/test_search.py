@@ -1,0 +1,482 @@
+"""Retrieval against a server in a process of its own: what is found, what fails, what is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.actions import CallTools, InfrastructureError, ToolCall
+from agentgrpo.agents.tags import TagAgent
+from agentgrpo.config import EndpointConfig, TrainConfig
+from agentgrpo.engine.endpoints import Retriever, make_endpoint, make_retriever
+from agentgrpo.envs.cache import DiskCache
+from agentgrpo.envs.search import Dense, SearchEnv, Summary
+from agentgrpo.envs.tagged import TaggedEnv
+from agentgrpo.models.encoder import Encoder
+from agentgrpo.registry import make_env
+from agentgrpo.run.atomic import read_lines, write_lines
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.stage import models_of
+from tests import tiny, warm
+from tests.playing import sampled, scripted, shown, task
+from tests.rollout.stubs import Turn
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    path = Path(__file__).with_name("web.py")
+    run = [sys.executable, "-S", str(path)]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+        server.kill()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's waits between two tries are its own."""
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+
+
+def asked(port: int) -> list[Any]:
+    """Path, key and body of all that the server was asked."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/seen") as answer:
+        seen: list[Any] = json.load(answer)
+    return seen
+
+
+def retriever(port: int, **options: Any) -> Retriever:
+    url = f"http://127.0.0.1:{port}/search"
+    return make_retriever(EndpointConfig(kind="retriever", url=url, **options), "wiki")
+
+
+def searching(port: int, *, endpoint: Any = None, **options: Any) -> SearchEnv:
+    """With a model that sums up."""
+    url = f"http://127.0.0.1:{port}/v1"
+    model = make_endpoint(EndpointConfig(kind="http", url=url, model="m"), "m")
+    wiki = {"wiki": endpoint or retriever(port)}
+    return SearchEnv(**{"retriever": "wiki", "retrievers": wiki, "models": {"m": model}} | options)
+
+
+def found(env: SearchEnv, query: str, question: str = "Who?") -> str:
+    """What the policy is shown."""
+    episode: Any = env.reset(task(question))
+    return str(episode.step(CallTools((ToolCall("search", {"query": query}),))).text)
+
+
+def test_a_retriever_is_asked_in_the_form_of_its_users(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIKI_KEY", "secret")
+    options = {"api_key_env": "WIKI_KEY", "extra": {"lang": "en"}}
+    env = searching(port, endpoint=retriever(port, **options), top_k=2, max_chars=12)
+    assert found(env, "the owl") == '[1] "Title 0"\nOf the owl.\n[2] "Title 1"\nOf the owl.'
+    assert asked(port)[-1] == [
+        "/search", "Bearer secret", {"query": "the owl", "top_n": 2, "lang": "en"},
+    ]  # fmt: skip
+    assert found(env, "long owl") == '[1] "Title 0"\nOf long owl.\n[2] "Title 1"\nOf long owl.'
+    assert found(env, "longer owls").splitlines()[1] == "Of longer ow"
+    assert found(env, "nothing") == "(nothing found)"
+    before = len(asked(port))
+    for query, said in (("?!", "no words"), ("w" * 2001, "more than 2000 characters")):
+        assert said in found(env, query)
+    assert len(asked(port)) == before, "what no server should be asked"
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("fail 9", "HTTP 500: out of order"),
+        ("slow 9", "timed out"),
+        ("form <html>", "expected a list of documents with 'contents', got b'<html>'"),
+        ('form {"detail": "no"}', "expected a list of documents"),
+        ('form [{"id": 1}]', "expected a list of documents"),
+        ('form [{"contents": 1}]', "expected texts in each document"),
+        ('form [{"text": "a", "url": 3}]', "expected texts in each document"),
+    ],
+)
+def test_what_fails_is_tried_again_then_the_machines_fault(
+    port: int, query: str, said: str
+) -> None:
+    limit = {"timeout_s": 0.5} if query.startswith("slow") else {}
+    env = searching(port, endpoint=retriever(port, retries=1, **limit))
+    with pytest.raises(InfrastructureError, match=said):
+        found(env, query)
+    assert sum(body == {"query": query, "top_n": 3} for _, _, body in asked(port)) == 2
+
+
+@pytest.mark.parametrize("query", ["fail 1", "slow 1"])
+def test_a_failure_that_passes_is_not_noticed(port: int, query: str) -> None:
+    env = searching(port, endpoint=retriever(port, timeout_s=1.0, retries=9))
+    assert found(env, query).startswith('[1] "Title 0"')
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(InfrastructureError, match=r"endpoint http://127\.0\.0\.1:9/search: "):
+        found(searching(9, endpoint=retriever(9, retries=0)), "owl")
+
+
+def test_half_characters_of_a_server_reach_no_tokenizer(port: int) -> None:
+    env = searching(port)
+    assert found(env, 'form [{"text": "a\\ud800b"}]') == "[1] \na?b"
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("/owl", "Owls\nOwls see at night.\nThey & mice\nmeet."),
+        ("/moved", "Owls\nOwls see at night.\nThey & mice\nmeet."),
+        ("/plain", "as it is"),
+        ("/paper", "(the page is application/pdf)"),
+        ("/gone", "(the page cannot be had: HTTP 404)"),
+        ("file:passwd", "(not a web page)"),
+        ("", "its snippet"),
+    ],
+)
+def test_a_page_is_its_text_and_no_key_is_sent_to_it(
+    port: int, monkeypatch: pytest.MonkeyPatch, page: str, text: str
+) -> None:
+    monkeypatch.setenv("WIKI_KEY", "secret")
+    env = searching(port, endpoint=retriever(port, api_key_env="WIKI_KEY"), pages=True)
+    assert found(env, f"page {page}") == f"[1] Page\n{text}"
+    assert {key for path, key, _ in asked(port) if not path.startswith(("/search", "/v1"))} <= {
+        None
+    }
+
+
+def test_a_page_whose_server_fails_is_the_machines_fault(port: int) -> None:
+    env = searching(port, endpoint=retriever(port, retries=0), pages=True)
+    with pytest.raises(InfrastructureError, match="HTTP 503"):
+        found(env, "page /broken")
+
+
+def test_a_model_sums_up_what_was_found_for_the_question(port: int) -> None:
+    env = searching(port, summary=Summary(endpoint="m", max_tokens=9), top_k=1)
+    said = found(env, "the owl", question="Where do owls live?")
+    assert said.startswith("summed up ")
+    path, _, body = asked(port)[-1]
+    assert (path, body["max_tokens"], body["temperature"]) == ("/v1/chat/completions", 9, 0.0)
+    (message,) = body["messages"]
+    for part in ("Question: Where do owls live?", "'the owl'", '[1] "Title 0"\nOf the owl.'):
+        assert part in message["content"]
+    before = len(asked(port))
+    assert found(env, "nothing") == "(nothing found)"
+    assert len(asked(port)) == before + 1, "there is nothing to sum up"
+
+
+# what is kept
+
+
+def test_what_was_found_is_kept_by_all_that_it_depends_on(port: int, tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"cache": tmp_path / "deep" / "kept.sqlite", "pages": True}
+    kept["summary"] = Summary(endpoint="m")
+    first = found(searching(port, **kept), "vary")
+    before = len(asked(port))
+    assert found(searching(port, **kept), "vary") == first
+    assert found(searching(port, **kept), "page /owl")
+    assert len(asked(port)) == before + 3, "its documents, its page, its summary"
+    assert found(searching(port, **kept), "page /owl")
+    assert len(asked(port)) == before + 3
+    others: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"endpoint": retriever(port, extra={"lang": "de"})},
+        {"summary": Summary(endpoint="m", max_tokens=7)},
+        {"summary": Summary(endpoint="m", prompt="{texts}")},
+        {"cache": tmp_path / "other.sqlite"},
+    ]
+    for other in others:
+        assert found(searching(port, **kept | other), "vary") != first, other
+    assert found(searching(port, **kept), "vary", question="What?") != first
+
+
+def test_failures_are_not_kept(port: int, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.sqlite"
+    env = searching(port, endpoint=retriever(port, retries=0), cache=kept, top_k=1)
+    with pytest.raises(InfrastructureError):
+        found(env, "fail 1")
+    assert found(env, "fail 1").startswith('[1] "Title 0"')
+
+
+ASKER = """
+import sys
+from tests.envs.test_search import Path, found, searching
+env = searching(int(sys.argv[1]), cache=Path(sys.argv[2]), top_k=1)
+print(found(env, "vary together"))
+"""
+
+
+@pytest.mark.slow
+def test_processes_and_threads_that_ask_at_once_are_told_the_same(
+    port: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "kept.sqlite"
+    env = searching(port, cache=path, top_k=1)
+    run = [sys.executable, "-c", ASKER, str(port), str(path)]
+    others = [subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in "12"]
+    with ThreadPoolExecutor(8) as threads:
+        mine = set(threads.map(lambda _: found(env, "vary together"), range(8)))
+    theirs = {other.communicate()[0].rstrip("\n") for other in others}
+    assert [other.returncode for other in others] == [0, 0]
+    assert len(mine | theirs) == 1
+
+
+def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_is_the_machines(
+    port: int, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("no database " * 100)
+    with pytest.raises(ValueError, match=r"cache: .*text: file is not a database"):
+        searching(port, cache=tmp_path / "text")
+    cache = DiskCache(tmp_path / "kept.sqlite")
+    cache.close()
+    with pytest.raises(InfrastructureError, match=r"kept\.sqlite: .*closed"):
+        cache.get("a", lambda: "b")
+
+
+# branches
+
+
+@pytest.mark.nsjail
+def test_a_branch_is_told_what_was_found_and_nobody_is_asked_again(
+    port: int, pool: SandboxPool
+) -> None:
+    """Whatever the retriever would say now: it answers otherwise every time."""
+    env = TaggedEnv(pool, 5.0, retriever="wiki", retrievers={"wiki": retriever(port)})
+    turns = ["<search>vary</search>", "<python>1</python>"]
+    engine = scripted(lambda n, _: Turn(turns[n] if n < 2 else f"<answer>{n}</answer>"))
+    branch = {"initial": 1, "probability": 1.0, "entropy_weight": 0.0}
+    before = len(asked(port))
+    (group,), stats = sampled(engine, TagAgent(boxed=False), env, n=2, branching=branch)
+    assert (stats.branches, stats.diverged_forks) == (1, 0)
+    assert len(asked(port)) == before + 1
+    told = [shown(r).partition("\n[1]")[2].partition("</result>")[0] for r in group.rollouts]
+    assert told[0] == told[1] != ""
+    assert [r.stats["search_asked"] for r in group.rollouts] == [1.0, 1.0]
+
+
+# by meaning
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT of two layers over words, random: whatever it finds, it finds by its vectors."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = "[PAD] [UNK] query : passage owl cat fish sees at night a the no bird"
+    vocab = {word: number for number, word in enumerate(words.split())}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("encoder")
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=16, initializer_range=1.0,
+        )  # fmt: skip
+        BertModel(config).save_pretrained(folder)
+    return folder
+
+
+TEXTS = [("1", "owl", "a owl sees at night"), ("2", "cat", "a cat"), ("3", "", "no bird"),
+         ("4", "cat", "a cat"), ("5", "", "the fish sees " * 20)]  # fmt: skip
+
+
+def vector(folder: Path, text: str, pooling: str) -> Any:
+    """By transformers alone, one text at a time."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)(text).input_ids[:16]
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(folder)(torch.tensor([ids])).last_hidden_state[0]
+    pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]
+    return (pooled / pooled.norm()).numpy()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_the_texts_that_are_nearest_come_first(encoder: Path, pooling: Any) -> None:
+    dense = Dense(
+        encoder=encoder, pooling=pooling, query_prefix="query : ", text_prefix="passage : "
+    )
+    env = SearchEnv(TEXTS, dense=dense, load_encoder=Encoder, top_k=5, max_chars=9)
+    query = vector(encoder, "query : owl", pooling)
+    rows = [vector(encoder, f"passage : {title}\n{text}", pooling) for _, title, text in TEXTS]
+    order = sorted(range(5), key=lambda i: (-round(float(rows[i] @ query), 4), i))
+    shown = [f"[{n}] {TEXTS[i][1]}\n{TEXTS[i][2][:9]}" for n, i in enumerate(order, 1)]
+    assert found(env, "owl") == "\n".join(shown)
+    assert order.index(1) + 1 == order.index(3), "the first of equal ones"
+
+
+def test_the_vectors_are_kept_by_all_that_they_depend_on(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Encoder.encode
+
+    def counted(self: Any, texts: Any) -> Any:
+        encoded.append(len(texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Encoder, "encode", counted)
+
+    def made(texts: Any = TEXTS, **options: Any) -> str:
+        dense = Dense(encoder=encoder, index=tmp_path / "index", **options)
+        return found(SearchEnv(texts, dense=dense, load_encoder=Encoder), "owl")
+
+    first = made()
+    assert made(query_prefix="query : ")
+    assert made() == first
+    assert encoded == [5, 1, 1, 1], "the texts once, each query"
+    for more, options in (
+        (TEXTS[:4], {}),
+        (TEXTS, {"text_prefix": "a"}),
+        (TEXTS, {"pooling": "cls"}),
+    ):
+        made(more, **options)
+    assert encoded[4:] == [4, 1, 5, 1, 5, 1]
+    files = sorted((tmp_path / "index").iterdir())
+    assert [np.load(file).shape for file in files if file.suffix != ".npy"] == []
+    assert len(files) == 4
+
+
+# from a config
+
+
+def config(port: int, **options: Any) -> TrainConfig:
+    table = {
+        "model": "m", "out_dir": "unused", "agent": {"kind": "tools"},
+        "env": {"kind": "search", "options": options},
+        "endpoints": {
+            "wiki": {"kind": "retriever", "url": f"http://127.0.0.1:{port}/search"},
+            "m": {"kind": "http", "url": f"http://127.0.0.1:{port}/v1", "model": "m"},
+        },
+    }  # fmt: skip
+    return TrainConfig.model_validate(table)
+
+
+def made(config: TrainConfig) -> Any:
+    """The environment that set_stage() makes of a config."""
+    return make_env(config, None, models_of(config, None, trained=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "env.options.corpus: expected texts to search, or a retriever"),
+        ({"retriever": "web"}, "env.options.retriever: .* kind retriever, got 'web'; .*: wiki"),
+        ({"retriever": "m"}, "env.options.retriever: .* kind retriever, got 'm'"),
+        ({"retriever": "wiki", "top_k": 0}, "env.options.top_k: expected a number of at least 1"),
+        ({"corpus": "x", "pages": True}, "env.options.pages: it does nothing without retriever"),
+        ({"retriever": "wiki", "dense": {"encoder": "x"}}, "env.options.dense: .* without corpus"),
+        ({"corpus": "x", "cache": "y"}, "env.options.cache: .* without retriever or summary"),
+        ({"corpus": "x", "retriever": "wiki"}, "env.options.corpus: excluded by retriever 'wiki'"),
+        ({"retriever": "wiki", "summary": {"endpoint": "policy"}}, "http or script, got 'policy'"),
+        ({"retriever": "wiki", "summary": {"endpoint": "wiki"}}, "summary.endpoint: .* got 'wiki'"),
+        ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "{a}"}}, "KeyError"),
+        ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "?"}}, "expected {texts}"),
+        ({"retriever": "wiki", "summary": {"endpoint": "m", "max_token": 3}}, "max_token"),
+        ({"retriever": "wiki", "dense": {}}, "env.options.dense.encoder"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(
+    port: int, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        made(config(port, **options))
+
+
+def test_an_encoder_that_is_none_is_refused(port: int, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
+    options = {"corpus": str(tmp_path / "t.jsonl"), "dense": {"encoder": str(tmp_path / "no")}}
+    with pytest.raises(ValueError, match=r"env\.options\.dense\.encoder: .*no has no config\.json"):
+        made(config(port, **options))
+
+
+USERS_AGENT = """
+from agentgrpo.actions import CallTools, ToolCall
+from agentgrpo.agents.tags import TagAgent
+
+class Asker(TagAgent):
+    acts, stop = ("tools",), ("</code>",)
+    def parse(self, text):
+        return CallTools((ToolCall("search", {"query": "vary"}),))
+"""
+RUN = """
+model = "{model}"
+steps = 2
+eval_every = 0
+[agent]
+kind = "asker:Asker"
+options = {{ system_prompt = "S" }}
+[env]
+kind = "search"
+[env.options]
+retriever = "wiki"
+summary = {{ endpoint = "m" }}
+cache = "{folder}/kept.sqlite"
+[endpoints.wiki]
+kind = "retriever"
+url = "http://127.0.0.1:{port}/search"
+[endpoints.m]
+kind = "http"
+url = "http://127.0.0.1:{port}/v1"
+model = "m"
+[rollout]
+tasks_per_step = 2
+group_size = 2
+max_turns = 2
+max_turn_tokens = 24
+deterministic = true
+[engine]
+max_model_len = 256
+kv_cache_gib = 0.0625
+[data]
+train = "{folder}/train.jsonl"
+heldout = "{folder}/train.jsonl"
+num_heldout = 2
+[reward]
+kind = "text"
+[learner]
+learning_rate = 1e-5
+"""
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_config_share_what_was_found(
+    port: int, tmp_path: Path, agent_model: Path
+) -> None:
+    """The server answers otherwise every time: the second run has what the first was told."""
+    write_lines(tmp_path / "train.jsonl", tiny.sums(8))
+    (tmp_path / "asker.py").write_text(USERS_AGENT)
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(model=agent_model, folder=tmp_path, port=port))
+    runs, requests = [], []
+    for name in ("one", "two"):
+        before = len(asked(port))
+        out_dir = f"out_dir={tmp_path / name}"
+        ran = warm.run("-m", "agentgrpo.train", str(path), out_dir, PYTHONPATH=str(tmp_path))
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        requests.append(len(asked(port)) - before)
+        runs.append(read_lines(tmp_path / name / "rollouts.jsonl"))
+        verified = warm.run("-m", "agentgrpo.verify", str(tmp_path / name))
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert requests[0] > 0 == requests[1]
+    first, second = ([record["segments"] for record in run] for run in runs)
+    assert first == second
+    assert sum(record["stats"]["tool_calls"] for record in runs[0]) > 0
+    assert sum(record["stats"]["search_asked"] for record in runs[1]) == 0

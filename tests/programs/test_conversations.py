@@ -1,0 +1,217 @@
+"""Random clients against the tree of conversations: no wrong token, and none in two rows.
+
+What a request must be answered from is computed a second time, from its messages alone: the sampled
+ids of each answer that it still has, with what the template puts between, if it goes on from the
+last one; else the whole conversation rendered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo.programs.conversations import Conversations
+from agentgrpo.programs.messages import BadRequest, Call, Message, json_key, read_messages
+from agentgrpo.types import Completion, Int32, Turn
+from tests.playing import CHAT, TOKENIZER
+
+COUNT = int(os.environ.get("AGENTGRPO_FUZZ_CLIENTS", "300"))
+TEXTS = ("", " ", "a", " b \n", "é日🙂", "<|im_end|>", "<tool_call>", "x" * 40, "}{", "</think>")
+TOOLS: list[list[Any]] = [
+    [],
+    [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    [{"type": "function", "function": {"name": "g", "parameters": {"b": 1, "a": [True]}}}],
+]
+
+
+def sampled(rng: random.Random) -> Int32:
+    """Ids that no text encodes to, mostly; closed or cut."""
+    ids = [rng.randrange(len(TOKENIZER) - 10) for _ in range(rng.randrange(1, 8))]
+    return np.array(ids + [CHAT.end_of_turn_id] * (rng.random() < 0.7), np.int32)
+
+
+def completed(prompt: Int32, ids: Int32) -> Completion:
+    return Completion(
+        "r", ids, np.zeros(len(ids), np.float32), "stop", None, 0, Turn.of(prompt, ids, "stop")
+    )
+
+
+def as_client(rng: random.Random, message: Message) -> dict[str, Any]:
+    """An answer, as one client or another sends it back."""
+    made: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if rng.random() < 0.3:
+        made["content"] = [{"type": "text", "text": message.content}] if message.content else None
+    if message.reasoning and rng.random() < 0.5:
+        made[rng.choice(["reasoning", "reasoning_content"])] = message.reasoning
+    if message.calls:
+        made["tool_calls"] = [
+            {"id": c.id, "function": {"name": c.name, "arguments": rewritten(rng, c.arguments)}}
+            for c in message.calls
+        ]
+    return {**made, **rng.choice([{}, {"refusal": None, "audio": None}, {"index": 0}])}
+
+
+def rewritten(rng: random.Random, arguments: str) -> str:
+    value = json.loads(arguments)
+    items = list(value.items())
+    rng.shuffle(items)
+    return json.dumps(dict(items), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
+
+
+class Client:
+    """One that keeps its own books: every conversation that it has led, as messages and ids."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.talks = Conversations(CHAT)
+        self.known: list[tuple[list[Any], Int32, int]] = []
+        """Messages as they are sent, all ids behind the last answer, which tools."""
+        self.turns: list[bytes] = []
+
+    def ask(self) -> None:
+        rng = self.rng
+        held: Int32 | None
+        how = rng.random()
+        if self.known and how < 0.8:
+            known, held, tools = rng.choice(self.known)
+            sent = list(known)
+            if how < 0.15:  # something before it is not what was answered
+                self.edit(sent)
+                held = None
+            elif how < 0.25:
+                tools, held = (tools + 1) % 3, None
+        else:
+            sent, held, tools = [], None, rng.randrange(3)
+        if not sent:
+            sent += [{"role": "system", "content": "s"}] * (rng.random() < 0.5)
+        calls = (sent[-1].get("tool_calls") if sent else None) or []
+        new = [
+            {"role": "tool", "tool_call_id": c["id"], "content": rng.choice(TEXTS)} for c in calls
+        ] or [{"role": "user", "content": rng.choice(TEXTS) + str(rng.randrange(99))}]
+        messages = read_messages([*sent, *new])
+        prompt = self.talks.prompt(messages, TOOLS[tools])
+        shown = [message.shown() for message in messages]
+        if held is None:
+            expected = CHAT.prompt_ids(shown, TOOLS[tools])
+        else:
+            roles = [message.role for message in messages[: len(sent) - 1]]
+            between = CHAT.observation_ids(
+                shown[len(sent) :], last_id=int(held[-1]), tools=bool(tools), roles=roles
+            )
+            expected = np.concatenate([held, between])
+        assert prompt.token_ids.tolist() == expected.tolist()
+        turn = completed(prompt.token_ids, sampled(rng))
+        row = self.talks.answered(prompt, turn, 99)
+        number = len(self.turns)
+        made = tuple(
+            Call(f"c{number}.{i}", "f", json.dumps({"a": 1.5, "é": [i, True], "b": number}))
+            for i in range(rng.choice([0, 0, 1, 2]) if tools else 0)
+        )
+        message = Message(
+            "assistant", f"said {number}" * (rng.random() < 0.8 or not made), made,
+            rng.choice([None, "thought"]),
+        )  # fmt: skip
+        self.talks.said(prompt, row, message)
+        self.turns.append(turn.token_ids.tobytes())
+        ids = np.concatenate([expected, turn.token_ids])
+        self.known.append(([*sent, *new, as_client(rng, message)], ids, tools))
+
+    def edit(self, sent: list[Any]) -> None:
+        """The last answer becomes another one, as a client writes it that has edited it."""
+        sent[-1] = {**sent[-1], "content": f"edited {self.rng.randrange(99)}"}
+
+
+@pytest.mark.parametrize("seed", range(COUNT // 10))
+def test_random_clients(seed: int) -> None:
+    for part in range(10):
+        client = Client(10 * seed + part)
+        for _ in range(client.rng.randrange(1, 14)):
+            client.ask()
+        rows = [row.transcript.segments for row in client.talks.rows]
+        found = [s.token_ids.tobytes() for row in rows for s in row if s.sampled]
+        assert Counter(found) == Counter(client.turns)
+        assert sorted(n for row in client.talks.rows for n, _ in row.turns) == [
+            *range(len(client.turns))
+        ]
+        for row in client.talks.rows:
+            for (_, turn), end in zip(row.turns, ends(row.transcript.segments), strict=True):
+                held = row.transcript.ids[: end[0]]
+                assert Turn.of(held, row.transcript.ids[end[0] : end[1]], "stop") == Turn(
+                    **{**{f: getattr(turn, f) for f in Turn.__slots__}, "asked_tokens": None}
+                )
+
+
+def ends(segments: list[Any]) -> list[tuple[int, int]]:
+    found, start = [], 0
+    for segment in segments:
+        if segment.sampled:
+            found.append((start, start + len(segment.token_ids)))
+        start += len(segment.token_ids)
+    return found
+
+
+SAME = [
+    ('{"a": 1, "b": [1.0, "é"]}', '{"b":[1,"\\u00e9"],\n"a":1.0}', True),
+    ('{"a": true}', '{"a": 1}', False),
+    ('{"a": 1}', '{"a": "1"}', False),
+    ('{"a": NaN}', '{"a": NaN}', True),
+    ('{"a": NaN}', '{"a":NaN}', False),  # no JSON: compared as text
+    ('{"a": 1, "a": 2}', '{"a": 2}', False),
+    ("{bad", "{bad", True),
+    ("{bad", "{bad ", False),
+    ("[[[" * 9999, "[[[" * 9999, True),
+    ('{"a": 1e999}', '{"a": 2e999}', False),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "same"), SAME)
+def test_arguments_are_compared_as_values(one: str, other: str, same: bool) -> None:
+    assert (json_key(one) == json_key(other)) is same
+
+
+def test_reasoning_may_be_left_out_and_may_not_be_another() -> None:
+    given = Message("assistant", "x", reasoning="because")
+    assert Message("assistant", "x").is_of(given)
+    assert Message("assistant", "x", reasoning="because").is_of(given)
+    assert not Message("assistant", "x", reasoning="not so").is_of(given)
+    assert not Message("assistant", "x ").is_of(given)
+
+
+def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> None:
+    talks, question = Conversations(CHAT), [Message("user", "Q")]
+    prompts: list[Int32] = []
+    for thought in ("a", "b"):
+        prompt = talks.prompt(question, [])
+        ids = np.array([len(prompts) + 7, CHAT.end_of_turn_id], np.int32)
+        row = talks.answered(prompt, completed(prompt.token_ids, ids), 9)
+        talks.said(prompt, row, Message("assistant", "x", reasoning=thought))
+        prompts.append(np.concatenate([prompt.token_ids, ids]))
+    for thought, held in zip(("a", "b"), prompts, strict=True):
+        back = Message("assistant", "x", reasoning=thought)
+        asked = talks.prompt([*question, back, Message("user", "on")], [])
+        assert asked.token_ids[: len(held)].tolist() == held.tolist()
+
+
+def test_the_name_of_a_tool_is_that_of_its_call() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    read = read_messages(
+        [
+            {"role": "developer", "content": "s"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "3"}]},
+        ]
+    )
+    assert [m.role for m in read] == ["system", "assistant", "tool"]
+    assert (read[2].name, read[2].content) == ("f", "3")
+
+
+@pytest.mark.parametrize("given", [None, "x", [], [1], [{"role": 3}], [{"content": "x"}]])
+def test_what_are_no_messages_is_told(given: Any) -> None:
+    with pytest.raises(BadRequest, match="messages"):
+        read_messages(given)

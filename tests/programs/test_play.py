@@ -1,0 +1,531 @@
+"""Programs that ask a scripted engine through the real endpoint, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
+
+import openai
+import pytest
+
+from agentgrpo.actions import Reading
+from agentgrpo.config import RolloutConfig
+from agentgrpo.envs.answer import AnswerEnv
+from agentgrpo.programs import play as play_module
+from agentgrpo.programs.conversations import NOT_CARRIED_OUT
+from agentgrpo.programs.launch import Awaited, Launcher, Process, Sandboxed
+from agentgrpo.programs.play import ProgramSampler
+from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.types import Group, Rollout, Status
+from agentgrpo.usercode import UserCodeError
+from tests.playing import CHAT, EOT, TOKENIZER, scripted, tasks
+from tests.rollout.stubs import StubEngine, Turn
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1,  "b": 2.0}}</tool_call>'
+
+
+def read_calls(text: str, tools: Any) -> Reading:
+    """In the form of Hermes, arguments as the policy wrote them."""
+    calls = []
+    for part in text.split("<tool_call>")[1:]:
+        inside = part.partition("</tool_call>")[0]
+        try:
+            name = json.loads(inside)["name"]
+        except ValueError:
+            continue
+        calls.append((name, inside.partition('"arguments": ')[2][:-1]))
+    return Reading(text.partition("<tool_call>")[0], tuple(calls), "<tool_call>" in text)
+
+
+def played(
+    program: Callable[..., Any] | Launcher,
+    engine: StubEngine | Callable[[int, str], Turn],
+    *,
+    n: int = 1,
+    num_tasks: int = 1,
+    timeout_s: float = 60.0,
+    play: Mapping[str, Any] = MappingProxyType({}),
+    **config: Any,
+) -> tuple[list[Group], StubEngine]:
+    """Groups of rollouts of a program."""
+    launcher: Any = program if hasattr(program, "start") else Awaited(cast(Any, program))
+    engine = engine if isinstance(engine, StubEngine) else scripted(engine)
+    settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
+    agent: Any = SimpleNamespace(read_calls=read_calls, timeout_s=timeout_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(play_module, "launcher_of", lambda agent: launcher)
+        sampler = ProgramSampler(
+            cast(Any, engine), agent, AnswerEnv(), CHAT, RolloutConfig(**settings), max_live=64
+        )
+    groups, _ = sampler.play(tasks(num_tasks), n, seed=0, **play)
+    for group in groups:
+        for rollout in group.rollouts:
+            assert list(rollout_faults(rollout)) == []
+    return groups, engine
+
+
+def alone(program: Any, engine: Any, **config: Any) -> Rollout:
+    ((rollout,),) = [group.rollouts for group in played(program, engine, **config)[0]]
+    return rollout
+
+
+def asking(use: Callable[[openai.AsyncOpenAI, Any], Any], **options: Any) -> Callable[..., Any]:
+    """A program that uses one client."""
+
+    async def program(task: Any, *, base_url: str, api_key: str, model: str) -> Any:
+        given = {"base_url": base_url, "api_key": api_key, **options}
+        async with openai.AsyncOpenAI(**given) as client:
+
+            async def ask(messages: list[Any], **more: Any) -> Any:
+                return await client.chat.completions.create(model=model, messages=messages, **more)
+
+            return await use(client, SimpleNamespace(ask=ask, task=task, model=model))
+
+    return program
+
+
+def turn(text: str) -> Turn:
+    return Turn(text + EOT)
+
+
+def rows_of(rollout: Rollout) -> list[list[tuple[bool, str]]]:
+    return [[(s.sampled, TOKENIZER.decode(s.token_ids)) for s in row] for row in rollout.rows]
+
+
+async def two_tools(_: Any, o: Any) -> str:
+    messages: list[Any] = [{"role": "user", "content": o.task["question"]}]
+    for _ in range(3):
+        (choice,) = (await o.ask(messages, tools=[ADD])).choices
+        messages.append(o.form(choice.message) if hasattr(o, "form") else choice.message)
+        calls = choice.message.tool_calls or ()
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in calls]
+        if not calls:
+            return str(choice.message.content)
+    return "never"
+
+
+def says_tools(number: int, prompt: str) -> Turn:
+    said = prompt.count("<|im_start|>assistant")
+    return turn(f"turn {number} {CALL}") if said < 3 else turn(" The answer is 3. ")
+
+
+def dumped(message: Any) -> Any:
+    return message.model_dump()
+
+
+def bare(message: Any) -> Any:
+    return message.model_dump(exclude_none=True)
+
+
+def rewritten(message: Any) -> Any:
+    """As LangChain sends it back: arguments dumped anew, null for no content."""
+    made = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+    for call in made.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]))
+    return {**made, "content": made.get("content") or None}
+
+
+def in_parts(message: Any) -> Any:
+    made = bare(message)
+    return {**made, "content": [{"type": "text", "text": made["content"]}]}
+
+
+@pytest.mark.parametrize("form", [lambda m: m, dumped, bare, rewritten, in_parts])
+def test_however_a_client_sends_an_answer_back_its_tokens_go_on(form: Any) -> None:
+    """One row; each turn whole, as it was sampled; what is given between is the template's."""
+
+    async def program(client: Any, o: Any) -> str:
+        o.form = form
+        return await two_tools(client, o)
+
+    rollout = alone(asking(program), says_tools)
+    (row,) = rows_of(rollout)
+    sampled = [text for is_sampled, text in row if is_sampled]
+    assert sampled == [
+        f"turn 0 {CALL}{EOT}", f"turn 1 {CALL}{EOT}", f" The answer is 3. {EOT}",
+    ]  # fmt: skip
+    assert [text for is_sampled, text in row[1:] if not is_sampled] == [
+        TOKENIZER.decode(CHAT.observation_ids([message], last_id=CHAT.end_of_turn_id, tools=True))
+        for message in ({"role": "tool", "content": "3", "name": "add"},) * 2
+    ]
+    assert (rollout.answer, rollout.status) == (" The answer is 3. ", Status.COMPLETED)
+    assert rollout.stats["tool_calls"] == 2
+    assert len(rollout.turns) == rollout.stats["turns"] == 3
+
+
+async def forked(_: Any, o: Any) -> str:
+    """Two conversations, an edited history, and two answers to one question at once."""
+    first = [{"role": "user", "content": "one"}]
+    other = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two"}]
+    a, _ = await asyncio.gather(o.ask(first), o.ask(other))
+    first += [a.choices[0].message, {"role": "user", "content": "go on"}]
+    await asyncio.gather(o.ask(first), o.ask(first))
+    other += [{"role": "assistant", "content": "edited"}, {"role": "user", "content": "go on"}]
+    await o.ask(other)
+    return "done"
+
+
+def test_what_does_not_go_on_from_a_turn_is_another_row() -> None:
+    rollout = alone(asking(forked), lambda number, _: turn(f"said {number}"))
+    rows = rows_of(rollout)
+    assert sorted(sum(sampled for sampled, _ in row) for row in rows) == [1, 1, 1, 2]
+    assert all("edited" not in text for row in rows for sampled, text in row if sampled)
+    sampled = [text for row in rows for is_sampled, text in row if is_sampled]
+    assert sorted(sampled) == [f"said {number}{EOT}" for number in range(5)]
+    (siblings,) = {row[0][1] for row in rows if "said" in row[0][1]}  # shares what it went on from
+    assert siblings.count("<|im_start|>assistant") == 2
+
+
+def test_a_stream_and_a_plain_answer_are_the_same() -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages = [{"role": "user", "content": "Q"}]
+        plain = (await o.ask(messages, tools=[ADD])).choices[0].message
+        calls: list[Any] = []
+        text = ""
+        options = {"include_usage": True}
+        async for chunk in await o.ask(messages, tools=[ADD], stream=True, stream_options=options):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                calls += choice.delta.tool_calls or []
+        assert text == plain.content == "think "
+        (mine,), (given,) = calls, plain.tool_calls
+        assert mine.function == given.function.model_copy() or (
+            (mine.function.name, mine.function.arguments)
+            == (given.function.name, given.function.arguments)
+        )
+        assert mine.id != given.id
+        assert chunk.usage.completion_tokens == len(TOKENIZER.encode(f"think {CALL}{EOT}"))
+        return "same"
+
+    rollout = alone(asking(program), lambda number, prompt: turn(f"think {CALL}"))
+    assert rollout.answer == "same"
+    assert len(rollout.rows) == 2
+
+
+def test_a_turn_that_the_request_cuts_goes_on_and_one_that_the_run_cuts_does_not() -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        for most in (3, None):
+            said = await o.ask(messages, max_tokens=most)
+            assert said.choices[0].finish_reason == "length"
+            messages += [said.choices[0].message, {"role": "user", "content": "more"}]
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+            await o.ask(messages)
+        assert caught.value.code == "context_length_exceeded"
+        return "cut"
+
+    rollout = alone(asking(program), lambda *_: turn("a long tale " * 9), max_turn_tokens=20)
+    assert [(t.sampled_tokens, t.asked_tokens) for t in rollout.turns] == [(3, 3), (20, 20)]
+    assert rollout.status is Status.TRUNCATED_LENGTH
+    assert len(rollout.rows) == 1
+
+
+def test_turns_have_a_budget_over_all_conversations() -> None:
+    async def program(client: Any, o: Any) -> str:
+        for number in range(9):
+            await o.ask([{"role": "user", "content": f"Q{number}"}])
+        return "never"
+
+    rollout = alone(asking(program), lambda *_: turn("x"), max_turns=3)
+    assert (rollout.status, len(rollout.turns)) == (Status.TRUNCATED_TURNS, 3)
+
+
+def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages = [{"role": "user", "content": "Q"}]
+        quick = client.with_options(timeout=0.3, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            await quick.chat.completions.create(model=o.model, messages=messages)
+        return str((await o.ask(messages)).choices[0].message.content)
+
+    slow = Turn(f"once{EOT}", steps=12)
+    engine = scripted(lambda *_: slow, on_step=lambda _: __import__("time").sleep(0.1))
+    rollout = alone(asking(program), engine)
+    assert (rollout.answer, len(rollout.turns), len(engine.requests)) == ("once", 1, 1)
+    assert rollout.stats["repeated_requests"] == 1
+    assert not caplog.records
+
+
+def test_what_nobody_was_given_is_in_no_row() -> None:
+    async def program(client: Any, o: Any) -> str:
+        await o.ask([{"role": "user", "content": "first"}])
+        quick = client.with_options(timeout=0.3, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            await quick.chat.completions.create(
+                model=o.model, messages=[{"role": "user", "content": "Q"}]
+            )
+        return "gone"
+
+    engine = scripted(
+        lambda number, _: Turn(f"said {number}{EOT}", steps=1 + 12 * number),
+        on_step=lambda _: __import__("time").sleep(0.1),
+    )
+    rollout = alone(asking(program), engine)
+    assert rows_of(rollout) == [[(False, rows_of(rollout)[0][0][1]), (True, f"said 0{EOT}")]]
+    assert rollout.stats["undelivered"] == 1
+    assert not engine.running
+
+
+def test_a_client_that_wants_one_call_is_given_one_and_the_row_stays_well_formed() -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        said = (await o.ask(messages, tools=[ADD], parallel_tool_calls=False)).choices[0].message
+        (call,) = said.tool_calls
+        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        return str((await o.ask(messages, tools=[ADD])).choices[0].message.content)
+
+    def engine(number: int, _: str) -> Turn:
+        return turn("done" if number else f"{CALL}{CALL}")
+
+    rollout = alone(asking(program), engine, max_turn_tokens=500)
+    ((_, both, between, last),) = rows_of(rollout)
+    told = [{"role": "tool", "content": said, "name": "add"} for said in ("3", NOT_CARRIED_OUT)]
+    expected = CHAT.observation_ids(told, last_id=CHAT.end_of_turn_id, tools=True)
+    assert (both[1], last[1]) == (f"{CALL}{CALL}{EOT}", f"done{EOT}")
+    assert between == (False, TOKENIZER.decode(expected))
+    assert rollout.stats["refused_calls"] == 1
+
+
+class Stopping(StubEngine):
+    """Its turns end with the string that was to stop them."""
+
+    def step(self) -> list[Any]:
+        return [replace(done, stop_reason="END") for done in super().step()]
+
+
+def test_what_stops_a_turn_is_sampled_and_not_said() -> None:
+    async def program(client: Any, o: Any) -> str:
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        said = (await o.ask(messages, stop="END")).choices[0].message
+        assert said.content == "so far "
+        await o.ask([*messages, said, {"role": "user", "content": "on"}], stop=["END"])
+        return "ok"
+
+    engine = Stopping(TOKENIZER, lambda *_: Turn("so far END"))
+    rollout = alone(asking(program), engine)
+    assert [request.options["stop"] for request in engine.requests] == [("END",)] * 2
+    ((_, first, between, _),) = rows_of(rollout)
+    assert first == (True, "so far END")
+    assert between[1].startswith(EOT)
+    assert rollout.answer == "ok"
+
+
+def test_an_evaluation_is_sampled_as_it_says() -> None:
+    async def program(client: Any, o: Any) -> None:
+        await o.ask([{"role": "user", "content": "Q"}])
+
+    _, engine = played(
+        asking(program), lambda *_: turn("x"), play={"temperature": 0.0, "filters": {"top_k": 3}}
+    )
+    (request,) = engine.requests
+    assert (request.options["temperature"], request.options["filters"]) == (0.0, {"top_k": 3})
+    assert request.options["seed"] is None
+
+
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "gpt-9"}, 404, "model: there is 'policy'"),
+    ({"messages": []}, 400, "messages: expected a list of at least one"),
+    ({"messages": [{"role": "alien", "content": "x"}]}, 400, "messages[0].role: expected one of"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
+    ({"n": 2}, 400, "n: one answer per request, got 2"),
+    ({"max_tokens": 0}, 400, "max_tokens: expected a whole number above 0, got 0"),
+    ({"stop": [1]}, 400, "stop: expected texts"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0]: expected a function with a name"),
+    ({"extra_body": {"bananas": 1}}, 400, "bananas: there is no such parameter"),
+    ({"extra_body": {"stream": "yes"}}, 400, "stream: expected true or false, got 'yes'"),
+    ({"extra_headers": {"Authorization": "Bearer sk-other"}}, 401, "of no rollout"),
+    ({"user": "x" * (9 << 20)}, 413, "a request may have 8 MiB"),
+]
+
+
+def test_a_bad_request_is_told_and_ends_nothing() -> None:
+    async def program(client: Any, o: Any) -> str:
+        good = {"model": o.model, "messages": [{"role": "user", "content": "Q"}]}
+        for wrong, status, said in BAD:
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(**{**good, **wrong})
+            assert caught.value.status_code == status, wrong
+            assert said in str(caught.value), wrong
+        return str((await client.chat.completions.create(**good)).choices[0].message.content)
+
+    rollout = alone(asking(program, max_retries=0), lambda *_: turn("fine"))
+    assert (rollout.answer, len(rollout.turns)) == ("fine", 1)
+
+
+def test_what_bends_the_distribution_is_counted_and_not_obeyed() -> None:
+    async def program(client: Any, o: Any) -> None:
+        await o.ask(
+            [{"role": "user", "content": "Q"}], temperature=0.1, top_p=0.5, tools=[ADD],
+            tool_choice="required", response_format={"type": "json_object"},
+        )  # fmt: skip
+
+    groups, engine = played(asking(program), lambda *_: turn("x"), temperature=0.7)
+    stats = groups[0].rollouts[0].stats
+    names = ("temperature", "top_p", "tool_choice", "response_format")
+    assert [stats[f"unenforced_{name}"] for name in names] == [1.0] * 4
+    (request,) = engine.requests
+    assert (request.options["temperature"], request.options["filters"]) == (0.7, {})
+
+
+def test_every_rollout_has_its_own_session_and_its_own_seeds() -> None:
+    async def program(client: Any, o: Any) -> str:
+        await o.ask([{"role": "user", "content": o.task["question"]}])
+        return str(o.task["question"])
+
+    groups, engine = played(asking(program), lambda *_: turn("x"), n=3, num_tasks=2)
+    assert [[r.answer for r in group.rollouts] for group in groups] == [["Q0"] * 3, ["Q1"] * 3]
+    assert len({request.options["seed"] for request in engine.requests}) == 6
+    again = played(asking(program), lambda *_: turn("x"), n=3, num_tasks=2)[1]
+    seeds = [sorted(r.options["seed"] for r in e.requests) for e in (engine, again)]
+    assert seeds[0] == seeds[1]
+
+
+def test_a_program_that_fails_is_the_policys_affair_and_all_that_fail_are_not() -> None:
+    async def program(client: Any, o: Any) -> str:
+        said = (await o.ask([{"role": "user", "content": "Q"}])).choices[0].message.content
+        return str(json.loads(said))
+
+    def engine(number: int, _: str) -> Turn:
+        return turn("no json" if number == 0 else "7")
+
+    groups, _ = played(asking(program), engine, n=4)
+    rollouts = groups[0].rollouts
+    assert sorted(r.answer or "" for r in rollouts) == ["", "7", "7", "7"]
+    assert all(r.status is Status.COMPLETED for r in rollouts)
+    assert sum(r.stats.get("program_failed", 0) for r in rollouts) == 1
+    with pytest.raises(UserCodeError, match=r"JSONDecodeError.*test_play\.py:\d+"):
+        played(asking(program), lambda *_: turn("no json"), n=4)
+
+
+def test_a_program_that_asks_nothing_was_broken_by_no_policy() -> None:
+    async def program(client: Any, o: Any) -> str:
+        return "42"
+
+    rollout = alone(asking(program), lambda *_: turn("x"))
+    assert rollout.status is Status.INFRA_ERROR
+    assert rollout.error is not None
+    assert "asked for nothing" in rollout.error
+
+
+def test_a_program_that_takes_too_long_has_timed_out() -> None:
+    async def program(client: Any, o: Any) -> None:
+        await o.ask([{"role": "user", "content": "Q"}])
+        await asyncio.sleep(99)
+
+    rollout = alone(asking(program), lambda *_: turn("x"), timeout_s=0.7)
+    assert (rollout.status, len(rollout.turns)) == (Status.TIMED_OUT, 1)
+
+
+PROGRAM = """
+import json, os, sys
+from openai import OpenAI
+
+task = json.load(sys.stdin)
+assert task == json.load(open(os.environ["AGENTGRPO_TASK"]))
+client = OpenAI()
+said = client.chat.completions.create(
+    model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": task["question"]}]
+).choices[0].message.content
+print("noise")
+{ending}
+"""
+ENDINGS = [
+    ('print(f"Answer: {said}")', "Answer: x", 0.0),
+    ('open("answer.txt", "w").write(said + "!"); print("not this")', "x!", 0.0),
+    ('print("so"); sys.exit(3)', "so", 1.0),
+    ('raise SystemExit("why")', "noise", 1.0),
+]
+
+
+@pytest.fixture(scope="module")
+def jails() -> Any:
+    from agentgrpo.sandbox import Limits, Template
+
+    site = Path(openai.__file__).parents[1]
+    with SandboxPool(
+        template=Template(site_dirs=(str(site),)), limits=Limits(memory_mib=512), min_idle=1
+    ) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("where", ["session", "process"])
+@pytest.mark.parametrize(("ending", "answer", "failed"), ENDINGS)
+def test_a_file_of_the_users_with_openais_client(
+    tmp_path: Path, jails: SandboxPool, where: str, ending: str, answer: str, failed: float
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    command = ["python", "agent.py"]
+    made: Launcher = (
+        Sandboxed(jails, command, [file], {}, 60.0)
+        if where == "session"
+        else Process(command, [file], {})
+    )
+    rollout = alone(made, lambda *_: turn("x"))
+    assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == (answer, failed)
+    assert rollout.status is Status.COMPLETED
+    assert not list(Path.cwd().glob("answer.txt"))
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_a_session_reaches_the_endpoint_and_nothing_else(
+    tmp_path: Path, jails: SandboxPool
+) -> None:
+    """Neither the port on the host's loopback nor another rollout's key is of any use in it."""
+    file = tmp_path / "agent.py"
+    file.write_text(
+        PROGRAM.replace(
+            "{ending}",
+            "import socket\n"
+            "try: socket.create_connection(('127.0.0.1', int(os.environ['OUTSIDE'])), 2)\n"
+            "except OSError as error: print(type(error).__name__)\n"
+            "else: print('reached')",
+        )
+    )
+    from agentgrpo.programs.endpoint import Endpoint
+
+    outside = Endpoint()
+    env = {"OUTSIDE": str(outside.port), "OPENAI_API_KEY": "sk-another"}
+    made = Sandboxed(jails, ["python", "agent.py"], [file], env, 60.0)
+    rollout = alone(made, lambda *_: turn("x"))
+    outside.close()
+    assert (rollout.answer, len(rollout.turns)) == ("ConnectionRefusedError", 1)
+
+
+@pytest.mark.slow
+def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:1")
+    file, pid = tmp_path / "agent.py", tmp_path / "pid"
+    ending = (
+        "import subprocess\n"
+        "left = subprocess.Popen(['sleep', '99'], stdout=subprocess.DEVNULL,\n"
+        "                        stderr=subprocess.DEVNULL)\n"
+        f"open({str(pid)!r}, 'w').write(str(left.pid))\n"
+        "print(os.environ.get('HTTPS_PROXY'), os.environ['MINE'])"
+    )
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    rollout = alone(Process(["python", "agent.py"], [file], {"MINE": "m"}), lambda *_: turn("x"))
+    assert rollout.answer == "None m"
+    status = Path("/proc", pid.read_text(), "stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -1,0 +1,81 @@
+"""What is promised, and which tests hold it: these must be there, and may not be skipped.
+
+A row of one of the four replaced systems is held by the tests of its name, `test_S2_8_...`; what
+was promised besides, by the tests named here. A machine that cannot isolate code, or has no GPU,
+skips what needs that. Any other lack is a package's, which `make` installs: a skip is a failure.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tests import isolation
+
+ROW = re.compile(r"test_(S\d_\d+)_")
+ROWS = [f"S{system}_{1 + row}" for system, n in enumerate((15, 10, 14, 17)) for row in range(n)]
+"""Of code as action, REPL and sampler, tau-bench, ET-Agent and ARPO."""
+PROMISES: dict[str, tuple[str, ...]] = {
+    "delta packing by a kernel, where training reads": ("test_a_kernel_makes_the_same_batches",),
+    "sleep mode, in order, on both devices": (
+        "test_a_step_wakes_publishes_forgets_plays_and_sleeps",
+        "test_dropped_weights_come_back_before_the_cache",
+        "test_a_card_is_started_so_that_it_can_sleep",
+    ),
+    "the kernels alone: a copied folder, a package": (
+        "test_a_copied_folder_computes_the_loss_without_the_project",
+        "test_the_kernels_are_a_package_of_their_own",
+    ),
+    "host tools": (
+        "test_a_function_is_called_like_any_other",
+        "test_a_rollouts_calls_are_counted_and_limited_over_its_sessions",
+    ),
+    "what was used of the sandbox is counted and charged": (
+        "test_what_code_used_is_counted_its_children_too",
+        "test_what_was_used_is_charged",
+    ),
+    "a step ends within its limit and the grace": (
+        "test_a_step_ends_within_its_limit_and_the_grace",
+        "test_a_step_of_an_environment_ends_at_its_own_limit",
+    ),
+    "a line's reward is its own": ("test_who_plays_decides_what_a_lines_reward_counts_for",),
+    "stream tokens, match, inject": (
+        "test_every_token_is_seen_as_it_is_decoded",
+        "test_the_example_answers_calls_within_a_thought",
+    ),
+    "rollout.sampler in a config": ("test_a_users_sampler_plays_what_is_trained_on",),
+    "one function or none, said in the prompt": (
+        "test_the_rule_of_one_call_is_in_the_prompt",
+        "test_a_template_that_hides_the_system_message_is_refused",
+    ),
+    "customers and judges that training does not move": (
+        "test_who_plays_the_customer_is_who_is_asked",
+        "test_another_model_speaks_in_the_second_role",
+        "test_the_reference_is_the_model_without_its_adapter",
+        "test_a_judge_may_be_a_model_of_the_engine",
+    ),
+    "each shipped config does what it says": ("test_a_shipped_config_does_what_it_says",),
+}
+_HELD = {name for names in PROMISES.values() for name in names}
+_TEST = re.compile(r"^def (test_\w+)\(", re.M)
+
+
+def tests_of(path: Path) -> list[str]:
+    """The names of a file's tests."""
+    return _TEST.findall(path.read_text())
+
+
+def holds(test: str) -> bool:
+    """Whether a row or a promise is held by a test of this name."""
+    return ROW.match(test) is not None or test in _HELD
+
+
+def refuse_skip(report: Any, *, needs_gpu: bool = False) -> None:
+    """Make a skip a failure, unless the machine itself lacks what is needed."""
+    if not report.skipped or needs_gpu or hasattr(report, "wasxfail"):
+        return
+    file, _, reason = report.longrepr
+    if file != isolation.__file__:
+        report.outcome = "failed"
+        report.longrepr = f"what a row promises was not tested: {reason}"

@@ -1,0 +1,96 @@
+"""Functions of the host that the tests let sessions call, and what they were called with."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from agentgrpo.sandbox import (
+    HostBudget,
+    HostTools,
+    SandboxInfraError,
+    StepResult,
+)
+
+LATE = 10.0
+"""Seconds that a busy machine may add to a limit; far below what a hang would take."""
+seen: list[Any] = []
+"""What the functions below were called with."""
+
+
+def add(a: int, b: int = 1) -> int:
+    """The sum."""
+    seen.append((a, b))
+    return a + b
+
+
+async def later(seconds: float, value: str = "late") -> str:
+    """A text, after a while."""
+    seen.append(value)
+    await asyncio.sleep(seconds)
+    return value
+
+
+def fail(kind: str) -> Any:
+    """Does what it should not."""
+    seen.append(kind)
+    if kind == "object":
+        return object()
+    if kind == "print":
+        sys.stdout.write("to the host's own stdout")
+        return "printed"
+    if kind == "large":
+        return "x" * 10_000
+    if kind == "unprintable":
+
+        class Unprintable(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError
+
+        raise Unprintable
+    if kind == "exits":
+
+        class Exits(Exception):
+            def __str__(self) -> str:
+                raise SystemExit
+
+        raise Exits
+    if kind == "nameless":
+
+        class Nameless(type):
+            __module__ = property(lambda _: 1 // 0)
+
+        odd: Any = Nameless("Odd", (Exception,), {})
+        raise odd
+    raised: dict[str, BaseException] = {
+        "value": ValueError("a bad value"), "exit": SystemExit(3), "stop": StopIteration("end"),
+        "interrupt": KeyboardInterrupt(), "key": KeyError("k"), "own": Own("mine"),
+        "machine": SandboxInfraError("the index is down"), "long": ValueError("y" * 9999),
+        "group": ExceptionGroup("g", [ValueError()]),
+    }  # fmt: skip
+    raise raised[kind]
+
+
+class Own(Exception):
+    """Of the host's."""
+
+
+release = threading.Event()
+
+
+def hang() -> str:
+    """Until it is let go."""
+    seen.append("hang")
+    release.wait(60)
+    return "too late"
+
+
+def tools(*functions: Callable[..., Any], cached: Any = "no", **budget: Any) -> HostTools:
+    return HostTools(functions or (add, later, fail, hang), budget=HostBudget(**budget),
+                     cached=cached)  # fmt: skip
+
+
+def told(result: StepResult) -> tuple[str, str]:
+    assert result.error is not None, result
+    return result.error.name, result.error.value
