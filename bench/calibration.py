@@ -36,6 +36,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.word_problems import Split
 from agentgrpo.files import read_table
 from agentgrpo.recipe import tallies
+from agentgrpo.recipe.curriculum import steps_of
 from agentgrpo.recipe.parts import run_parts
 from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.run import checkpoint
@@ -77,11 +78,11 @@ def job_of(
     given = [*overrides, *ARMS[arm], f"seed={seed}", f"out_dir={of_seed / arm.replace(' ', '_')}"]
     if arm in SHARED:
         return given, SHARED[arm]
-    c = load_config_of(RecipeConfig, CONFIG, overrides).curriculum
-    stages = range(c.stages)
+    recipe = load_config_of(RecipeConfig, CONFIG, overrides)
+    c, stages = recipe.curriculum, range(recipe.curriculum.stages)
     if arm == "one stage":
         given += [f"curriculum.{k}={getattr(c, k) * c.stages}" for k in ("candidates", "select")]
-        given.append(f"curriculum.steps=[{sum(map(c.steps_of, stages))}]")
+        given.append(f"curriculum.steps=[{sum(steps_of(recipe, stage) for stage in stages)}]")
         stages = range(1)
     tuned = checkpoint.newest(of_seed / "tuned" / "sft")
     if tuned is None:

@@ -14,7 +14,7 @@ import pytest
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.recipe import tallies
-from agentgrpo.recipe.curriculum import finish_stage, folder_of
+from agentgrpo.recipe.curriculum import finish_stage, folder_of, steps_of
 from agentgrpo.run.atomic import read_lines
 from bench import calibration
 
@@ -66,7 +66,7 @@ class Parts:
             (folder / "select.json").write_text(json.dumps(about))
             (folder / "pool.jsonl").touch()
         else:
-            step = recipe.curriculum.steps_of(int(stage))
+            step = steps_of(recipe, int(stage))
             (folder / "rl" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
             finish_stage(recipe, int(stage))
 
@@ -106,10 +106,10 @@ def test_a_seeds_arms_share_its_fine_tuning_and_are_a_row_each(
     assert trained["no_sigmas"].reward.sigma_tool < 1e-6 > trained["no_sigmas"].reward.sigma_length
     assert not trained["no_branching"].rollout.branching.initial
     assert trained["no_selection"].curriculum.selection == "random"
-    full, single = (trained[name].curriculum for name in ("full", "one_stage"))
-    assert single.candidates == full.candidates * full.stages
-    assert single.select == full.select * full.stages
-    assert single.steps_of(0) == sum(full.steps_of(stage) for stage in range(full.stages))
+    full, single = (trained[name] for name in ("full", "one_stage"))
+    assert single.curriculum.candidates == full.curriculum.candidates * 2
+    assert single.curriculum.select == full.curriculum.select * 2
+    assert steps_of(single, 0) == steps_of(full, 0) + steps_of(full, 1)
     assert not list(work.glob("*/stage_*/rl/checkpoints"))
     measuring = [part == "evaluate" for part in parts.ran]
     assert [recipe.data.num_heldout == 128 for recipe in parts.recipes] == measuring
