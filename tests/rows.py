@@ -45,6 +45,24 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_the_example_answers_calls_within_a_thought",
     ),
     "rollout.sampler in a config": ("test_a_users_sampler_plays_what_is_trained_on",),
+    "a user to talk with, for every kind of agent": (
+        "test_the_assistant_asks_the_user_replies_and_the_call_follows",
+        "test_a_user_leaves_when_all_is_said_or_the_budget_is_spent",
+    ),
+    "retrieval as its users have it": (
+        "test_a_retriever_is_asked_in_the_form_of_its_users",
+        "test_a_page_is_its_text_and_no_key_is_sent_to_it",
+        "test_a_model_sums_up_what_was_found_for_the_question",
+        "test_processes_and_threads_that_ask_at_once_are_told_the_same",
+        "test_the_texts_that_are_nearest_come_first",
+        "test_two_runs_of_one_config_share_what_was_found",
+    ),
+    "beams, epochs, entropies of each rollout, sigmas that fall": (
+        "test_a_beams_width_is_how_many_go_on_from_one_point",
+        "test_epochs_are_rounds_through_what_a_stage_selected",
+        "test_the_base_entropy_is_no_other_rollouts_of_the_call",
+        "test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step",
+    ),
     "one function or none, said in the prompt": (
         "test_the_rule_of_one_call_is_in_the_prompt",
         "test_a_template_that_hides_the_system_message_is_refused",

@@ -22,7 +22,7 @@ class ProgramAgent(TextAgent):
     Args:
         pool: the sandbox; None where nothing runs in it.
         call_reader: from a parser's name to what reads the calls of a turn.
-        command: the program and its arguments: ["python", "agent.py"]. `python` is the session's.
+        command: the program and its arguments: ["python", "program.py"]. `python` is the session's.
         call: in its place, `module:function`, a coroutine function of this process: it is given
             the task, base_url, api_key and model, and returns the answer.
         files: files and folders that are copied to where the command runs.
