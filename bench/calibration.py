@@ -74,8 +74,8 @@ def job_of(
     Raises:
         ValueError: the seed's policy is not fine-tuned.
     """
-    of_seed = folder / f"seed_{seed}"
-    given = [*overrides, *ARMS[arm], f"seed={seed}", f"out_dir={of_seed / arm.replace(' ', '_')}"]
+    given = [*overrides, *ARMS[arm], f"seed={seed}"]
+    given.append(f"out_dir={folder_of(arm, seed, folder, overrides)}")
     if arm in SHARED:
         return given, SHARED[arm]
     recipe = load_config_of(RecipeConfig, CONFIG, overrides)
@@ -84,21 +84,23 @@ def job_of(
         given += [f"curriculum.{k}={getattr(c, k) * c.stages}" for k in ("candidates", "select")]
         given.append(f"curriculum.steps=[{sum(steps_of(recipe, stage) for stage in stages)}]")
         stages = range(1)
-    tuned = checkpoint.newest(of_seed / "tuned" / "sft")
+    tuned = checkpoint.newest(folder_of("tuned", seed, folder, overrides) / "sft")
     if tuned is None:
         raise ValueError(f"{arm}, seed {seed}: begins with what the arm `tuned` makes")
     parts = [f"{stage}.{what}" for stage in stages for what in ("select", "train")]
     return [*given, f"model={tuned}", "curriculum.start=model"], [*parts, "trained"]
 
 
+def folder_of(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> Path:
+    """Of an arm's work: another for other settings, whose work is not to be taken for these'."""
+    return folder / f"seed_{seed}" / f"{arm.replace(' ', '_')}-{key_of(arm, overrides)}"
+
+
 def key_of(arm: str, overrides: Sequence[str]) -> str:
     """Names the settings of an arm, and the tasks: rows of one key answer one question."""
     recipe = load_config_of(RecipeConfig, CONFIG, overrides)
-    table = [
-        recipe.model_dump(mode="json", exclude={"seed", "out_dir"}),
-        ARMS[arm],
-        _tasks(),
-    ]
+    given = recipe.model_dump(mode="json", exclude_unset=True, exclude={"out_dir"})
+    table = [given, ARMS[arm], _tasks()]
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
 
 
@@ -118,7 +120,7 @@ def run_arm(arm: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict
     recipe = load_config_of(RecipeConfig, CONFIG, settings)
     recipe.out_dir.mkdir(parents=True, exist_ok=True)
     if arm not in SHARED:
-        _share_candidates(recipe, recipe.out_dir.parent / "full")
+        _share_candidates(recipe, folder_of("full", seed, folder, overrides))
     parts = {part.name: part for part in parts_of(recipe)}
     *first, last = [parts[name] for name in names]
     run_parts(recipe, first, [CONFIG, *settings, UNREAD])
@@ -310,9 +312,8 @@ def study(args: argparse.Namespace) -> None:
             about = {"settings": key, "note": ", ".join(args.overrides)}
             shape = {"seed": seed, "tasks": len(row["solved"])}
             traced_row("calibration", arm, {"shape": shape, **about, **row})
-            for made in args.folder.glob(
-                f"seed_{seed}/{arm.replace(' ', '_')}/stage_*/rl/checkpoints"
-            ):
+            own = folder_of(arm, seed, args.folder, args.overrides)
+            for made in own.glob("stage_*/rl/checkpoints"):
                 shutil.rmtree(made)
 
 

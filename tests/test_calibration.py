@@ -98,8 +98,8 @@ def test_a_seeds_arms_share_its_fine_tuning_and_are_a_row_each(
     one = ["0.select", "0.train", "evaluate"]
     assert parts.ran == [*TUNED, *STAGES * 4, *one]
     work = tmp_path / "work" / "seed_0"
-    tuned = str(work / "tuned" / "sft" / "checkpoints" / "step_000009")
-    trained = {recipe.out_dir.name: recipe for recipe in parts.recipes[len(TUNED) :]}
+    tuned = str(*work.glob("tuned-*/sft/checkpoints/step_000009"))
+    trained = {r.out_dir.name.partition("-")[0]: r for r in parts.recipes[len(TUNED) :]}
     assert {recipe.curriculum.start for recipe in trained.values()} == {"model"}
     firsts = parts.recipes[len(TUNED) :: len(STAGES)]
     assert [recipe.model for recipe in firsts] == [tuned] * 5
@@ -122,7 +122,7 @@ def test_what_is_played_alike_is_not_played_twice(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study(tmp_path, "--seeds", "0", "--arms", "tuned", "full")
-    pool = tmp_path / "work" / "seed_0" / "full" / "stage_0" / "pool.jsonl"
+    (pool,) = tmp_path.glob("work/seed_0/full-*/stage_0/pool.jsonl")
     pool.write_text("as full has played it")
     seen: list[bool] = []
 
@@ -153,6 +153,7 @@ def test_it_goes_on_where_it_was_stopped(parts: Parts, tmp_path: Path) -> None:
     assert study(tmp_path, "learner.trained_layers=6", "--seeds", "0", "--arms", "tuned")[-2:] == [
         ("full", 0), ("tuned", 0),
     ]  # fmt: skip
+    assert parts.ran[-3:] == TUNED[1:], "what other settings made is not taken for it"
 
 
 def test_nothing_begins_that_would_not_end_in_time(
