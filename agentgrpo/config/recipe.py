@@ -19,7 +19,7 @@ from agentgrpo.config import (
     Section,
     TrainConfig,
 )
-from agentgrpo.config.section import Place
+from agentgrpo.config.section import Place, refuse_unread
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -92,7 +92,10 @@ class CurriculumConfig(Section):
     group_size: Annotated[int, Field(ge=2, le=10**6)] = 8
     """Rollouts of each candidate."""
     select: Positive = 64
-    """Candidates that are trained on; all that have both right and wrong rollouts if fewer."""
+    """Candidates that are trained on; all that `selection` leaves if fewer."""
+    selection: Literal["pareto", "random"] = "pareto"
+    """pareto: of those with both right and wrong rollouts the ones that teach most
+    (recipe/pareto.py). random: any, which is what the other is to be compared with."""
     chunk: Positive = 32
     """Candidates played between two records on disk: what a kill costs at most."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
@@ -113,6 +116,10 @@ class CurriculumConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> CurriculumConfig:
+        refuse_unread(
+            self, "curriculum", "by_kind", unless=self.selection == "pareto",
+            need='curriculum.selection = "pareto"',
+        )  # fmt: skip
         if self.easy_share + self.hard_share > 1:
             raise ValueError(
                 f"curriculum.easy_share + curriculum.hard_share must be at most 1, "

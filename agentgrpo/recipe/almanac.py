@@ -118,16 +118,20 @@ def corpus() -> list[tuple[str, str, str]]:
     return [(str(i), entry.name, entry.text) for i, entry in enumerate(entries())]
 
 
+def entries_of(split: Split) -> tuple[Entry, ...]:
+    """Those that a split's tasks are about."""
+    bound = SIZE - SIZE // 4
+    return entries()[:bound] if split == "train" else entries()[bound:]
+
+
 def lookups(split: Split) -> list[Task]:
     """A question for every fact of the split's entries, put in one of its wordings, shuffled.
 
     `spec` holds the `answer`, the entry's `name` and the `kind`, "lookup".
     """
-    bound = SIZE - SIZE // 4
-    chosen = entries()[:bound] if split == "train" else entries()[bound:]
     rng = random.Random(f"almanac/{split}")
     tasks = []
-    for entry in chosen:
+    for entry in entries_of(split):
         for number, name in enumerate(entry.values):
             *train, heldout = KINDS[entry.kind][2 + 3 * number : 5 + 3 * number]
             question = rng.choice(train if split == "train" else [heldout]).format(name=entry.name)

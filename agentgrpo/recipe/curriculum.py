@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
-from agentgrpo.measures.quality import quality_by
+from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.plan import planned, said, to_be_trained_on
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
@@ -145,9 +146,9 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
         What select.json holds.
 
     Raises:
-        ValueError: no candidate has both right and wrong rollouts.
+        ValueError: no candidate has both right and wrong rollouts, as selection = "pareto" asks.
     """
-    c, folder = recipe.curriculum, folder_of(recipe, stage)
+    folder = folder_of(recipe, stage)
     folder.mkdir(parents=True, exist_ok=True)
     if stage > 0:
         done = read_table(folder_of(recipe, stage - 1) / "select.json")
@@ -157,17 +158,7 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
         stream.feedback(group_chunk)
         groups += group_chunk
     quality = quality_by("answer", weight=recipe.reward.answer)
-    chosen = select_groups(
-        groups,
-        c.select,
-        quality,
-        kind=(lambda group: kind_of(group.task)) if c.by_kind else (lambda group: ""),
-    )
-    if not chosen:
-        raise ValueError(
-            f"stage {stage}: of {len(groups)} candidates none has both right and wrong rollouts; "
-            "play more (curriculum.candidates, curriculum.group_size) or other tasks"
-        )
+    chosen = _selected(recipe, stage, groups, quality)
     write_lines(folder / "tasks.jsonl", [_row(groups[index].task) for index in chosen])
     seen = [contrast(group, quality) for group in groups]
     summary = {
@@ -181,6 +172,28 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
     }
     write_json(folder / "select.json", summary)
     return summary
+
+
+def _selected(
+    recipe: RecipeConfig, stage: int, groups: Sequence[Group], quality: Quality
+) -> list[int]:
+    """Which candidates are trained on, ascending; errors as of select()."""
+    c = recipe.curriculum
+    if c.selection == "random":
+        rng = random.Random(f"{recipe.seed}/selection {stage}")
+        return sorted(rng.sample(range(len(groups)), min(c.select, len(groups))))
+    chosen = select_groups(
+        groups,
+        c.select,
+        quality,
+        kind=(lambda group: kind_of(group.task)) if c.by_kind else (lambda group: ""),
+    )
+    if not chosen:
+        raise ValueError(
+            f"stage {stage}: of {len(groups)} candidates none has both right and wrong rollouts; "
+            "play more (curriculum.candidates, curriculum.group_size) or other tasks"
+        )
+    return chosen
 
 
 def _chunks(

@@ -72,6 +72,10 @@ def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
         ({"flywheel": {"concurrency": 99}}, r"three trajectories each at once, sandbox\.max_live"),
         ({"flywheel": {"operators": ["magic"]}}, "operators"),
         ({"sft": {"batch_size": 0}}, "batch_size"),
+        (
+            {"curriculum": {"selection": "random", "by_kind": True}},
+            'by_kind: True does nothing without curriculum.selection = "pareto"',
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(sections: dict[str, Any], said: str) -> None:

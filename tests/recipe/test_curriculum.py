@@ -155,6 +155,20 @@ def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
         select(recipe, 0, Player(), stream)  # type: ignore[arg-type]
 
 
+def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
+    """Those that are all right or all wrong too, and the same ones in a repetition."""
+    asked: dict[str, Any] = {"selection": "random", "select": 6}
+    chosen = [
+        play_stage(make_recipe(tmp_path / str(i), **asked), 0, Player())["selected"]
+        for i in range(2)
+    ]
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 6
+    assert {int(name.rsplit("/", 1)[1]) % 5 for name in chosen[0]} & {0, 4}
+    more = make_recipe(tmp_path / "more", **{**asked, "select": 11})
+    assert len(play_stage(more, 0, Player())["selected"]) == 10
+
+
 def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     player = Player()
     monkeypatch.setattr(player, "reward", lambda rollout: {"answer": 0.0})
