@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant("session.py", "if cut and most >= pending.budget:", "if cut:"),
     Mutant(
         "session.py",
-        "        if isinstance(stopped, str) and stopped in text:\n            text = text[: text.rindex(stopped)]\n",
+        "        if isinstance(stopped, str) and stopped in text:\n            text = text[: text.index(stopped)]\n",
         "",
     ),
     Mutant(
