@@ -51,10 +51,10 @@ class Player(Stage):
 
     def close(self) -> None:
         """As a Stage's, and stop the engine, also where closing the environment fails."""
-        try:
-            Stage.close(self)
-        finally:
-            self.engine.shutdown()
+        with contextlib.ExitStack() as undo:  # each, whichever fails
+            undo.callback(self.engine.shutdown)
+            undo.callback(Stage.close, self)
+            self.sampler.close()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class Endpoint:
     def __init__(self) -> None:
         self._loop = event_loop("endpoint")
         self._sessions: dict[str, Session] = {}
+        self._config: Any = None
         self.port: int = self.run(self._start())
 
     def run(self, work: Awaitable[Result]) -> Result:
@@ -101,11 +102,13 @@ class Endpoint:
         import uvicorn
         from uvicorn.server import ServerState
 
-        config = uvicorn.Config(
-            self._app(), access_log=False, log_config=None, lifespan="off",
-            limit_concurrency=CONNECTIONS, server_header=False,
-        )  # fmt: skip
-        config.load()
+        if self._config is None:
+            self._config = uvicorn.Config(
+                self._app(), access_log=False, log_config=None, lifespan="off",
+                limit_concurrency=CONNECTIONS, server_header=False,
+            )  # fmt: skip
+            self._config.load()
+        config = self._config
         protocol: Any = config.http_protocol_class
         make = functools.partial(
             protocol, config=config, server_state=ServerState(),

@@ -31,7 +31,8 @@ from agentgrpo.config.read import load_callable
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.requests import MODEL
 from agentgrpo.programs.session import Session
-from agentgrpo.sandbox import SandboxException, SandboxPool
+from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool
+from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.listener import PORT, listener_in
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.types import Task
@@ -51,6 +52,8 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 TAIL = 2000
 PYTHON = ("python", "python3")
+MOST = 1 << 20
+"""Bytes of an answer or of output that are read, from the end."""
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 """Characters of a program's errors that are kept."""
@@ -100,6 +103,12 @@ def launcher_of(agent: ProgramAgent) -> Launcher:
     if agent.sandbox == "none":
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
         return Process(agent.command, agent.files, agent.variables)
+    script = [*agent.command[1:2]]
+    if program in PYTHON and (not script or (script[0][:1] == "-" and script[0] != "-m")):
+        raise ValueError(
+            "agent.options.command: after `python` expected a file or -m, got "
+            f"{list(agent.command)!r}: it is the session's own interpreter, which has no options"
+        )
     if agent.pool.degraded:
         raise ValueError(
             "agent.options.sandbox: without namespaces (sandbox.allow_degraded) a session has no "
@@ -210,36 +219,47 @@ class Process:
             **kept, **variables(endpoint.url, session.key),
             "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
         }  # fmt: skip
+        out, err = place / ".stdout", place / ".stderr"
         head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
-        process = subprocess.Popen(
-            [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            errors="replace", encoding="utf-8",
-        )  # fmt: skip
-        return _Process(process, told, folder)
+        with open(place / TASK_FILE, "rb") as task_in, open(out, "wb") as o, open(err, "wb") as e:
+            process = subprocess.Popen(
+                [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
+                stdin=task_in, stdout=o, stderr=e,
+            )  # fmt: skip
+        return _Process(process, folder)
 
 
 class _Process:
+    """Its output goes to files: what it leaves running may hold a pipe for ever."""
+
     def __init__(
-        self, process: subprocess.Popen[str], told: str, folder: tempfile.TemporaryDirectory[str]
+        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]
     ) -> None:
-        self._process, self._told, self._folder = process, told, folder
+        self._process, self._folder = process, folder
         self.outcome: Future[Outcome] = _on_thread(self._wait)
 
     def _wait(self) -> Outcome:
+        place = Path(self._folder.name)
         try:
-            out, err = self._process.communicate(self._told)
-            answer = Path(self._folder.name, ANSWER_FILE)
-            said = answer.read_text("utf-8", "replace") if answer.is_file() else last_line(out)
+            code = self._process.wait()
+            answer = place / ANSWER_FILE
+            said = _tail(answer) if answer.is_file() else last_line(_tail(place / ".stdout"))
+            err = _tail(place / ".stderr")[-TAIL:].strip()
         finally:
             self.stop()  # and what it has left behind
             self._folder.cleanup()
-        code = self._process.returncode
-        return Outcome(said, f"exited with {code}: {err[-TAIL:].strip()}" if code else "")
+        return Outcome(said, f"exited with {code}: {err}" if code else "")
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _tail(path: Path) -> str:
+    """The end of a file, as text."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST))
+        return file.read().decode("utf-8", "replace")
 
 
 # --- in the sandbox
@@ -294,16 +314,27 @@ class Sandboxed:
                 "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}", **self._env,
             }  # fmt: skip
             done = jail.step(_run(self._command), self._timeout_s, env=env)
-            said = None
-            if not done.state_lost:
-                with contextlib.closing(jail.files()) as files:
-                    if files.exists(ANSWER_FILE):
-                        said = files.read(ANSWER_FILE)
+            answer = None if done.state_lost else _answer_in(jail)
         finally:
             endpoint.hang_up(server)
         if done.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(done.detail)
-        return Outcome(last_line(done.stdout) if said is None else said, _failure(done))
+        said, wrong = answer or (last_line(done.stdout), "")
+        return Outcome(said, _failure(done) or wrong)
+
+
+def _answer_in(jail: Any) -> tuple[str | None, str] | None:
+    """What a program has written as its answer, and what is wrong with the file; None: it has not.
+
+    The file is untrusted: a pipe, a folder or a link to nowhere is the program's doing.
+    """
+    with contextlib.closing(jail.files()) as files:
+        try:
+            return (files.read(ANSWER_FILE), "") if files.exists(ANSWER_FILE) else None
+        except (SandboxInfraError, SandboxNotFoundException):
+            raise
+        except SandboxException as error:
+            return None, f"wrote no answer that can be read: {error}"
 
 
 def _failure(done: StepResult) -> str:
@@ -331,6 +362,7 @@ def _main(command):
             runpy.run_module(command[2], run_name="__main__", alter_sys=True)
         else:
             sys.argv = command[1:]
+            sys.path[0] = os.path.dirname(os.path.abspath(command[1]))
             runpy.run_path(command[1], run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):

@@ -55,6 +55,12 @@ class ProgramSampler(AnySampler):
         self._max_live, self._timeout_s = max_live, agent.timeout_s
         self._endpoint: Endpoint | None = None
 
+    def close(self) -> None:
+        """Stop listening."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
         filters: Mapping[str, float], watch: Watch,
@@ -93,6 +99,8 @@ class _Live:
     overdue: bool = False
     broken: str | None = None
     """What the machine said, if it failed the program."""
+    failed: Outcome | None = None
+    """How its program failed, if that is nobody else's doing."""
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -271,6 +279,8 @@ class _Play:
         rollout.treatment = treatment_of(rollout.status, self.config)
         rollout.timings["program_s"] = time.perf_counter() - live.began
         again = rollout.treatment is Treatment.RETRY and live.attempt < self.config.max_retries
+        if live.failed is not None and not again:
+            self.failures.append(live.failed)
         if again or rollout.status is Status.INFRA_ERROR:
             self.worlds.close(live.episode, self._of(index)).result()
             self._broken(index, live.attempt, rollout)
@@ -294,20 +304,21 @@ class _Play:
         What the endpoint said last decides, then what the program did.
         """
         session, error = live.session, live.broken
-        outcome = Outcome(None)
+        outcome, ours = Outcome(None), error is not None
         if not future.cancelled():
             try:
                 outcome = future.result()
             except InfrastructureError as raised:
-                error = str(raised)
+                error, ours = str(raised), True
         rows = sorted(session.conversations.rows, key=lambda row: row.turns[-1][0])
-        status = session.ended_by or Status.COMPLETED
+        refused = session.refused if outcome.failed else None  # which it did not survive
+        status = session.ended_by or refused or Status.COMPLETED
         if live.overdue:
             status = Status.TIMED_OUT
         elif error is None and not rows:
             error = f"the program ended and had asked for nothing. {outcome.failed}".strip()
-        if outcome.failed and session.ended_by is None and error is None:
-            self.failures.append(outcome)
+        if outcome.failed and not (ours or session.ended_by or refused):
+            live.failed = outcome
             session.stats["program_failed"] += 1
         if error is not None:
             status = Status.INFRA_ERROR

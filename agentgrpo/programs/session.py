@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
@@ -22,6 +22,8 @@ from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
 """Requests of a rollout that may wait for their turns at once."""
+CHARACTERS = 64
+"""Of a conversation, for each token that the engine takes: more are not even counted in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class Session:
     ask: Callable[[Wanted], None]
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
+    refused: Status | None = None
+    """Why the last request was not answered, if it was not; a shorter one may be."""
     stats: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -101,12 +105,8 @@ class Session:
         if sum(p.waiting > 0 for p in self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
         size = sum(len(message.content) for message in asked.messages)
-        if size > 64 * self.max_model_len:  # no tokenizer is asked how long it is
-            raise BadRequest(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"your messages have {size} characters.",
-                "context_length_exceeded", "messages",
-            )  # fmt: skip
+        if size > CHARACTERS * self.max_model_len:  # no tokenizer is asked how long it is
+            raise self._too_long(f"your messages have {size} characters")
         try:
             prompt = self.conversations.prompt(asked.messages, asked.tools)
         except RecursionError:
@@ -131,24 +131,28 @@ class Session:
         """
         turns = sum(p.reply is None for p in self._pending) + self.conversations.num_turns
         limit = self.max_model_len
-        if self.ended_by is None:
-            if turns >= self.config.max_turns:
-                self.ended_by = Status.TRUNCATED_TURNS
-            elif length >= limit:
-                self.ended_by = Status.TRUNCATED_LENGTH
+        if self.ended_by is None and turns >= self.config.max_turns:
+            self.ended_by = Status.TRUNCATED_TURNS
         if self.ended_by is not None:
+            cut = f"a turn was cut after {self.config.max_turn_tokens} tokens, as all are"
             why = {
                 Status.TRUNCATED_TURNS: f"the rollout has had its {turns} turns",
                 Status.TIMED_OUT: "the rollout's time is up",
-            }.get(self.ended_by, f"your messages resulted in {length} tokens")
-            if self.ended_by is Status.TRUNCATED_LENGTH and length < limit:
-                why = f"a turn was cut after {self.config.max_turn_tokens} tokens, as all are"
-            raise BadRequest(
-                f"This model's maximum context length is {limit} tokens. However, {why}.",
-                "context_length_exceeded",
-                "messages",
-            )
+            }
+            raise self._too_long(why.get(self.ended_by, cut))
+        if length >= limit:
+            raise self._too_long(f"your messages resulted in {length} tokens")
+        self.refused = None
         return min(self.config.max_turn_tokens, limit - length)
+
+    def _too_long(self, why: str) -> BadRequest:
+        """What a request is told that is not answered for its length, or a budget's."""
+        self.refused = self.ended_by or Status.TRUNCATED_LENGTH
+        return BadRequest(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, {why}.",
+            "context_length_exceeded",
+            "messages",
+        )
 
     def _ask(
         self, prompt: Prompt, most: int, stop: tuple[str, ...], place: tuple[str, int],
@@ -216,8 +220,8 @@ class Session:
             return Message("assistant", text), ()
         try:
             reading = self.read_calls(text, asked.tools)
-        except Exception as error:  # of a parser, over a schema that is none
-            raise BadRequest(f"tools: the calls of a turn cannot be read: {error}") from None
+        except Exception:  # parsers raise for what a policy or a client's schema says
+            reading = Reading(text, (), attempted=True)
         if not reading.calls:
             self.stats["malformed"] += reading.attempted
             return Message("assistant", text), ()

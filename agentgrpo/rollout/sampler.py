@@ -72,6 +72,10 @@ class AnySampler(ABC):
         stats.total_s = time.perf_counter() - started
         return groups, stats
 
+    def close(self) -> None:
+        """Let go of what it holds, at the end of a run."""
+        return
+
     @abstractmethod
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,

@@ -19,7 +19,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.programs import play as play_module
 from agentgrpo.programs.conversations import NOT_CARRIED_OUT
-from agentgrpo.programs.launch import Awaited, Launcher, Process, Sandboxed
+from agentgrpo.programs.launch import Awaited, Launcher, Process, Sandboxed, launcher_of
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.sandbox import SandboxPool
@@ -66,7 +66,7 @@ def played(
     launcher: Any = program if hasattr(program, "start") else Awaited(cast(Any, program))
     engine = engine if isinstance(engine, StubEngine) else scripted(engine)
     settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
-    agent: Any = SimpleNamespace(read_calls=read_calls, timeout_s=timeout_s)
+    agent: Any = SimpleNamespace(read_calls=globals()["read_calls"], timeout_s=timeout_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play_module, "launcher_of", lambda agent: launcher)
         sampler = ProgramSampler(
@@ -433,6 +433,81 @@ def test_a_program_that_takes_too_long_has_timed_out() -> None:
     assert (rollout.status, len(rollout.turns)) == (Status.TIMED_OUT, 1)
 
 
+def test_a_program_that_cannot_begin_ends_the_run_with_its_traceback() -> None:
+    async def program(task: Any, **_: Any) -> None:
+        raise ModuleNotFoundError("No module named 'mine'")
+
+    with pytest.raises(UserCodeError, match=r"No module named 'mine'.*test_play\.py:\d+"):
+        played(program, lambda *_: turn("x"), n=3, max_retries=1)
+
+
+def test_starts_that_fail_and_are_made_again_are_no_failures() -> None:
+    begun: list[int] = []
+
+    async def program(client: Any, o: Any) -> str:
+        begun.append(1)
+        if len(begun) <= 3:
+            raise OSError("a busy machine")
+        await o.ask([{"role": "user", "content": "Q"}])
+        return "ok"
+
+    groups, _ = played(asking(program), lambda *_: turn("x"), n=2, max_retries=3)
+    assert [r.answer for r in groups[0].rollouts] == ["ok", "ok"]
+
+
+def test_a_request_that_is_too_long_is_refused_alone() -> None:
+    async def program(client: Any, o: Any) -> str:
+        for size in (2000, 99_000):  # by its tokens, by its characters
+            with pytest.raises(openai.BadRequestError, match="maximum context length"):
+                await o.ask([{"role": "user", "content": "x" * size}])
+        return str((await o.ask([{"role": "user", "content": "x"}])).choices[0].message.content)
+
+    rollout = alone(asking(program), scripted(lambda *_: turn("short"), max_model_len=1000))
+    assert (rollout.answer, rollout.status) == ("short", Status.COMPLETED)
+
+    async def gives_up(client: Any, o: Any) -> None:
+        await o.ask([{"role": "user", "content": "x"}])
+        await o.ask([{"role": "user", "content": "x" * 2000}])
+
+    rollout = alone(asking(gives_up), scripted(lambda *_: turn("x"), max_model_len=1000))
+    assert (rollout.status, rollout.stats.get("program_failed")) == (Status.TRUNCATED_LENGTH, None)
+
+
+def test_what_a_parser_raises_for_is_a_malformed_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(text: str, tools: Any) -> Reading:
+        raise KeyError(text)
+
+    monkeypatch.setitem(globals(), "read_calls", raises)
+
+    async def program(client: Any, o: Any) -> str:
+        said = await o.ask([{"role": "user", "content": "Q"}], tools=[ADD])
+        return str(said.choices[0].message.content)
+
+    rollout = alone(asking(program), lambda *_: turn("x"))
+    assert (rollout.answer, rollout.stats["malformed"], len(rollout.rows)) == ("x", 1, 1)
+
+
+def test_equal_requests_at_once_are_each_a_turn() -> None:
+    async def program(client: Any, o: Any) -> str:
+        same = [o.ask([{"role": "user", "content": "Q"}]) for _ in range(9)]
+        ended = await asyncio.gather(*same, return_exceptions=True)
+        return str(sum(isinstance(one, Exception) for one in ended))
+
+    rollout = alone(asking(program), lambda *_: Turn(f"x{EOT}", steps=3), max_turns=3)
+    assert (rollout.answer, len(rollout.turns)) == ("6", 3)
+    assert rollout.status is Status.TRUNCATED_TURNS
+
+
+def test_a_turn_that_the_engine_gives_up_is_no_fault_of_the_program() -> None:
+    async def program(client: Any, o: Any) -> None:
+        await o.ask([{"role": "user", "content": "Q"}])
+
+    rollout = alone(asking(program), lambda *_: Turn(f"x{EOT}", finish_reason="abort"))
+    assert rollout.status is Status.INFRA_ERROR
+    assert rollout.error is not None
+    assert "gave a request up" in rollout.error
+
+
 PROGRAM = """
 import json, os, sys
 from openai import OpenAI
@@ -451,6 +526,7 @@ ENDINGS = [
     ('open("answer.txt", "w").write(said + "!"); print("not this")', "x!", 0.0),
     ('print("so"); sys.exit(3)', "so", 1.0),
     ('raise SystemExit("why")', "noise", 1.0),
+    ("import helper; print(helper.NAME)", "beside", 0.0),
 ]
 
 
@@ -472,13 +548,15 @@ def jails() -> Any:
 def test_a_file_of_the_users_with_openais_client(
     tmp_path: Path, jails: SandboxPool, where: str, ending: str, answer: str, failed: float
 ) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("{ending}", ending))
-    command = ["python", "agent.py"]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "agent.py").write_text(PROGRAM.replace("{ending}", ending))
+    (folder / "helper.py").write_text("NAME = 'beside'")
+    command = ["python", "mine/agent.py"]
     made: Launcher = (
-        Sandboxed(jails, command, [file], {}, 60.0)
+        Sandboxed(jails, command, [folder], {}, 60.0)
         if where == "session"
-        else Process(command, [file], {})
+        else Process(command, [folder], {})
     )
     rollout = alone(made, lambda *_: turn("x"))
     assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == (answer, failed)
@@ -531,3 +609,36 @@ def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
     status = Path("/proc", pid.read_text(), "stat")
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
         time.sleep(0.01)  # it was killed: it goes
+
+
+@pytest.mark.slow
+def test_a_daemon_that_holds_the_output_holds_nothing_up(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    ending = (
+        "import subprocess\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print('done')"
+    )
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"), timeout_s=30)
+    assert (rollout.answer, rollout.status) == ("done", Status.COMPLETED)
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("made", ["os.mkfifo('answer.txt')", "os.mkdir('answer.txt')"])
+def test_an_answer_that_is_no_file_is_the_programs_doing(
+    tmp_path: Path, jails: SandboxPool, made: str
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", made))
+    launcher = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
+    rollout = alone(launcher, lambda *_: turn("x"))
+    assert (rollout.answer, rollout.status) == (None, Status.COMPLETED)
+    assert rollout.stats["program_failed"] == 1
+
+
+@pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
+def test_options_of_the_sessions_interpreter_are_refused(command: list[str]) -> None:
+    agent: Any = SimpleNamespace(call="", command=command, sandbox="session", pool=None)
+    with pytest.raises(ValueError, match=r"agent\.options\.command: after `python` expected"):
+        launcher_of(agent)
