@@ -6,8 +6,7 @@ verl-project/verl issue 7495: what was pushed to the sampler were the base layer
 its LoRA slot stayed empty, and it sampled from the initial policy. vLLM is stood in for by
 tests/audit/sampling.py; what it is told, and in which order, is that of the issues.
 
-main() is with vLLM itself, in TRL's process; with a second argument nothing reaches vLLM after the
-first step.
+main() is with vLLM itself, in TRL's process; the second update never reaches it.
 """
 
 from __future__ import annotations
@@ -118,19 +117,15 @@ def make_trainer(
 
 
 def main(arguments: list[str]) -> int:
-    """A command: train with vLLM in TRL's process, and write what each step's audit says."""
+    """A command: train in a folder, vLLM in TRL's process; write what each step's audit says."""
     from agentgrpo.audit.trl import AuditCallback
     from agentgrpo.engine.start import plain_cpu_weights
 
-    options = {
-        "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64,
-        "vllm_gpu_memory_utilization": 0.02,
-    }  # fmt: skip
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
     with plain_cpu_weights():  # else vLLM packs them away on a CPU, and TRL cannot update them
         trainer = make_trainer(Path(arguments[0]), None, options=options)
-    if arguments[1:]:
-        told, vllm = trainer.vllm_generation.sync_weights, trainer.vllm_generation
-        vllm.sync_weights = lambda: trainer.state.global_step or told()
+    vllm, sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
+    vllm.sync_weights = lambda: sync() if trainer.state.global_step < 2 else None
     callback = AuditCallback(trainer, stop=False)
     trainer.add_callback(callback)
     trainer.train()

@@ -40,13 +40,11 @@ def test_a_sound_run_is_left_alone(tmp_path: Path, sync: Any, lora: bool) -> Non
     assert trainer.state.global_step == 3
 
 
-@pytest.mark.parametrize(("fault", "cause"), [((), "none"), (("old",), "stale_weights")])
-def test_vllm_in_trls_process_is_audited(
-    tmp_path: Path, fault: tuple[str, ...], cause: str
-) -> None:
-    done = warm.run("-m", "tests.audit.loops", str(tmp_path), *fault)
+def test_vllm_in_trls_process_is_audited(tmp_path: Path) -> None:
+    """Its weights are the policy's before and after the first update, and not after the second."""
+    done = warm.run("-m", "tests.audit.loops", str(tmp_path), VLLM_CPU_KVCACHE_SPACE="1")
     said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("AUDIT ")]
-    assert said == ["none", cause, cause], done.stderr
+    assert said == ["none", "none", "stale_weights"], done.stdout + done.stderr
 
 
 def test_trls_own_mixed_precision_is_no_fault(tmp_path: Path) -> None:
