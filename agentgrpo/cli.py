@@ -15,7 +15,7 @@ COMMANDS = {
     "curriculum": ("agentgrpo.recipe.curriculum", "train in stages on the tasks that teach most"),
     "recipe": (
         "agentgrpo.recipe.recipe",
-        "flywheel, sft, curriculum and what they gained, in one go",
+        "flywheel, sft, curriculum and evaluations, in one command",
     ),
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "examples": ("agentgrpo.examples.__main__", "write files to try the configs with"),
@@ -23,12 +23,15 @@ COMMANDS = {
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
     "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
-    "gguf": ("agentgrpo.models.gguf", "write a GGUF file of a Llama model as a model directory"),
+    "gguf": ("agentgrpo.models.gguf", "convert a GGUF file of a Llama model to a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
-    "completion": ("agentgrpo.completion.__main__", "print what completes these words in a shell"),
+    "completion": (
+        "agentgrpo.completion.__main__",
+        "print a completion script for bash, zsh or fish",
+    ),
     "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
 }
 """Word: module with main(arguments) -> exit status, and what it does."""

@@ -51,7 +51,7 @@ def settings(
     Args:
         section: whose keys.
         prefix: its name and a dot, or "".
-        kinds: section to shipped kind, {"agent": "code"}: its options, in place of `options`.
+        kinds: section to shipped kind, {"agent": "code"}: its options, instead of `options`.
     """
     inner, shown = [], (kinds or {}).get(prefix.rstrip("."))
     for key, field in section.model_fields.items():

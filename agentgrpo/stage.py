@@ -159,7 +159,7 @@ def set_stage(
 
     Args:
         config: of the run.
-        model: in place of config.model.
+        model: instead of config.model.
         trained: the model is to be trained. If not, config.model may be an adapter's folder.
         progress: where to say what is done; None: standard output.
 

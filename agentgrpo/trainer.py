@@ -34,10 +34,10 @@ class Trainer:
     Args:
         config: a file, the name of a shipped config, or a TrainConfig; None: settings are all.
         callbacks: told of every step, see Callback.
-        reward_funcs: functions in TRL's form or ours (docs/agents.md), in place of
+        reward_funcs: functions in TRL's form or ours (docs/agents.md), instead of
             `reward.functions`: a list of them, each with a name in a module or the notebook.
         reward_weights: of these; None: 1 each.
-        make: in place of build(), what makes the parts.
+        make: instead of build(), what makes the parts.
         settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
 
     Raises:

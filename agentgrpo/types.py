@@ -232,7 +232,7 @@ class Rollout:
     learner has it."""
     advantage: float = 0.0
     segment_advantages: list[float] | None = None
-    """One per segment of all rows in place of `advantage`, where rewards of spans are credited to
+    """One per segment of all rows instead of `advantage`, where rewards of spans are credited to
     what was sampled before them, or branches share segments; of sampled segments alone read."""
 
     @property

@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the configs, print and append the rows. Returns 1 if one is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME|section.key=value")
-    parser.add_argument("--model", help="a model directory in place of the configs' package")
+    parser.add_argument("--model", help="a model directory instead of the configs' package")
     parser.add_argument("--no-rows", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     names = [name for name in args.names if "=" not in name] or list(CUTS)

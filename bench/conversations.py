@@ -178,7 +178,7 @@ class Judge:
         self._compare(seen, self.chat.prompt_ids(messages, tools), whole, messages)
         for turn in range(rng.randint(1, 3)):
             sentinel = f"Q{rng.randrange(10**6)}T{turn}Z"
-            drawn = self._drawn(rng, seen, sentinel)
+            drawn = self._drawn(rng, seen, sentinel, turn)
             if drawn is None:
                 continue
             said, spoken = drawn
@@ -218,7 +218,7 @@ class Judge:
             )
 
     def _drawn(
-        self, rng: random.Random, seen: Seen, sentinel: str
+        self, rng: random.Random, seen: Seen, sentinel: str, number: int
     ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """What the world says and the assistant's turn before it; None if it cannot be said."""
         role = rng.choice(("user", "user", "tool", "tool", "system"))
@@ -236,7 +236,9 @@ class Judge:
                 seen.disagreements += 1
                 seen.first = seen.first or f"{self.model.name}: {roles} are not refused"
             return None
-        said = self._said(roles, [self._text(rng) for _ in roles], rng.randrange(9999))
+        texts, drawn = [self._text(rng) for _ in roles], rng.randrange(9999)
+        # no id twice in a conversation: templates look calls up by theirs
+        said = self._said(roles, texts, drawn - drawn % 3 + number)
         thought = f"<think>\n{self._text(rng)}\n</think>\n\n" if rng.random() < 0.3 else ""
         content = "" if arguments else thought + self._text(rng) + sentinel
         x = self._text(rng)

@@ -85,7 +85,7 @@ class Family:
     eos: str = ""
     """What the closing token is, if ""."""
     samples: Mapping[str, str] = field(default_factory=dict)
-    """What the policy samples in place of a closing token."""
+    """What the policy samples instead of a closing token."""
     shows_prompt_again: bool = False
     """Shows tools or the system message also before the last user's or system's message."""
 

@@ -473,7 +473,7 @@ PyDoc_STRVAR(collapse_doc,
              "--\n"
              "\n"
              "Back the address range start to end by huge pages where the kernel can;\n"
-             "bytes of it that are. A fork then copies one entry in place of 512.");
+             "bytes of it that are. A fork then copies one entry instead of 512.");
 
 static PyObject *
 collapse(PyObject *Py_UNUSED(module), PyObject *args)

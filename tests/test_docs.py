@@ -228,7 +228,7 @@ def test_every_wing_and_module_of_the_top_says_what_it_is_for() -> None:
 
 def test_the_files_beside_the_picture_of_a_step_are_there() -> None:
     page = PAGES[0].read_text()
-    picture = page[page.index("    tasks ──> groups") : page.index("* **One weight replica.**")]
+    picture = page[page.index("    tasks ──> groups") : page.index("* **One copy of the")]
     named = re.findall(r"(?<=\s)(?:[a-z_]+/)+(?:[a-z_]+\.py)?(?=\s)", picture)
     assert len(named) > 10
     assert {n for n in named if not any((ROOT / p / n).exists() for p in PLACES)} == set()

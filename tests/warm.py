@@ -51,7 +51,7 @@ class Command:
 
     def __init__(self, *arguments: str, cwd: str | Path = ROOT, **env: str) -> None:
         assert allowed, (
-            "a test that starts a command is slow: mark it, or let its fixture take dear"
+            "a test that starts a command is slow: mark it, or let its fixture take slow_setup"
         )
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]

@@ -47,7 +47,7 @@ class _Asked(Exception):
 
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
-    """Every parser raises itself in place of parsing."""
+    """Every parser raises itself instead of parsing."""
 
     def ask(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
         raise _Asked(parser)

@@ -28,7 +28,7 @@ def config_parser(command: str, description: str | None) -> argparse.ArgumentPar
         nargs="*",
         default=[],  # else argparse says that settings are required too
         metavar="section.key=value",
-        help="settings in place of the file's; docs/config.md has them all",
+        help="settings that replace the file's; docs/config.md has them all",
     )
     return parser
 

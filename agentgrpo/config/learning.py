@@ -101,7 +101,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters in place of the weights (peft); rank 0 trains the weights themselves."""
+    """Low-rank adapters instead of the weights (peft); rank 0 trains the weights themselves."""
 
     rank: NotNegative = 0
     """Of the adapters; 0: none."""

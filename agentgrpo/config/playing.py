@@ -285,7 +285,7 @@ class RolloutConfig(Section):
     """By status, what training makes of such rollouts where it is to be another than
     rollout/limits.py says: { truncated_length = "mask" }."""
     sampler: str = ""
-    """`module:Class` in place of rollout/sampler.py (see rollout/custom.py), or TRL's
+    """`module:Class` instead of rollout/sampler.py (see rollout/custom.py), or TRL's
     `rollout_func:module:function` (rollout/trl.py). TRL's environment_factory is an env.kind."""
     branching: BranchConfig = BranchConfig()
     refill_below: NotNegative = 0

@@ -220,7 +220,7 @@ def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
     if error["type"] == "value_error":  # one of ours: it names its keys
         return str(error["msg"]).removeprefix("Value error, ")
     section, dot, leaf = where.rpartition(".")
-    meant = f"{section}{dot}num_{leaf}"  # a number in the place of a text
+    meant = f"{section}{dot}num_{leaf}"  # a number where others have a text
     number = error["type"] == "string_type" and isinstance(error["input"], int)
     hint = f"; did you mean {meant}?" if number and meant in _all_keys(kind) else ""
     return told(error, "config key ") + hint

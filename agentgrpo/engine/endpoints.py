@@ -85,7 +85,7 @@ class Endpoint(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedEndpoint(Endpoint):
-    """A function in place of a model: `reply(messages)` is every reply.
+    """A function instead of a model: `reply(messages)` is every reply.
 
     Raises:
         TypeError: from complete(): the function returned something else than text.

@@ -148,7 +148,7 @@ class Engine:
         return self._adapter
 
     def set_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Answer every request from now on through this LoRA adapter, in place of the last one.
+        """Answer every request from now on through this LoRA adapter, instead of the last one.
 
         Args:
             tensors: under peft's names; B is scaled in place, so none that is trained.

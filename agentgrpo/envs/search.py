@@ -108,7 +108,7 @@ class Search:
             `pooling`: "mean" (E5, GTE), "cls" (BGE) or "last" (Qwen3-Embedding) of its states;
             `query_prefix`, `text_prefix`: what it is shown before a query ("query: " with E5) and
             before a text ("passage: "); `index`: folder where the vectors are kept for other runs.
-        retriever: name of the endpoint of kind "retriever" that is asked in place of a corpus.
+        retriever: name of the endpoint of kind "retriever" that is asked instead of a corpus.
         pages: a retriever's document is shown as the text of the web page at its `url`.
         summary: has a model write what the texts say about the task's question, which is then what
             is shown. `endpoint`: its name; `prompt`, with {question}, {query} and {texts};

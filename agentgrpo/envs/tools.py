@@ -51,7 +51,7 @@ class Tool:
             docstring's first paragraph describes it, its `name: text` lines under `Args:` describe
             the parameters.
         name: what the policy calls it by; None: its own name.
-        description: in place of the docstring's first paragraph.
+        description: instead of the docstring's first paragraph.
 
     Raises:
         ValueError: a parameter has no annotation, or one without a JSON schema; names it.

@@ -383,14 +383,17 @@ def _of_atif(row: Row, where: str) -> Iterator[Trajectory]:
             logprobs = None
         numbers = None if ids is None or logprobs is None else float32(logprobs)
         text = said({"content": step["message"], "tool_calls": step.get("tool_calls")})
-        if step["source"] == "agent":
+        # copied from the trajectory before, or made by no model (ATIF-v1.5, v1.7): not sampled here
+        copied = step.get("is_copied_context") or step.get("llm_call_count") == 0
+        if step["source"] == "agent" and not copied:
             prompt = metrics.get("prompt_token_ids")
             plain = isinstance(step["message"], str) and not step.get("tool_calls")
+            once = step.get("llm_call_count") in (None, 1)  # else the counts are sums
             call = Call(
                 prompt_ids=None if prompt is None else int32(prompt),
                 completion_ids=None if ids is None else int32(ids),
-                prompt_tokens=metrics.get("prompt_tokens"),
-                completion_tokens=metrics.get("completion_tokens"),
+                prompt_tokens=metrics.get("prompt_tokens") if once else None,
+                completion_tokens=metrics.get("completion_tokens") if once else None,
                 text=step["message"] if plain and not step.get("reasoning_content") else None,
             )
             calls.append(call)

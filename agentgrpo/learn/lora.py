@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft): what is trained, saved and published in place of the weights.
+"""Low-rank adapters (peft): what is trained, saved and published instead of the weights.
 
 The base model never changes and is one replica with the sampler's, which is handed the adapter
 alone, in memory. With `serve = "merged"` the base lies in tensors of its own, and the sampler gets

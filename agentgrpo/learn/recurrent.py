@@ -6,7 +6,7 @@ branches ask of that state. So a shared prefix goes through such a layer once, a
 computes is what it would compute in a row of its own.
 
 The layers are transformers' own and unchanged: a run goes through one as the next part of a prompt
-does in generation, with a state in the place of its cache.
+does in generation, with a state instead of its cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mixers_in(layer: nn.Module) -> list[nn.Module]:
 
 @dataclass
 class State:
-    """What a layer knows of the tokens before; in the place of a transformers Cache of one layer.
+    """What a layer knows of the tokens before, instead of a transformers Cache of one layer.
 
     Never written to in place: several branches start from it, and the backward pass reads it.
     """

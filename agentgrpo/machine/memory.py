@@ -34,7 +34,7 @@ def explained(doing: str, remedy: Callable[[], str]) -> Iterator[None]:
         remedy: what to change; called when what had been allocated inside is released.
 
     Raises:
-        OutOfMemory: in place of the allocator's error, on a GPU or on the host.
+        OutOfMemory: instead of the allocator's error, on a GPU or on the host.
     """
     try:
         yield

@@ -43,7 +43,7 @@ def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
 
 
 def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]:
-    """What a run needs of memory and disk, beside what there is; nothing where that is not known.
+    """What a run needs of this machine, beside what there is; no memory where it is not known.
 
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
@@ -53,6 +53,14 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         model: directory or hub name.
         trained: not only sampled from.
     """
+    if config.engine.dtype == "bfloat16" and not hardware.has_nvidia_gpu():
+        there = hardware.has_bfloat16_instructions()
+        yield Check(
+            "bfloat16",
+            there,
+            f"this CPU has {'' if there else 'no '}instructions for it (avx512_bf16, amx_bf16)",
+            'engine.dtype = "float32" is faster here',
+        )
     held = held_by(config, model)
     if held is None:
         return
@@ -103,13 +111,13 @@ def _host_memory(optimizer: float) -> Check:
 
 def _disk(config: TrainConfig, checkpoint: float) -> Check:
     disk = (config.keep_checkpoints + 1) * checkpoint / GIB
+    kept = f"{config.keep_checkpoints} checkpoint{'s' * (config.keep_checkpoints > 1)}"
     there = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
     left = shutil.disk_usage(there).free / GIB
     return Check(
         "disk",
         disk <= left,
-        f"{disk:.1f} GiB for {config.keep_checkpoints} checkpoints and the next while it is "
-        f"written, {left:.0f} GiB free",
+        f"{disk:.1f} GiB for {kept} and the next while it is written, {left:.0f} GiB free",
         "a lower keep_checkpoints, or another out_dir",
     )
 

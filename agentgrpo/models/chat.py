@@ -417,6 +417,22 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
     ) -> str:
+        """The template's text, in which a result is that of the last call with its id.
+
+        Some templates find the call of a result by its id among all calls (Command R7B its number,
+        Solar its name), and a program may give ids again in each turn. They are told apart for the
+        template, and written as given.
+        """
+        text = self._rendered(messages, tools, prompt=prompt)
+        apart, given = _told_apart(messages)
+        if not given:
+            return text
+        text = self._rendered(apart, tools, prompt=prompt)
+        return re.sub("|".join(given), lambda m: given[m[0]], text)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
+    ) -> str:
         return str(
             self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -483,6 +499,42 @@ def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
             said = forms[form] if form in forms else forms["text"]
         messages.append(said)
     return messages
+
+
+def _told_apart(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+    """The messages, no id of a call there twice; and the given id for each that was put in."""
+    used: set[str] = set()
+    answered: dict[str, list[str]] = {}  # a given id: its calls of the last turn
+    given: dict[str, str] = {}
+
+    def own(name: str) -> str:
+        if name not in used:
+            used.add(name)
+            return name
+        said = repr(messages)  # nine letters and digits: Mistral's templates ask for these
+        made = next(t for n in range(10**7) if (t := f"id{n:07d}") not in said and t not in given)
+        given[made] = name
+        return made
+
+    told = []
+    for message in messages:
+        if message.get("role") != "tool":
+            answered = {}
+            calls = []
+            for call in message.get("tool_calls") or ():
+                if name := call.get("id"):
+                    answered.setdefault(name, []).append(own(name))
+                    call = call | {"id": answered[name][-1]}
+                calls.append(call)
+            message = {**message, "tool_calls": calls} if calls else message
+        elif name := message.get("tool_call_id"):
+            if name not in answered:
+                answered[name] = [own(name)]
+            first, *others = answered[name]
+            answered[name] = others or [first]
+            message = {**message, "tool_call_id": first}
+        told.append(message)
+    return told, given
 
 
 def _turns_before(messages: Sequence[Message], mark: str) -> Iterator[tuple[Form, dict[str, Any]]]:

@@ -148,7 +148,7 @@ class SavedAdapter:
 
 
 def saved_adapter(model: str) -> SavedAdapter | None:
-    """The adapter that a folder holds in place of a model; None if it holds none.
+    """The adapter that a folder holds instead of a model; None if it holds none.
 
     Raises:
         ValueError: its files are not as peft writes them; names what is missing.

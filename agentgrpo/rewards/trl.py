@@ -16,7 +16,7 @@ other; it may be `async def`. It is called once a group, with lists of one entry
     environments     of env.kind = "factory": the instance that each rollout was played in
     log_metric       log_metric(name, value): the mean over the step is `rollout/log/NAME`
 
-A function without `**kwargs` gets of these what it names. None in place of a number: the function
+A function without `**kwargs` gets of these what it names. None instead of a number: the function
 does not apply to this rollout, which is then scored by the others; where none applies, the rollout
 leaves its group's baseline. TRL's batch may be any part of a step, here it is a group.
 """

@@ -130,7 +130,7 @@ class GroupPlan:
         return new
 
     def ended(self, index: int) -> list[int]:
-        """A rollout has ended; returns those that begin alone in place of what it left unused."""
+        """A rollout has ended; returns those that begin alone instead of what it left unused."""
         begun: list[int] = []
         if self._undecided:  # it ended without having called a tool: nothing tells for branches
             begun = self._decide(self.group_size)

@@ -1,4 +1,4 @@
-"""A user's own way of sampling in place of ours: `rollout.sampler = "module:Class"`.
+"""A user's own way of sampling instead of ours: `rollout.sampler = "module:Class"`.
 
     class MySampler:
         def __init__(self, chat, config): ...              # ChatTemplate, RolloutConfig

@@ -51,7 +51,7 @@ class AnySampler(ABC):
             tasks: what to play; ids need not differ.
             group_size: rollouts per task.
             seed: of everything sampled in this call; see decoder.request_seed().
-            temperature: in place of config.temperature, and without branching; 0 is greedy.
+            temperature: instead of config.temperature, and without branching; 0 is greedy.
             filters: as in Engine.add_request(); what is played so must not be trained on.
             watch: is told of each group that has ended, and may add tasks; only where this process
                 plays by itself (Sampler).

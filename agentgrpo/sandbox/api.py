@@ -350,7 +350,7 @@ class Sandbox(Held):
         del self._contexts[context.id]
 
     def restart_code_context(self, context: Context) -> None:
-        """A fresh interpreter in place of a context's."""
+        """A fresh interpreter instead of a context's."""
         self._session_of(None, context).close()
         self._contexts[context.id] = self._start_context(context.id, context.language, context.cwd)
 

@@ -231,7 +231,7 @@ class Spawner:
             return self._zygotes[self._next]
 
     def _replace(self, dead: Zygote) -> Zygote:
-        """A new zygote in place of one that is dead or stopped; several threads may have met
+        """A new zygote instead of one that is dead or stopped; several threads may have met
         the same. Sessions of a stopped one live on: it is put aside until the pool is closed.
         """
         with self._lock:

@@ -152,7 +152,7 @@ def build_template(
 
 
 def _replace(home: Path, requirements: Path | None) -> None:
-    """A new directory in place of home, with the packages of requirements in site/. Both moves
+    """A new directory instead of home, with the packages of requirements in site/. Both moves
     are renames: a reader finds the old template, none, or the new one.
     """
     home.parent.mkdir(parents=True, exist_ok=True)

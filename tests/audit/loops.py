@@ -5,12 +5,15 @@ disk after the weights had been synchronised, so vLLM sampled from the initial m
 verl-project/verl issue 7495: what was pushed to the sampler were the base layers' weights alone, so
 its LoRA slot stayed empty, and it sampled from the initial policy. vLLM is stood in for by
 tests/audit/sampling.py; what it is told, and in which order, is that of the issues.
+
+main() is with vLLM itself, in TRL's process; the second update never reaches it.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +77,7 @@ def make_trainer(
 
     Args:
         folder: for the model and what TRL writes.
-        sync: called with the engine and the policy before each generation.
+        sync: called with the engine and the policy before each generation. None: TRL generates.
         lora: train an adapter.
         record: file that the rollout_func's outputs are appended to.
         options: of GRPOConfig.
@@ -109,5 +112,23 @@ def make_trainer(
         args=trl.GRPOConfig(**(defaults | dict(options or {}))),
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
         peft_config=LoraConfig(target_modules=targets) if lora else None,
-        rollout_func=recorded(rollout_func, record) if record else rollout_func,
+        rollout_func=recorded(rollout_func, record) if record else sync and rollout_func,
     )
+
+
+def main(arguments: list[str]) -> int:
+    """A command: train in a folder, vLLM in TRL's process; write what each step's audit says."""
+    from agentgrpo.audit.trl import AuditCallback
+    from agentgrpo.engine.start import plain_cpu_weights
+
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
+    with plain_cpu_weights():  # else vLLM packs them away on a CPU, and TRL cannot update them
+        trainer = make_trainer(Path(arguments[0]), None, options=options)
+    vllm, sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
+    vllm.sync_weights = lambda: sync() if trainer.state.global_step < 2 else None
+    callback = AuditCallback(trainer, stop=False)
+    trainer.add_callback(callback)
+    trainer.train()
+    for audit in callback.audits:
+        sys.stdout.write(f"AUDIT {audit.cause} {audit}\n")
+    return 0

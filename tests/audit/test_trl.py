@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
+from tests import tiny, warm
 from tests.audit.loops import as_it_should_be, make_trainer, merged, trl_5312, verl_7495
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL's, about versions
@@ -38,6 +38,13 @@ def test_a_sound_run_is_left_alone(tmp_path: Path, sync: Any, lora: bool) -> Non
     assert callback.audits[2].num_tokens == 32
     assert callback.audits[2].max_gap < 1e-4
     assert trainer.state.global_step == 3
+
+
+def test_vllm_in_trls_process_is_audited(tmp_path: Path) -> None:
+    """Its weights are the policy's before and after the first update, and not after the second."""
+    done = warm.run("-m", "tests.audit.loops", str(tmp_path), VLLM_CPU_KVCACHE_SPACE="1")
+    said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("AUDIT ")]
+    assert said == ["none", "none", "stale_weights"], done.stdout + done.stderr
 
 
 def test_trls_own_mixed_precision_is_no_fault(tmp_path: Path) -> None:

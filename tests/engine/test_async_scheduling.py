@@ -27,7 +27,7 @@ from tests.rollout.test_second_role import Shop
 
 
 @pytest.fixture(scope="module")
-def made(dear: None, tiny_model: Path) -> Iterator[Engine]:
+def made(slow_setup: None, tiny_model: Path) -> Iterator[Engine]:
     with async_scheduling_on_cpu():
         config = EngineConfig(max_model_len=256, kv_cache_gib=1 / 16, async_scheduling=True)
         made = Engine(tiny_model, config)

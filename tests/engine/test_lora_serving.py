@@ -26,7 +26,7 @@ IDS = np.arange(40, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
-def served(dear: None, tiny_model: Path) -> Iterator[Engine]:
+def served(slow_setup: None, tiny_model: Path) -> Iterator[Engine]:
     """An engine with room for adapters."""
     made = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16), lora_rank=RANK)
     yield made

@@ -66,7 +66,7 @@ def make_dir(folder: Path, kind: str, options: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def start(
-    dear: None, request: pytest.FixtureRequest, tmp_path: Path
+    slow_setup: None, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[Engine, Path]]:
     (kind, options), dtype = request.param
     model = make_dir(tmp_path / "model", kind, options)

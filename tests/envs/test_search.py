@@ -315,7 +315,9 @@ def test_the_texts_that_are_nearest_come_first(encoder: Path, pooling: Any) -> N
     )
     env = SearchEnv(TEXTS, dense=dense, load_encoder=Encoder, top_k=5, max_chars=9)
     query = vector(encoder, "query : owl", pooling)
-    rows = [vector(encoder, f"passage : {title}\n{text}", pooling) for _, title, text in TEXTS]
+    texts = [f"passage : {title}\n{text}" for _, title, text in TEXTS]
+    rows = [vector(encoder, text, pooling) for text in texts]
+    assert np.allclose(Encoder(encoder, pooling).encode(texts), rows, atol=1e-5)
     order = sorted(range(5), key=lambda i: (-round(float(rows[i] @ query), 4), i))
     shown = [f"[{n}] {TEXTS[i][1]}\n{TEXTS[i][2][:9]}" for n, i in enumerate(order, 1)]
     assert found(env, "owl") == "\n".join(shown)

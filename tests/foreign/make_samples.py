@@ -9,6 +9,7 @@ and by write_states(); behind the client is the tiny model, not a server.
 prime_rl/ and atif/ are not of their programs, which were not to be had: they follow what is written
 of the formats, verifiers.v1's Episode.to_record() (its commit a60a606), prime-rl's token export
 (its commit 559b447) and Harbor's RFC 0001 in version ATIF-v1.4, with tokens of the tiny model.
+The classes of Harbor 0.25.0 (harbor.models.trajectories, Python 3.12) accept the last.
 """
 
 from __future__ import annotations

@@ -124,6 +124,30 @@ def test_turns_of_atif_that_continue_each_other_are_one_row() -> None:
 
 
 @pytest.mark.parametrize(
+    ("says", "origin"),
+    [({}, "sampled"), ({"llm_call_count": 1}, "sampled"), ({"is_copied_context": True}, "prompt"),
+     ({"llm_call_count": 0}, "prompt")],
+)  # fmt: skip
+def test_a_turn_of_atif_that_no_model_sampled_here_is_not_called_sampled(
+    says: dict[str, Any], origin: str
+) -> None:
+    whole = json.loads((SAMPLES / "atif/trajectory.json").read_text())
+    for step in whole["steps"][1:]:
+        del step["metrics"]
+    whole["steps"][1] |= says
+    (found,) = _of_atif(whole, "here")
+    assert found.rows[0][1].origin == origin
+    assert len(found.calls) == 1 + (origin == "sampled")
+
+
+def test_counts_of_a_turn_of_several_calls_are_not_those_of_its_tokens() -> None:
+    whole = json.loads((SAMPLES / "atif/trajectory.json").read_text())
+    whole["steps"][1]["llm_call_count"] = 2
+    (found,) = _of_atif(whole, "here")
+    assert [call.completion_tokens for call in found.calls] == [None, 6]
+
+
+@pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("a.jsonl", "{\n", "a.jsonl:1: not JSON"),

@@ -248,3 +248,22 @@ def test_host_memory_is_that_of_all_ranks_of_the_machine(
     gib = waits * count(shapes_of(qwen3.config("0.6b"))) / GIB
     assert said["host memory"].found.startswith(f"{gib:.1f} GiB of optimizer state wait there")
     assert said["host memory"].ok is (ranks == 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ok"), [("avx512f avx512_bf16", True), ("amx_bf16", True), ("avx512f avx2", False)]
+)
+def test_bfloat16_on_a_cpu_is_asked_for_and_told_where_it_is_slow(
+    flags: str, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    hardware.CPUINFO.write_text(f"processor : 0\nflags : {flags}\n\nprocessor : 1\n")
+    qwen3.config("0.6b").save_pretrained(tmp_path)
+
+    def told(**engine: str) -> list[bool]:
+        checks = room_checks(make_config(engine=engine), str(tmp_path), trained=True)
+        return [check.ok for check in checks if check.name == "bfloat16"]
+
+    assert told() == told(dtype="float32") == []
+    assert told(dtype="bfloat16") == [ok]

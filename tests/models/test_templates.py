@@ -209,6 +209,41 @@ def test_templates_that_look_back_are_shown_what_was_said_by_whom(
     assert (first in text) == (shown == first)
 
 
+def conversation_of_two_calls_a_turn(start: str) -> list[dict[str, Any]]:
+    """Two turns with calls, of which the second turn's ids begin with `start`."""
+    messages: list[dict[str, Any]] = [*GO_ON]
+    for names, begin in (("fg", "call0000"), ("hk", start)):
+        ids = [f"{begin}{number}" for number in range(2)]
+        calls: list[dict[str, Any]] = [
+            {"type": "function", "id": i, "function": {"name": name, "arguments": {"x": name}}}
+            for i, name in zip(ids, names, strict=True)
+        ]
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages += [{"role": "tool", "content": f"of {i}", "tool_call_id": i} for i in ids]
+    return messages
+
+
+@pytest.mark.parametrize("model", ["command", "Cohere2MoE", "Solar", "moonshotai", "Mistral-Small"])
+def test_an_id_that_is_given_again_is_of_the_last_call_that_has_it(model: str) -> None:
+    """Templates find a result's call by its id among all of the conversation."""
+    known = {"command": R7B, "Solar": "llama.cpp/upstage-Solar-Open-100B"}
+    name = known.get(model) or next(n for n in NAMES if n.startswith(f"llama.cpp/{model}"))
+    judge = judge_of(name)
+    own, again = (
+        judge.tokenizer.decode(judge.chat.prompt_ids(conversation_of_two_calls_a_turn(start)))
+        for start in ("newid000", "call0000")
+    )
+    assert again == own.replace("newid000", "call0000")
+
+
+def test_an_id_that_the_earlier_calls_are_given_here_is_told_apart_from_theirs() -> None:
+    judge, roles = judge_of(R7B), ["user", "assistant", "tool", "tool"]
+    said = [[{**TOOL[0], "tool_call_id": i}] for i in ("past00002", "call00000")]
+    ids = [judge.chat.observation_ids(one, last_id=None, roles=roles).tolist() for one in said]
+    assert ids[0] == ids[1]
+    assert '"tool_call_id": "2"' in judge.tokenizer.decode(ids[0])
+
+
 @pytest.mark.parametrize(
     ("name", "said", "token"),
     [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def seen(dear: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def seen(slow_setup: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks saw."""
     folder = tmp_path_factory.mktemp("divided")
     tiny.make_model_dir(folder / "model")

@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def records(dear: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+def records(slow_setup: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """Two steps on one rank and on two; two more from either's checkpoint on the other."""
     folder = tmp_path_factory.mktemp("parallel")
     tiny.make_model_dir(folder / "model")

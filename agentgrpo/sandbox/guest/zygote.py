@@ -147,7 +147,7 @@ def prepare(settings: dict[str, Any]) -> None:
 
 def collapse(extension: Any) -> None:
     """Back private memory by huge pages, where the kernel can: every session's two forks copy one
-    entry in place of 512.
+    entry instead of 512.
     """
     with open("/proc/self/maps") as maps:
         for span, access, _, _, inode, *name in map(str.split, maps.readlines()):

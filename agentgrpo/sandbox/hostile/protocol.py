@@ -146,7 +146,7 @@ row("Half a frame and then nothing runs into the deadline",
     ("1", (*ANY, lost)))
 row("A stream of valid-looking frames ends the session", (FORGE,),
     ("while True: os.write(4, frame(2, b'ok') * 100)", BROKEN))
-row("A pickle in place of an answer is never loaded", ("""
+row("A pickle instead of an answer is never loaded", ("""
     import os, pickle, struct
     class P:
      def __reduce__(self): return os.system, ('touch /tmp/owned',)

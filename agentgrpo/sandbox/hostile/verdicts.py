@@ -33,7 +33,7 @@ SAYS_ANYTHING = ("__main__", "numpy", "a.b", "", "\\ud800", "x" * 5000)
 
 @on_pool
 def tuples_bring_no_functions(pool: SandboxPool) -> None:
-    """A named tuple does not bring a function along in place of a tuple's method."""
+    """A named tuple does not bring a function along instead of a tuple's method."""
     tests = "got = f([1, 1])\nassert got == (1, got[1]) and got.count(1) == 3"
     assert not check_tests(pool, BRINGS_A_FUNCTION, tests).passed
     for fields in FIELDS:
