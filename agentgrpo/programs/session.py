@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
-from agentgrpo.programs.messages import BadRequest, Call, Message
+from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
 from agentgrpo.programs.requests import Asked, Reply
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
@@ -84,8 +85,26 @@ class Session:
         """Of equal requests the last one, for clients that ask again."""
         self._prompts: Counter[str] = Counter()
         self._over = False
+        self.past: dict[str, Any] = {}
+        """What requests may go on from by an id, see Past of requests.py."""
 
     # --- requests
+
+    def prompt(self, asked: Asked) -> Prompt:
+        """What a request shows the model.
+
+        Raises:
+            BadRequest: it cannot be shown, or is longer than is worth counting.
+        """
+        size = sum(len(message.content) for message in asked.messages) + len(asked.text or "")
+        if size > CHARACTERS * self.max_model_len:  # no tokenizer is asked how long it is
+            raise self._too_long(f"your messages have {size} characters")
+        if asked.text is not None:
+            return self.conversations.text_prompt(asked.text)
+        try:
+            return self.conversations.prompt(asked.messages, asked.tools)
+        except RecursionError:
+            raise BadRequest("tools: nested too deeply", param="tools") from None
 
     def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.
@@ -104,13 +123,7 @@ class Session:
             raise BadRequest("this rollout is over", "rollout_over")
         if sum(p.waiting > 0 for p in self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
-        size = sum(len(message.content) for message in asked.messages)
-        if size > CHARACTERS * self.max_model_len:  # no tokenizer is asked how long it is
-            raise self._too_long(f"your messages have {size} characters")
-        try:
-            prompt = self.conversations.prompt(asked.messages, asked.tools)
-        except RecursionError:
-            raise BadRequest("tools: nested too deeply", param="tools") from None
+        prompt = self.prompt(asked)
         budget = self._budget(len(prompt.token_ids))
         for name in asked.unenforced:
             self.stats[f"unenforced_{name}"] += 1
@@ -201,13 +214,15 @@ class Session:
         if asked.logprobs:
             tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
         pending.reply = Reply(
-            id=f"chatcmpl-{turn.account.prompt_hash[:16]}-{self.conversations.num_turns}",
+            id=f"{turn.account.prompt_hash[:16]}-{self.conversations.num_turns}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
             tokens=tuple(tokens),
         )
+        if asked.alone is not None:
+            self.past[pending.reply.id] = (*asked.messages[asked.alone :], message), asked.tools
         return pending.reply
 
     def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
@@ -222,15 +237,16 @@ class Session:
             reading = self.read_calls(text, asked.tools)
         except Exception:  # parsers raise for what a policy or a client's schema says
             reading = Reading(text, (), attempted=True)
-        if not reading.calls:
-            self.stats["malformed"] += reading.attempted
+        calls = [(name, arguments or "{}") for name, arguments in reading.calls]
+        if not calls or (asked.objects and not all(is_object(text) for _, text in calls)):
+            self.stats["malformed"] += reading.attempted or bool(calls)
             return Message("assistant", text), ()
         name = f"{turn.account.prompt_hash[:12]}{self.conversations.num_turns}"
-        calls = tuple(
+        made = tuple(
             Call(f"call_{name}_{number}", function, arguments)
-            for number, (function, arguments) in enumerate(reading.calls)
+            for number, (function, arguments) in enumerate(calls)
         )
-        given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
+        given, dropped = (made[:1], made[1:]) if asked.one_call else (made, ())
         self.stats["refused_calls"] += len(dropped)
         return Message("assistant", reading.content, given), dropped
 
@@ -247,3 +263,4 @@ class Session:
                 pending.turn.exception()
         self._pending.clear()
         self._latest.clear()
+        self.past.clear()
