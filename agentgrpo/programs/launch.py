@@ -133,6 +133,7 @@ def variables(url: str, key: str) -> dict[str, str]:
         "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": MODEL,
         **QUIET,
     }
 

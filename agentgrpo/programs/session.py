@@ -237,16 +237,16 @@ class Session:
             reading = self.read_calls(text, asked.tools)
         except Exception:  # parsers raise for what a policy or a client's schema says
             reading = Reading(text, (), attempted=True)
-        calls = [(name, arguments or "{}") for name, arguments in reading.calls]
-        if not calls or (asked.objects and not all(is_object(text) for _, text in calls)):
-            self.stats["malformed"] += reading.attempted or bool(calls)
+        found = [(name, arguments or "{}") for name, arguments in reading.calls]
+        if not found or (asked.objects and not all(is_object(text) for _, text in found)):
+            self.stats["malformed"] += reading.attempted or bool(found)
             return Message("assistant", text), ()
         name = f"{turn.account.prompt_hash[:12]}{self.conversations.num_turns}"
-        made = tuple(
+        calls = tuple(
             Call(f"call_{name}_{number}", function, arguments)
-            for number, (function, arguments) in enumerate(calls)
+            for number, (function, arguments) in enumerate(found)
         )
-        given, dropped = (made[:1], made[1:]) if asked.one_call else (made, ())
+        given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
         self.stats["refused_calls"] += len(dropped)
         return Message("assistant", reading.content, given), dropped
 

@@ -7,7 +7,6 @@ names are those of their packages; NAMES says which module each needs.
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,9 +14,12 @@ from typing import Any
 from agentgrpo.programs.launch import QUIET
 
 SYSTEM = "Be brief."
-os.environ.update(QUIET)  # as a session of the sandbox has it
-os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", tempfile.gettempdir())
+ENVIRONMENT = {
+    **QUIET,
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir(),
+}
+"""What they are to find: they call nobody else, and write nothing at home."""
 
 
 def add(a: float, b: float) -> float:
@@ -162,7 +164,7 @@ async def anthropic_runner(task: Any, *, base_url: str, api_key: str, model: str
     url = base_url.removesuffix("/v1")
     async with AsyncAnthropic(base_url=url, api_key=api_key) as client:
         runner = client.beta.messages.tool_runner(
-            model=model, max_tokens=99, system=SYSTEM, max_iterations=4,
+            model=model, max_tokens=400, system=SYSTEM, max_iterations=4,
             messages=[{"role": "user", "content": task["question"]}],
             tools=[beta_async_tool(sum_of, name="add", description="Add.", input_schema=SCHEMA)],
         )  # fmt: skip

@@ -18,7 +18,7 @@ from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Status
 from tests import tiny
 from tests.playing import EOT
-from tests.programs.clients import PROGRAMS
+from tests.programs.clients import ENVIRONMENT, PROGRAMS
 from tests.programs.test_play import CALL, alone, rows_of, turn
 from tests.warm import Command
 
@@ -42,6 +42,12 @@ SAYS: dict[str, Sequence[str]] = {
 }
 ROWS = {"smolagents tools": [1, 1, 1], "smolagents code": [1, 1]}
 """How many turns each row has; smolagents writes calls and code in its own words: all fork."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 def need(name: str) -> None:
@@ -98,7 +104,8 @@ def test_every_client_is_trained_with_a_real_model(tmp_path: Path) -> None:
     lines = [f'{{"question": "{name}: 1 + 2?", "answer": "3"}}\n' for name in [*names, "openai"]]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     root = str(Path(__file__).parents[2])
-    command = Command("-m", "agentgrpo.train", "c.toml", cwd=tmp_path, PYTHONPATH=root)
+    environment = {**ENVIRONMENT, "PYTHONPATH": root}
+    command = Command("-m", "agentgrpo.train", "c.toml", cwd=tmp_path, **environment)
     out, err = command.communicate(800)
     assert command.returncode == 0, out + err
     report = verify.verify_run(tmp_path / "run")
