@@ -1,4 +1,4 @@
-"""The endpoint that programs ask: OpenAI's protocol over HTTP, on a loopback port of this process.
+"""The endpoint that programs ask: OpenAI's and Anthropic's protocols over HTTP, on a loopback port.
 
 It is no second engine and no proxy: a request becomes a turn of the loop that plays all rollouts,
 on the same weights. Its thread reads, renders, encodes and writes; the engine's thread samples.
@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentgrpo.actions import InfrastructureError
+from agentgrpo.programs.anthropic import MESSAGES, read_count
+from agentgrpo.programs.completions import COMPLETIONS
 from agentgrpo.programs.messages import BadRequest
-from agentgrpo.programs.requests import MODEL, Asked, chat_chunks, chat_json, read_chat
+from agentgrpo.programs.requests import CHAT, MODEL, Api
+from agentgrpo.programs.responses import RESPONSES
 from agentgrpo.programs.session import Pending, Session
 from agentgrpo.usercode import event_loop
 
@@ -39,8 +42,13 @@ CONNECTIONS = 128
 """Of a session of the sandbox, which needs few; all together may have half the descriptors."""
 STATUS = {
     "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
-    "invalid_api_key": 401, "timeout": 408,
+    "invalid_api_key": 401, "timeout": 408, "not_offered": 404, "thread_not_found": 404,
 }  # fmt: skip
+APIS = {
+    "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
+    "/v1/completions": COMPLETIONS,
+}  # fmt: skip
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 Result = TypeVar("Result")
 
 
@@ -219,15 +227,23 @@ class Endpoint:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
+        def post(path: str, api: Api, answer: Any) -> Any:
+            return Route(path, self._answering(answer, api), methods=["POST"])
+
+        nothing = functools.partial(self._answering, _nothing_there)
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                *(post(p, api, functools.partial(self._turn, api)) for p, api in APIS.items()),
+                post("/v1/messages/count_tokens", MESSAGES, self._count),
                 Route("/v1/models", self._answering(self._models), methods=["GET"]),
+                Route(f"/v1/models/{MODEL}", self._answering(self._model), methods=["GET"]),
+                Route("/v1/messages{path:path}", nothing(MESSAGES), methods=METHODS),
+                Route("/{path:path}", nothing(CHAT), methods=METHODS),
             ]
         )
 
-    def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]]) -> Any:
-        """What a route calls: finds the session, and says errors as OpenAI does."""
+    def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]], api: Api = CHAT) -> Any:
+        """What a route calls: finds the session, and says errors as its protocol does."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 
@@ -239,11 +255,9 @@ class Endpoint:
             except BadRequest as error:
                 code = STATUS.get(error.code or "", 400)
                 headers = {"retry-after": "1"} if code == 429 else None
-                return JSONResponse(error_json(error), code, headers)
+                return JSONResponse(api.error(error, code), code, headers)
             except InfrastructureError as error:
-                return JSONResponse(
-                    error_json(error, kind="server_error"), 500, {"x-should-retry": "false"}
-                )
+                return JSONResponse(api.error(error, 500), 500, {"x-should-retry": "false"})
 
         return respond
 
@@ -261,53 +275,64 @@ class Endpoint:
     async def _models(self, request: Any, session: Session) -> Any:
         from starlette.responses import JSONResponse
 
-        one = {
-            "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo",
-            "max_model_len": session.max_model_len,
-        }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [one]})
+        one = model_json(session)
+        ends = {"first_id": one["id"], "last_id": one["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": [one], **ends})
 
-    async def _chat(self, request: Any, session: Session) -> Any:
+    async def _model(self, request: Any, session: Session) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(model_json(session))
+
+    async def _count(self, request: Any, session: Session) -> Any:
+        from starlette.responses import JSONResponse
+
+        raw = await read_body(request, session)
+        asked = await session.beside(len(raw), lambda: read_count(json_object(raw), session.past))
+        prompt = await session.prompt(asked, len(raw))
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+
+    async def _turn(self, api: Api, request: Any, session: Session) -> Any:
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
-        pending = await begun(request, session, read_chat)
+        pending = await begun(request, session, api)
         if pending.asked.stream:
             return StreamingResponse(
-                _events(session, pending), media_type="text/event-stream",
+                _events(api, session, pending), media_type="text/event-stream",
                 headers={"cache-control": "no-cache"},
             )  # fmt: skip
         with _waiting(pending):
             if not await _is_whole(pending.turn, request):
                 return Response(status_code=499)  # nobody is there to read it
-            return JSONResponse(chat_json(session.deliver(pending)))
+            return JSONResponse(api.whole(session.deliver(pending)))
 
 
-def error_json(
-    error: Exception, *, kind: str = "invalid_request_error"
-) -> dict[str, Mapping[str, Any]]:
-    """An error as OpenAI's clients read it."""
-    said = {"message": str(error), "type": kind}
-    code, param = getattr(error, "code", None), getattr(error, "param", None)
-    return {"error": {**said, "code": code, "param": param}}
+def model_json(session: Session) -> dict[str, Any]:
+    """The model, as OpenAI's and Anthropic's clients read it."""
+    return {
+        "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo", "type": "model",
+        "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z",
+        "max_model_len": session.max_model_len,
+    }  # fmt: skip
 
 
-async def begun(
-    request: Any, session: Session, read: Callable[[Mapping[str, Any]], Asked]
-) -> Pending:
+async def _nothing_there(request: Any, session: Session) -> Any:
+    raise BadRequest(
+        f"{request.method} {request.url.path} is not offered: there are POST {', '.join(APIS)} and "
+        "GET /v1/models", "not_offered",
+    )  # fmt: skip
+
+
+async def begun(request: Any, session: Session, api: Api) -> Pending:
     """A turn that is sampled for a request.
-
-    Args:
-        request: of starlette.
-        session: whose.
-        read: understands the body, a JSON object.
 
     Raises:
         BadRequest: it cannot be answered.
     """
     raw = await read_body(request, session)
-    asked = await session.beside(len(raw), lambda: read(json_object(raw)))
+    asked = await session.beside(len(raw), lambda: api.read(json_object(raw), session.past))
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return await session.begin(asked, raw, retried=retried)
+    return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
 
 
 async def read_body(request: Any, session: Session) -> bytes:
@@ -376,7 +401,7 @@ async def _is_whole(turn: asyncio.Future[Any], request: Any) -> bool:
         left.cancel()
 
 
-async def _events(session: Session, pending: Pending) -> AsyncIterator[str]:
+async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator[str]:
     """A stream: comments while the turn is sampled, then all of it."""
     with _waiting(pending):
         while not pending.turn.done():
@@ -385,7 +410,16 @@ async def _events(session: Session, pending: Pending) -> AsyncIterator[str]:
         try:
             reply = session.deliver(pending)
         except (BadRequest, InfrastructureError) as error:
-            yield f"data: {json.dumps(error_json(error, kind='server_error'))}\n\n"
+            status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
+            yield framed({**api.error(error, status), "type": "error"})
             return
-        for chunk in chat_chunks(reply, with_usage=pending.asked.usage_in_stream):
-            yield f"data: {chunk}\n\n"
+        for data in api.events(reply, pending.asked.usage_in_stream):
+            yield framed(data)
+
+
+def framed(data: Mapping[str, Any] | str) -> str:
+    """A server-sent event, named where its data has a type."""
+    if isinstance(data, str):
+        return f"data: {data}\n\n"
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

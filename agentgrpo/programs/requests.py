@@ -1,14 +1,15 @@
 """What a request of a protocol asks for, and how its answer is written: OpenAI's chat completions.
 
 The answer is one message, made once a turn is whole; the plain reply and the chunks of a stream are
-both written from it, so they cannot differ.
+both written from it, so they cannot differ. Other protocols (responses.py, anthropic.py,
+completions.py) write their requests as those of chat completions, which are read here.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,17 @@ class Asked:
     """What it asks for that bends the distribution, by the protocol's keys."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The same, as Engine.add_request() takes it, where that is obeyed."""
+    text: str | None = None
+    """Of a text completion, which has no messages: what is gone on from."""
+    objects: bool = False
+    """Whether the protocol has no form for a call whose arguments are no JSON object."""
+    alone: int | None = None
+    """How many of the first messages are this request's alone, where others may go on from its
+    answer by the answer's id."""
+
+
+Past = Mapping[str, tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]]
+"""Conversations by the ids of their last answers, with their tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,7 @@ class Reply:
     """What a turn came to."""
 
     id: str
+    """Without the prefix that a protocol gives it."""
     message: Message
     finish_reason: str
     """Of the protocol: "stop", "length" or "tool_calls"."""
@@ -69,15 +82,68 @@ class Reply:
     """The text of each sampled token, where log-probabilities were asked for."""
 
 
-def read_chat(body: Mapping[str, Any]) -> Asked:
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A protocol: how its requests are read, and its answers, streams and errors are written."""
+
+    read: Callable[[Mapping[str, Any], Past], Asked]
+    whole: Callable[[Reply], dict[str, Any]]
+    events: Callable[[Reply, bool], Iterator[Mapping[str, Any] | str]]
+    """Of a stream; with the usage, if that was asked for."""
+    error: Callable[[Exception, int], dict[str, Any]]
+    """For a status of HTTP."""
+
+
+@contextlib.contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Say what is wrong with a key of chat completions by another protocol's name of it."""
+    try:
+        yield
+    except BadRequest as error:
+        told = str(error)
+        for name, other in names.items():
+            if told.startswith(name):
+                raise BadRequest(other + told[len(name) :], error.code, other) from None
+        raise
+
+
+def known(body: Mapping[str, Any], names: set[str]) -> None:
+    """Refuse a request's keys that a protocol does not have.
+
+    Raises:
+        BadRequest: names one.
+    """
+    if unknown := sorted(body.keys() - names):
+        raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
+
+
+def listed(body: Mapping[str, Any], name: str) -> list[Any]:
+    """A list of a request's, which may be missing.
+
+    Raises:
+        BadRequest: it is another thing.
+    """
+    given = body.get(name)
+    if given is not None and not isinstance(given, list):
+        raise BadRequest(f"{name}: expected a list, got {given!r:.80}", param=name)
+    return given or []
+
+
+def read_chat(
+    body: Mapping[str, Any], past: Past, messages: Sequence[Message] | None = None
+) -> Asked:
     """A request to /v1/chat/completions.
+
+    Args:
+        body: of the request.
+        past: what may be named by an id: nothing here.
+        messages: in place of those of the body, if another protocol's were read.
 
     Raises:
         BadRequest: something in it has the wrong form, or is not offered.
     """
     _require_model(body)
-    if unknown := sorted(body.keys() - KNOWN):
-        raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
+    known(body, KNOWN)
     if body.get("n") not in (None, 1):
         raise BadRequest(f"n: one answer per request, got {body['n']!r}", param="n")
     if body.get("functions") or body.get("function_call"):
@@ -86,7 +152,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
     tools = _tools(body.get("tools"))
     options = body.get("stream_options") or {}
     return Asked(
-        messages=tuple(read_messages(body.get("messages"))),
+        messages=tuple(read_messages(body.get("messages")) if messages is None else messages),
         tools=() if choice == "none" else tools,
         max_tokens=_most(body),
         stop=_stops(body.get("stop")),
@@ -242,12 +308,12 @@ def chat_json(reply: Reply) -> dict[str, Any]:
         "index": 0,
         "message": said,
         "finish_reason": reply.finish_reason,
-        "logprobs": _logprobs(reply),
+        "logprobs": logprobs(reply),
     }
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": usage(reply)}
 
 
-def chat_chunks(reply: Reply, *, with_usage: bool) -> Iterator[str]:
+def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | str]:
     """The answer as data of server-sent events."""
     message = reply.message
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -261,21 +327,21 @@ def chat_chunks(reply: Reply, *, with_usage: bool) -> Iterator[str]:
     head = _head(reply, "chat.completion.chunk")
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
-        yield json.dumps({**head, "choices": [choice]})
+        yield {**head, "choices": [choice]}
     last = {
         "index": 0,
         "delta": {},
         "finish_reason": reply.finish_reason,
-        "logprobs": _logprobs(reply),
+        "logprobs": logprobs(reply),
     }
-    yield json.dumps({**head, "choices": [last]})
+    yield {**head, "choices": [last]}
     if with_usage:
-        yield json.dumps({**head, "choices": [], "usage": usage(reply)})
+        yield {**head, "choices": [], "usage": usage(reply)}
     yield "[DONE]"
 
 
 def _head(reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": reply.id, "object": kind, "created": reply.created, "model": MODEL}
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": MODEL}
 
 
 def _call_json(call: Any) -> dict[str, Any]:
@@ -283,7 +349,8 @@ def _call_json(call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(reply: Reply) -> dict[str, Any] | None:
+def logprobs(reply: Reply) -> dict[str, Any] | None:
+    """Of each sampled token, if they were asked for."""
     if not reply.tokens:
         return None
     pairs = zip(reply.tokens, reply.turn.logprobs.tolist(), strict=True)
@@ -292,3 +359,13 @@ def _logprobs(reply: Reply) -> dict[str, Any] | None:
         for text, value in pairs
     ]
     return {"content": said, "refusal": None}
+
+
+def error_json(error: Exception, status: int) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code, param = getattr(error, "code", None), getattr(error, "param", None)
+    return {"error": {"message": str(error), "type": kind, "code": code, "param": param}}
+
+
+CHAT = Api(read_chat, chat_json, chat_chunks, error_json)

@@ -17,7 +17,7 @@ from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
-from agentgrpo.programs.messages import BadRequest, Call, Message
+from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
 from agentgrpo.programs.requests import FROZEN, NEVER, Asked, Reply
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
@@ -99,6 +99,8 @@ class Session:
         self._large = asyncio.Lock()
         self.receiving = 0
         """Bytes of bodies that are on their way."""
+        self.past: dict[str, Any] = {}
+        """What requests may go on from by an id, see Past of requests.py."""
 
     # --- requests
 
@@ -112,6 +114,27 @@ class Session:
         async with self._large:
             return await asyncio.get_running_loop().run_in_executor(None, work)
 
+    async def prompt(self, asked: Asked, size: int) -> Prompt:
+        """What a request of so many bytes shows the model.
+
+        Raises:
+            BadRequest: it cannot be shown, or is longer than is worth counting.
+        """
+        said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
+        size = max(size, said)
+        if size > BYTES * self.max_model_len:  # no tokenizer is asked how long it is
+            raise self._too_long(f"your request has {size} bytes")
+
+        def work() -> Prompt:
+            if asked.text is not None:
+                return self.conversations.text_prompt(asked.text)
+            try:
+                return self.conversations.prompt(asked.messages, asked.tools)
+            except RecursionError:
+                raise BadRequest("tools: nested too deeply", param="tools") from None
+
+        return await self.beside(size, work)
+
     async def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.
 
@@ -120,9 +143,7 @@ class Session:
         Raises:
             BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
-        if len(body) > BYTES * self.max_model_len:  # no tokenizer is asked how long it is
-            raise self._too_long(f"your request has {len(body)} bytes")
-        prompt = await self.beside(len(body), lambda: self._prompt(asked))
+        prompt = await self.prompt(asked, len(body))
         digest = hashlib.blake2b(body, digest_size=16).digest()
         old = self._latest.get(digest)
         if old is not None and (retried or (old.reply is None and not old.waiting)):
@@ -142,12 +163,6 @@ class Session:
         made = self._latest[digest] = Pending(asked, prompt, budget, turn)
         self._pending.append(made)
         return made
-
-    def _prompt(self, asked: Asked) -> Prompt:
-        try:
-            return self.conversations.prompt(asked.messages, asked.tools)
-        except RecursionError:
-            raise BadRequest("tools: nested too deeply", param="tools") from None
 
     def _sampling(self, asked: Asked) -> dict[str, Any]:
         """What the engine is to obey of a request; all else that bends is counted."""
@@ -257,13 +272,15 @@ class Session:
         if asked.logprobs:
             tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
         pending.reply = Reply(
-            id=f"chatcmpl-{turn.account.prompt_hash[:16]}-{self._answers}",
+            id=f"{turn.account.prompt_hash[:16]}-{self._answers}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
             tokens=tuple(tokens),
         )
+        if asked.alone is not None:
+            self.past[pending.reply.id] = (*asked.messages[asked.alone :], message), asked.tools
         self._pending.remove(pending)
         nothing = pending.prompt.token_ids[:0]  # the conversations have it: not each turn anew
         pending.asked = replace(asked, messages=(), tools=())
@@ -282,15 +299,16 @@ class Session:
             reading = self.read_calls(text, asked.tools)
         except Exception:  # parsers raise for what a policy or a client's schema says
             reading = Reading(text, (), attempted=True)
-        if not reading.calls:
-            self.stats["malformed"] += reading.attempted
+        calls = [(name, arguments or "{}") for name, arguments in reading.calls]
+        if not calls or (asked.objects and not all(is_object(text) for _, text in calls)):
+            self.stats["malformed"] += reading.attempted or bool(calls)
             return Message("assistant", text), ()
         name = f"{turn.account.prompt_hash[:12]}{self._answers}"
-        calls = tuple(
+        made = tuple(
             Call(f"call_{name}_{number}", function, arguments)
-            for number, (function, arguments) in enumerate(reading.calls)
+            for number, (function, arguments) in enumerate(calls)
         )
-        given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
+        given, dropped = (made[:1], made[1:]) if asked.one_call else (made, ())
         self.stats["refused_calls"] += len(dropped)
         return Message("assistant", reading.content, given), dropped
 
@@ -306,3 +324,4 @@ class Session:
                 pending.turn.exception()
         self._pending.clear()
         self._latest.clear()
+        self.past.clear()
