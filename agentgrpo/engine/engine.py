@@ -23,6 +23,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from agentgrpo import parallel
@@ -256,8 +257,9 @@ class Engine:
             stop: strings that end the turn.
             stop_token_ids: tokens that end the turn.
             top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
-            filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
-                what is trained on: EvaluationConfig says why.
+            filters: vLLM's names of what cuts or bends the distribution (top_p, ...; of
+                structured_outputs the fields). Never for what is trained on: EvaluationConfig says
+                why.
             on_token: told of each sampled token within step(); true ends the turn with that token.
             reference: answered without the adapter, by the weights that nothing changes.
 
@@ -269,6 +271,9 @@ class Engine:
         if reference and not self.lora_rank:
             raise ValueError(f"request {request_id!r}: {NO_REFERENCE}")
         engine, inputs = self._engine, self._engine.input_processor
+        bent = dict[str, Any](filters)
+        if shape := bent.get("structured_outputs"):
+            bent["structured_outputs"] = StructuredOutputsParams(**shape)
         asked = inputs.process_inputs(
             request_id,
             tokens_input(prompt_ids.tolist()),
@@ -281,7 +286,7 @@ class Engine:
                 logprobs=top_logprobs,
                 detokenize=bool(stop),
                 skip_special_tokens=False,  # a stop string may be the name of one
-                **dict[str, Any](filters),
+                **bent,
             ),
             supported_tasks=engine.get_supported_tasks(),
             lora_request=None if reference else self._adapter,

@@ -9,8 +9,8 @@ from typing import Any
 
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.requests import (
+    BENT,
     MODEL,
-    UNENFORCED,
     Api,
     Asked,
     Past,
@@ -21,7 +21,7 @@ from agentgrpo.programs.requests import (
     usage,
 )
 
-SAME = ("model", "max_tokens", "stop", "stream", "stream_options", *UNENFORCED)
+SAME = ("model", "max_tokens", "stop", "stream", "stream_options", *BENT)
 REFUSED = ("suffix", "echo")
 KNOWN = {*SAME, *REFUSED, "prompt", "n", "best_of", "logprobs", "user"}
 MAX_TOKENS = 16

@@ -84,7 +84,7 @@ class Prompt:
 
 
 class Conversations:
-    """All of a rollout's. Used on one thread.
+    """All of a rollout's. Used on one thread, but for prompt(), which may run beside the others.
 
     Args:
         chat: the model's template.

@@ -8,6 +8,7 @@ completions.py) write their requests as those of chat completions, which are rea
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,19 +16,24 @@ from typing import Any
 from agentgrpo.programs.messages import BadRequest, Message, read_messages
 from agentgrpo.types import Completion
 
-UNENFORCED = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "response_format", "structured_outputs",
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
 )  # fmt: skip
+BENT = (*NUMBERS, "seed", "logit_bias", "response_format", "structured_outputs")
 """Keys that bend what is sampled: the run's own sampling is the one that is trained on."""
+NEVER = ("seed", "logit_bias")
+"""Those of them that nothing obeys: seeds are the run's, and a bias is of single tokens."""
 KNOWN = {
-    *UNENFORCED, "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream",
+    *BENT, "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream",
     "stream_options", "stop", "max_tokens", "max_completion_tokens", "n", "logprobs",
     "top_logprobs", "user", "metadata", "store", "service_tier", "reasoning_effort", "modalities",
     "prediction", "functions", "function_call", "prompt_cache_key", "safety_identifier",
     "verbosity", "chat_template_kwargs",
 }  # fmt: skip
 MODEL = "policy"
+FROZEN = "policy:frozen"
+"""The same weights, by a name that keeps a turn out of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +48,12 @@ class Asked:
     stream: bool = False
     usage_in_stream: bool = False
     logprobs: bool = False
-    unenforced: tuple[str, ...] = ()
-    """What it asks for that bends the distribution."""
+    frozen: bool = False
+    """The turn is in no record and not trained on."""
+    bent: Mapping[str, Any] = field(default_factory=dict)
+    """What it asks for that bends the distribution, by the protocol's keys."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The same, as Engine.add_request() takes it, where that is obeyed."""
     text: str | None = None
     """Of a text completion, which has no messages: what is gone on from."""
     objects: bool = False
@@ -140,12 +150,6 @@ def read_chat(
         raise BadRequest("functions: use tools", param="functions")
     choice = body.get("tool_choice")
     tools = _tools(body.get("tools"))
-    unenforced = [name for name in UNENFORCED if body.get(name) is not None]
-    if choice not in (None, "auto", "none"):
-        unenforced.append("tool_choice")
-    shape = body.get("response_format")
-    if isinstance(shape, Mapping) and shape.get("type") == "text":
-        unenforced.remove("response_format")
     options = body.get("stream_options") or {}
     return Asked(
         messages=tuple(read_messages(body.get("messages")) if messages is None else messages),
@@ -156,16 +160,79 @@ def read_chat(
         stream=_flag(body, "stream"),
         usage_in_stream=bool(isinstance(options, Mapping) and options.get("include_usage")),
         logprobs=_flag(body, "logprobs"),
-        unenforced=tuple(unenforced),
+        frozen=body["model"] == FROZEN,
+        **bending(body, choice, body.get("response_format")),
     )
 
 
 def _require_model(body: Mapping[str, Any]) -> None:
-    if (model := body.get("model")) != MODEL:
+    if (model := body.get("model")) not in (MODEL, FROZEN):
         raise BadRequest(
-            f"model: there is {MODEL!r} (OPENAI_MODEL), got {model!r:.80}",
+            f"model: there is {MODEL!r} (OPENAI_MODEL) and {FROZEN!r}, got {model!r:.80}",
             "model_not_found", "model",
         )  # fmt: skip
+
+
+def bending(body: Mapping[str, Any], choice: Any, shape: Any) -> dict[str, dict[str, Any]]:
+    """What of a request bends the distribution: `bent` and `sampling` of Asked.
+
+    Args:
+        body: has numbers by OpenAI's names.
+        choice: of a tool: "auto", "none", "required" or one that is named as OpenAI names it.
+        shape: of the answer, a response_format as in a chat completion.
+
+    Raises:
+        BadRequest: one of them has the wrong form.
+    """
+    bent = {name: body[name] for name in BENT if body.get(name) is not None}
+    sampling = {name: _number(name, bent[name]) for name in NUMBERS if name in bent}
+    if choice not in (None, "auto", "none"):
+        bent["tool_choice"] = _choice(choice)
+    shaped = body.get("structured_outputs")
+    if shaped is not None and not (isinstance(shaped, Mapping) and len(shaped) == 1):
+        raise BadRequest(
+            f"structured_outputs: expected an object of one constraint, got {shaped!r:.80}",
+            param="structured_outputs",
+        )
+    formed = None if shape is None else _shaped(shape)
+    if formed is None:
+        bent.pop("response_format", None)
+    else:
+        bent["response_format"] = shaped = formed
+    return {"bent": bent, "sampling": sampling | ({"structured_outputs": shaped} if shaped else {})}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRequest(f"{name}: expected a number, got {value!r:.80}", param=name)
+    return value
+
+
+def _choice(choice: Any) -> Any:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    if choice != "required" and not named:
+        raise BadRequest(
+            "tool_choice: expected 'none', 'auto', 'required' or a function by its name, got "
+            f"{choice!r:.80}", param="tool_choice",
+        )  # fmt: skip
+    return choice
+
+
+def _shaped(shape: Any) -> dict[str, Any] | None:
+    """A response_format in vLLM's words; None: any text."""
+    kind = shape.get("type") if isinstance(shape, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    inside = shape.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inside, Mapping) or not isinstance(inside.get("schema"), Mapping):
+        raise BadRequest(
+            "response_format: expected the type text, json_object, or json_schema with its "
+            f"json_schema.schema, got {shape!r:.80}", param="response_format",
+        )  # fmt: skip
+    return {"json": dict(inside["schema"])}
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

@@ -9,22 +9,27 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
-from agentgrpo.programs.requests import Asked, Reply
+from agentgrpo.programs.requests import FROZEN, NEVER, Asked, Reply
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
 """Requests of a rollout that may wait for their turns at once."""
-CHARACTERS = 64
-"""Of a conversation, for each token that the engine takes: more are not even counted in tokens."""
+BYTES = 64
+"""Of a request, for each token that the engine takes: more are not even counted in tokens."""
+UNENFORCED = "unenforced_"
+"""How the counts of what is not obeyed begin."""
+HERE = 16 << 10
+"""Bytes of a request that is read and shown to the model on the endpoint's own thread."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,8 @@ class Wanted:
     stop: tuple[str, ...]
     place: tuple[str, int]
     """Hash of the prompt, and how many turns had it before: what the seed is made of."""
+    sampling: Mapping[str, Any]
+    """In place of the run's, by the names of Engine.add_request(); empty in training."""
     told: Callable[[Completion | BaseException], None]
 
 
@@ -72,6 +79,8 @@ class Session:
     max_model_len: int
     read_calls: ReadCalls
     ask: Callable[[Wanted], None]
+    obeys: bool = False
+    """Whether what bends the distribution is obeyed: in an evaluation."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
@@ -81,32 +90,52 @@ class Session:
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.chat)
         self._pending: list[Pending] = []
+        """Not delivered yet."""
         self._latest: dict[bytes, Pending] = {}
         """Of equal requests the last one, for clients that ask again."""
         self._prompts: Counter[str] = Counter()
         self._over = False
+        self._answers = 0
+        self._large = asyncio.Lock()
+        self.receiving = 0
+        """Bytes of bodies that are on their way."""
         self.past: dict[str, Any] = {}
         """What requests may go on from by an id, see Past of requests.py."""
 
     # --- requests
 
-    def prompt(self, asked: Asked) -> Prompt:
-        """What a request shows the model.
+    async def beside(self, size: int, work: Callable[[], Result]) -> Result:
+        """What a function gives, on another thread if it has so many bytes to work on.
+
+        One at a time, so that a rollout's large requests hold up no other's.
+        """
+        if size <= HERE:
+            return work()
+        async with self._large:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    async def prompt(self, asked: Asked, size: int) -> Prompt:
+        """What a request of so many bytes shows the model.
 
         Raises:
             BadRequest: it cannot be shown, or is longer than is worth counting.
         """
-        size = sum(len(message.content) for message in asked.messages) + len(asked.text or "")
-        if size > CHARACTERS * self.max_model_len:  # no tokenizer is asked how long it is
-            raise self._too_long(f"your messages have {size} characters")
-        if asked.text is not None:
-            return self.conversations.text_prompt(asked.text)
-        try:
-            return self.conversations.prompt(asked.messages, asked.tools)
-        except RecursionError:
-            raise BadRequest("tools: nested too deeply", param="tools") from None
+        said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
+        size = max(size, said)
+        if size > BYTES * self.max_model_len:  # no tokenizer is asked how long it is
+            raise self._too_long(f"your request has {size} bytes")
 
-    def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
+        def work() -> Prompt:
+            if asked.text is not None:
+                return self.conversations.text_prompt(asked.text)
+            try:
+                return self.conversations.prompt(asked.messages, asked.tools)
+            except RecursionError:
+                raise BadRequest("tools: nested too deeply", param="tools") from None
+
+        return await self.beside(size, work)
+
+    async def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.
 
         A client that lost its connection asks again: what it was never given is not sampled twice.
@@ -114,6 +143,7 @@ class Session:
         Raises:
             BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
+        prompt = await self.prompt(asked, len(body))
         digest = hashlib.blake2b(body, digest_size=16).digest()
         old = self._latest.get(digest)
         if old is not None and (retried or (old.reply is None and not old.waiting)):
@@ -123,27 +153,44 @@ class Session:
             raise BadRequest("this rollout is over", "rollout_over")
         if sum(p.waiting > 0 for p in self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
-        prompt = self.prompt(asked)
-        budget = self._budget(len(prompt.token_ids))
-        for name in asked.unenforced:
-            self.stats[f"unenforced_{name}"] += 1
+        budget = self._budget(len(prompt.token_ids), frozen=asked.frozen)
+        sampling = self._sampling(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
         name = token_hash(prompt.token_ids)
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), turn)
+        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), sampling, turn)
         self._prompts[name] += 1
         made = self._latest[digest] = Pending(asked, prompt, budget, turn)
         self._pending.append(made)
         return made
 
-    def _budget(self, length: int) -> int:
+    def _sampling(self, asked: Asked) -> dict[str, Any]:
+        """What the engine is to obey of a request; all else that bends is counted."""
+        obeyed, ignored = {}, set(asked.bent)
+        if self.obeys or asked.frozen:
+            obeyed, ignored = dict(asked.sampling), set(NEVER) & ignored
+            grammar = getattr(self.read_calls, "grammar", None)
+            choice = asked.bent.get("tool_choice")
+            if choice is not None:
+                tag = grammar(asked.tools, choice) if grammar and asked.tools else None
+                if tag is None:  # this family's calls have no grammar
+                    ignored.add("tool_choice")
+                else:
+                    obeyed["structured_outputs"] = {"structural_tag": tag}
+        self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
+        return obeyed
+
+    def _budget(self, length: int, *, frozen: bool) -> int:
         """Tokens of a turn behind so many; ends the rollout's turns if there are none.
 
         Raises:
             BadRequest: as OpenAI's clients know it.
         """
-        turns = sum(p.reply is None for p in self._pending) + self.conversations.num_turns
+        turns = sum(p.asked.frozen == frozen for p in self._pending)
+        turns += self.stats["frozen_turns"] if frozen else self.conversations.num_turns
         limit = self.max_model_len
+        if frozen and turns >= self.config.max_turns:
+            raise self._too_long(f"the rollout has had its {turns} turns of {FROZEN}")
         if self.ended_by is None and turns >= self.config.max_turns:
             self.ended_by = Status.TRUNCATED_TURNS
         if self.ended_by is not None:
@@ -169,7 +216,7 @@ class Session:
 
     def _ask(
         self, prompt: Prompt, most: int, stop: tuple[str, ...], place: tuple[str, int],
-        turn: asyncio.Future[Completion],
+        sampling: Mapping[str, Any], turn: asyncio.Future[Completion],
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -188,7 +235,7 @@ class Session:
         self.ask(
             Wanted(
                 token_ids=prompt.token_ids, max_tokens=most, stop=stop, place=place,
-                told=hand_over,
+                sampling=sampling, told=hand_over,
             )
         )  # fmt: skip
 
@@ -200,21 +247,32 @@ class Session:
             return pending.reply
         if self._over:
             raise BadRequest("this rollout is over", "rollout_over")
-        turn, asked = pending.turn.result(), pending.asked
+        asked = pending.asked
+        try:
+            turn = pending.turn.result()
+        except BadRequest:  # the engine could not make what it asks for
+            if pending in self._pending:
+                self._pending.remove(pending)
+            raise
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
         message, dropped = self._read(asked, turn)  # first: what cannot be read is in no row
-        row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
-        self.conversations.said(pending.prompt, row, message, dropped)
-        self.stats["turns"] += 1
-        self.stats["tool_calls"] += len(message.calls)
         cut = turn.finish_reason == "length"
-        if cut and most >= pending.budget:  # by the run, whose policy says nothing more
-            self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
+        if asked.frozen:
+            self.stats["frozen_turns"] += 1
+            self.stats["frozen_tokens"] += len(turn.token_ids)
+        else:
+            row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
+            self.conversations.said(pending.prompt, row, message, dropped)
+            self.stats["turns"] += 1
+            self.stats["tool_calls"] += len(message.calls)
+            if cut and most >= pending.budget:  # by the run, whose policy says nothing more
+                self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
+        self._answers += 1
         tokens: Sequence[str] = ()
         if asked.logprobs:
             tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
         pending.reply = Reply(
-            id=f"{turn.account.prompt_hash[:16]}-{self.conversations.num_turns}",
+            id=f"{turn.account.prompt_hash[:16]}-{self._answers}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
@@ -223,6 +281,10 @@ class Session:
         )
         if asked.alone is not None:
             self.past[pending.reply.id] = (*asked.messages[asked.alone :], message), asked.tools
+        self._pending.remove(pending)
+        nothing = pending.prompt.token_ids[:0]  # the conversations have it: not each turn anew
+        pending.asked = replace(asked, messages=(), tools=())
+        pending.prompt = replace(pending.prompt, token_ids=nothing.copy(), messages=())
         return pending.reply
 
     def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
@@ -241,7 +303,7 @@ class Session:
         if not found or (asked.objects and not all(is_object(text) for _, text in found)):
             self.stats["malformed"] += reading.attempted or bool(found)
             return Message("assistant", text), ()
-        name = f"{turn.account.prompt_hash[:12]}{self.conversations.num_turns}"
+        name = f"{turn.account.prompt_hash[:12]}{self._answers}"
         calls = tuple(
             Call(f"call_{name}_{number}", function, arguments)
             for number, (function, arguments) in enumerate(found)
@@ -256,8 +318,7 @@ class Session:
         """The program has ended: nothing more is answered, and what was not is forgotten."""
         self._over = True
         for pending in self._pending:
-            if pending.reply is None:
-                self.stats["undelivered"] += 1
+            self.stats["undelivered"] += 1
             if not pending.turn.done():
                 pending.turn.set_exception(InfrastructureError("the rollout is over"))
                 pending.turn.exception()

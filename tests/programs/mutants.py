@@ -13,9 +13,14 @@ TESTS = {
     "anthropic.py": ["programs/test_apis.py", "programs/test_recorded.py"],
     "completions.py": ["programs/test_apis.py"],
     "requests.py": ["programs/test_apis.py"],
-    "session.py": ["programs/test_play.py", "programs/test_apis.py"],
-    "endpoint.py": ["programs/test_play.py", "programs/test_apis.py"],
-    "play.py": ["programs/test_play.py"],
+    "session.py": [
+        *("programs/test_play.py", "programs/test_sampling.py", "programs/test_bad_input.py"),
+        "programs/test_apis.py",
+    ],
+    "endpoint.py": [
+        *("programs/test_play.py", "programs/test_apis.py", "programs/test_bad_input.py")
+    ],
+    "play.py": ["programs/test_play.py", "programs/test_sampling.py"],
     "launch.py": ["programs/test_play.py"],
 }
 MUTANTS = [
@@ -95,7 +100,24 @@ MUTANTS = [
     Mutant(
         "play.py", "        self.endpoint.end(live.session)\n        rollout =", "        rollout ="
     ),
-    Mutant("play.py", "filters=self.filters,", "filters={},"),
+    Mutant(
+        "play.py", "filters = {**self.filters, **wanted.sampling}", "filters = {**wanted.sampling}"
+    ),
+    Mutant("play.py", "            if not wanted.sampling:\n", "            if True:\n"),
+    Mutant("play.py", 'elif "structured_outputs" in wanted.sampling:', "elif False:"),
+    Mutant("session.py", "if self.obeys or asked.frozen:", "if True:"),
+    Mutant("session.py", "if self.obeys or asked.frozen:", "if self.obeys:"),
+    Mutant(
+        "session.py",
+        "        if asked.frozen:\n            self.stats",
+        "        if False:\n            self.stats",
+    ),
+    Mutant("session.py", "        if size <= HERE:", "        if True:"),
+    Mutant("endpoint.py", "asyncio.timeout(BODY_S)", "asyncio.timeout(None)"),
+    Mutant("endpoint.py", "self.loop.call_later(HEAD_S, self.transport.abort)", "None"),
+    Mutant("endpoint.py", "for connection in [*self.state.connections]:", "for connection in []:"),
+    Mutant("endpoint.py", "len(self.connections) > (self._most or descriptors())", "False"),
+    Mutant("launch.py", "(threading._shutdown, atexit._run_exitfuncs, ", "("),
     Mutant(
         "launch.py",
         "        kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}",
