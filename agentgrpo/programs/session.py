@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -101,6 +101,8 @@ class Session:
         """Bytes of bodies that are on their way."""
         self.past: dict[str, Any] = {}
         """What requests may go on from by an id, see Past of requests.py."""
+        self._known: dict[Message, Message] = {}
+        self._tools: dict[Hashable, Any] = {}
 
     # --- requests
 
@@ -280,12 +282,19 @@ class Session:
             tokens=tuple(tokens),
         )
         if asked.alone is not None:
-            self.past[pending.reply.id] = (*asked.messages[asked.alone :], message), asked.tools
+            self._keep(pending.reply.id, pending, message)
         self._pending.remove(pending)
         nothing = pending.prompt.token_ids[:0]  # the conversations have it: not each turn anew
         pending.asked = replace(asked, messages=(), tools=())
         pending.prompt = replace(pending.prompt, token_ids=nothing.copy(), messages=())
         return pending.reply
+
+    def _keep(self, name: str, pending: Pending, message: Message) -> None:
+        """Let requests go on from an answer by its id. Equal messages and tools are kept once."""
+        asked, known = pending.asked, self._known
+        held = (*asked.messages[asked.alone :], message)
+        tools = self._tools.setdefault(pending.prompt.root, asked.tools)
+        self.past[name] = tuple(known.setdefault(m, m) for m in held), tools
 
     def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
@@ -325,3 +334,5 @@ class Session:
         self._pending.clear()
         self._latest.clear()
         self.past.clear()
+        self._known.clear()
+        self._tools.clear()

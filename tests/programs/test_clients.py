@@ -7,6 +7,7 @@ clients are in test_play.py and test_apis.py.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,10 +88,12 @@ max_model_len = 4096
 kv_cache_gib = 0.25
 [learner]
 learning_rate = 1e-3
+max_tokens = 8192
 [reward]
 functions = ["length"]
 [data]
 train = "rows.jsonl"
+heldout = "heldout.jsonl"
 num_heldout = 1
 """
 
@@ -101,8 +104,11 @@ def test_every_client_is_trained_with_a_real_model(tmp_path: Path) -> None:
     names = [n for n in PROGRAMS if importlib.util.find_spec(PROGRAMS[n][0]) is not None]
     model = tiny.make_agent_dir(tmp_path / "model")
     (tmp_path / "c.toml").write_text(CONFIG.format(model=model, count=len(names)))
-    lines = [f'{{"question": "{name}: 1 + 2?", "answer": "3"}}\n' for name in [*names, "openai"]]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    told = model / "config.json"  # what the frameworks themselves say is long
+    told.write_text(json.dumps({**json.loads(told.read_text()), "max_position_embeddings": 4096}))
+    for file, ask in (("rows", names), ("heldout", ["heldout"])):
+        lines = [f'{{"question": "{name}: 1 + 2?", "answer": "3"}}\n' for name in ask]
+        (tmp_path / f"{file}.jsonl").write_text("".join(lines))
     root = str(Path(__file__).parents[2])
     environment = {**ENVIRONMENT, "PYTHONPATH": root}
     command = Command("-m", "agentgrpo.train", "c.toml", cwd=tmp_path, **environment)
