@@ -173,7 +173,7 @@ def _require_model(body: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def bending(body: Mapping[str, Any], choice: Any, shape: Any) -> dict[str, dict[str, Any]]:
+def bending(body: Mapping[str, Any], choice: Any, shape: Any) -> dict[str, Any]:
     """What of a request bends the distribution: `bent` and `sampling` of Asked.
 
     Args:

@@ -212,13 +212,18 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
         return {"type": f"response.{kind}", "sequence_number": next(count), **more}
 
     answer = whole(reply)
-    nothing = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    nothing: dict[str, Any] = {
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
     yield event("created", response={**answer, **nothing})
     yield event("in_progress", response={**answer, **nothing})
     for place, item in enumerate(answer["output"]):
         at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        begun = {**item, **empty, "status": "in_progress"}
+        begun = {**item, "status": "in_progress"}
+        begun |= {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield event("output_item.added", output_index=place, item=begun)
         if item["type"] == "function_call":
             said = item["arguments"]

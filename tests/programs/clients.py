@@ -32,7 +32,7 @@ def add(a: float, b: float) -> float:
     return a + b
 
 
-SCHEMA = {
+SCHEMA: dict[str, object] = {
     "type": "object",
     "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
     "required": ["a", "b"],
@@ -42,7 +42,7 @@ SCHEMA = {
 async def openai_sync(task: Any, *, base_url: str, api_key: str, model: str) -> Any:
     from openai import OpenAI
 
-    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
     def work() -> Any:
         messages: list[Any] = [{"role": "user", "content": task["question"]}]

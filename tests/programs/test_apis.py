@@ -28,9 +28,9 @@ from tests.programs.test_conversations import completed
 from tests.programs.test_play import ADD, CALL, alone, rows_of, says_tools, turn
 from tests.rollout.stubs import StubEngine, Turn
 
-FLAT = {"type": "function", **ADD["function"], "strict": None}
-BLOCK = {**ADD["function"], "input_schema": ADD["function"]["parameters"]}
-del BLOCK["parameters"]
+FUNCTION: Any = ADD["function"]
+FLAT: Any = {"type": "function", **FUNCTION, "strict": None}
+BLOCK: Any = {"name": "add", "description": "Add.", "input_schema": FUNCTION["parameters"]}
 ARGUMENTS = '{"a": 1,  "b": 2.0}'
 
 
@@ -251,13 +251,14 @@ def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> 
     if path == "/v1/completions":  # which has no tools
         said = replace(said, message=Said("assistant", "x"), finish_reason="stop")
     pydantic.TypeAdapter(one).validate_python(api.whole(said), strict=True)
-    for data in api.events(said, True):
+    events: Any = api.events(said, True)
+    for data in events:
         assert data == "[DONE]" or pydantic.TypeAdapter(event).validate_python(data, strict=True)
         head, _, body = framed(data).rpartition("data: ")
         assert body.endswith("\n\n")
         assert head == (f"event: {data['type']}\n" if "type" in data else "")
     if path == "/v1/responses":
-        *_, last = api.events(said, False)
+        last: Any = list(api.events(said, False))[-1]
         assert last["response"] == api.whole(said)
         assert last["type"] == f"response.{last['response']['status']}"
     if path == "/v1/messages":
