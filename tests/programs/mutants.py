@@ -10,10 +10,10 @@ TESTS = {
     "conversations.py": ["programs/test_conversations.py", "programs/test_play.py"],
     "messages.py": ["programs/test_conversations.py"],
     "session.py": [
-        *("programs/test_play.py", "programs/test_sampling.py", "programs/test_bad_input.py")
+        *("programs/test_sampling.py", "programs/test_bad_input.py", "programs/test_play.py")
     ],
-    "endpoint.py": ["programs/test_play.py", "programs/test_bad_input.py"],
-    "play.py": ["programs/test_play.py", "programs/test_sampling.py"],
+    "endpoint.py": ["programs/test_bad_input.py", "programs/test_play.py"],
+    "play.py": ["programs/test_sampling.py", "programs/test_play.py"],
     "launch.py": ["programs/test_play.py"],
 }
 MUTANTS = [
@@ -45,8 +45,8 @@ MUTANTS = [
     ),
     Mutant(
         "session.py",
-        "given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())",
-        "given, dropped = calls, ()",
+        "given, dropped = (made[:1], made[1:]) if asked.one_call else (made, ())",
+        "given, dropped = made, ()",
     ),
     Mutant(
         "endpoint.py",
