@@ -151,6 +151,7 @@ def read_chat(
     choice = body.get("tool_choice")
     tools = _tools(body.get("tools"))
     options = body.get("stream_options") or {}
+    bent, sampling = bending(body, choice, body.get("response_format"))
     return Asked(
         messages=tuple(read_messages(body.get("messages")) if messages is None else messages),
         tools=() if choice == "none" else tools,
@@ -161,7 +162,8 @@ def read_chat(
         usage_in_stream=bool(isinstance(options, Mapping) and options.get("include_usage")),
         logprobs=_flag(body, "logprobs"),
         frozen=body["model"] == FROZEN,
-        **bending(body, choice, body.get("response_format")),
+        bent=bent,
+        sampling=sampling,
     )
 
 
@@ -173,7 +175,9 @@ def _require_model(body: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def bending(body: Mapping[str, Any], choice: Any, shape: Any) -> dict[str, Any]:
+def bending(
+    body: Mapping[str, Any], choice: Any, shape: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What of a request bends the distribution: `bent` and `sampling` of Asked.
 
     Args:
@@ -199,7 +203,7 @@ def bending(body: Mapping[str, Any], choice: Any, shape: Any) -> dict[str, Any]:
         bent.pop("response_format", None)
     else:
         bent["response_format"] = shaped = formed
-    return {"bent": bent, "sampling": sampling | ({"structured_outputs": shaped} if shaped else {})}
+    return bent, {**sampling, **({"structured_outputs": shaped} if shaped else {})}
 
 
 def _number(name: str, value: Any) -> float:

@@ -14,13 +14,13 @@ TESTS = {
     "completions.py": ["programs/test_apis.py"],
     "requests.py": ["programs/test_apis.py"],
     "session.py": [
-        *("programs/test_play.py", "programs/test_sampling.py", "programs/test_bad_input.py"),
-        "programs/test_apis.py",
+        *("programs/test_apis.py", "programs/test_sampling.py", "programs/test_bad_input.py"),
+        "programs/test_play.py",
     ],
     "endpoint.py": [
-        *("programs/test_play.py", "programs/test_apis.py", "programs/test_bad_input.py")
+        *("programs/test_apis.py", "programs/test_bad_input.py", "programs/test_play.py")
     ],
-    "play.py": ["programs/test_play.py", "programs/test_sampling.py"],
+    "play.py": ["programs/test_sampling.py", "programs/test_play.py"],
     "launch.py": ["programs/test_play.py"],
 }
 MUTANTS = [
@@ -83,8 +83,8 @@ MUTANTS = [
     ),
     Mutant(
         "session.py",
-        "given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())",
-        "given, dropped = calls, ()",
+        "given, dropped = (made[:1], made[1:]) if asked.one_call else (made, ())",
+        "given, dropped = made, ()",
     ),
     Mutant(
         "endpoint.py",

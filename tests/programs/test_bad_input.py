@@ -202,6 +202,8 @@ def test_connections_have_a_number_and_end_with_their_rollout() -> None:
         made.hang_up(listening)
         made.run(asyncio.sleep(0))  # until it has
         assert not any(_answers(client, ask) for client in clients)
+        for client in clients:
+            client.close()
     made.close()
 
 
@@ -209,6 +211,12 @@ def _answers(client: Any, ask: bytes) -> bool:
     client.settimeout(20)
     try:
         client.sendall(ask)
-        return bool(client.recv(9999))
+        said = b""
+        while not said.endswith(b"}"):
+            more = client.recv(9999)
+            if not more:
+                return False
+            said += more
     except ConnectionError:
         return False
+    return True
