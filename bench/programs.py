@@ -47,7 +47,7 @@ from bench.engine_loop import Clock
 from bench.harness import append_row
 
 COUNT, TURNS, TOKENS = 256, 4, 64
-STARTS, REPEATS = 128, 3
+STARTS = 128
 PROGRAM = """import json, os, sys
 from openai import OpenAI
 task = json.load(sys.stdin)
@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--clients", action="store_true", help="be the clients' process")
     parser.add_argument("--no-rows", action="store_true", help="print and write nothing")
     parser.add_argument("--profile", choices=["engine", "http"], help="print it, no rows")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-starts", action="store_true", help="no programs in sessions")
     arguments = parser.parse_args()
     if arguments.clients:
@@ -252,7 +253,7 @@ def main() -> None:
         else:
             append_row("programs", variant, values, unit=unit, shape={"programs": COUNT})
 
-    for model, values in played(arguments.profile):
+    for model, values in played(arguments.profile, arguments.repeats):
         for how, per_turn in values.items():
             for what, seconds in per_turn.items():
                 unit = "ms" if what == "wall" else "ms CPU"
@@ -262,7 +263,9 @@ def main() -> None:
             row(name, milliseconds, "ms")
 
 
-def played(profile: str | None) -> Iterator[tuple[str, dict[str, dict[str, list[float]]]]]:
+def played(
+    profile: str | None, repeats: int
+) -> Iterator[tuple[str, dict[str, dict[str, list[float]]]]]:
     """By model and way of playing: seconds of all turns, of each repetition."""
     from agentgrpo.engine.engine import Engine
     from bench.rollout import make_chat
@@ -273,7 +276,7 @@ def played(profile: str | None) -> Iterator[tuple[str, dict[str, dict[str, list[
         model = tiny.make_model_dir(Path(folder))
         chat = make_chat(str(model))
         for kind in ["fake"] if profile else ["fake", "tiny"]:
-            config = EngineConfig(max_model_len=2048, kv_cache_gib=1.0, max_num_seqs=COUNT)
+            config = EngineConfig(max_model_len=1024, kv_cache_gib=1.0, max_num_seqs=COUNT)
             engine, clock = Engine(model, config), Clock()
             if kind == "fake":
                 FakeExecutor(engine)
@@ -282,7 +285,7 @@ def played(profile: str | None) -> Iterator[tuple[str, dict[str, dict[str, list[
                 return
             ways = {"direct": direct, "programs": by_programs}
             found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 for name, way in ways.items():  # in turns: both have the same neighbours
                     for what, seconds in way(engine, chat, clock).items():
                         found[name].setdefault(what, []).append(seconds)

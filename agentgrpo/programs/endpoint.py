@@ -245,7 +245,7 @@ class Endpoint:
     def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]], api: Api = CHAT) -> Any:
         """What a route calls: finds the session, and says errors as its protocol does."""
         from starlette.requests import ClientDisconnect
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import Response
 
         async def respond(request: Any) -> Any:
             try:
@@ -255,9 +255,9 @@ class Endpoint:
             except BadRequest as error:
                 code = STATUS.get(error.code or "", 400)
                 headers = {"retry-after": "1"} if code == 429 else None
-                return JSONResponse(api.error(error, code), code, headers)
+                return answered(api.error(error, code), code, headers)
             except InfrastructureError as error:
-                return JSONResponse(api.error(error, 500), 500, {"x-should-retry": "false"})
+                return answered(api.error(error, 500), 500, {"x-should-retry": "false"})
 
         return respond
 
@@ -273,27 +273,21 @@ class Endpoint:
         return session
 
     async def _models(self, request: Any, session: Session) -> Any:
-        from starlette.responses import JSONResponse
-
         one = model_json(session)
         ends = {"first_id": one["id"], "last_id": one["id"], "has_more": False}
-        return JSONResponse({"object": "list", "data": [one], **ends})
+        return answered({"object": "list", "data": [one], **ends})
 
     async def _model(self, request: Any, session: Session) -> Any:
-        from starlette.responses import JSONResponse
-
-        return JSONResponse(model_json(session))
+        return answered(model_json(session))
 
     async def _count(self, request: Any, session: Session) -> Any:
-        from starlette.responses import JSONResponse
-
         raw = await read_body(request, session)
         asked = await session.beside(len(raw), lambda: read_count(json_object(raw), session.past))
         prompt = await session.prompt(asked, len(raw))
-        return JSONResponse({"input_tokens": len(prompt.token_ids)})
+        return answered({"input_tokens": len(prompt.token_ids)})
 
     async def _turn(self, api: Api, request: Any, session: Session) -> Any:
-        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.responses import Response, StreamingResponse
 
         pending = await begun(request, session, api)
         if pending.asked.stream:
@@ -304,7 +298,7 @@ class Endpoint:
         with _waiting(pending):
             if not await _is_whole(pending.turn, request):
                 return Response(status_code=499)  # nobody is there to read it
-            return JSONResponse(api.whole(session.deliver(pending)))
+            return answered(api.whole(session.deliver(pending)))
 
 
 def model_json(session: Session) -> dict[str, Any]:
@@ -323,6 +317,13 @@ async def _nothing_there(request: Any, session: Session) -> Any:
     )  # fmt: skip
 
 
+def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
+    """A response of JSON; in ASCII, as half of a surrogate pair has no other bytes."""
+    from starlette.responses import Response
+
+    return Response(json.dumps(said), status, headers, "application/json")
+
+
 async def begun(request: Any, session: Session, api: Api) -> Pending:
     """A turn that is sampled for a request.
 
@@ -330,6 +331,7 @@ async def begun(request: Any, session: Session, api: Api) -> Pending:
         BadRequest: it cannot be answered.
     """
     raw = await read_body(request, session)
+    session.require_size(len(raw))
     asked = await session.beside(len(raw), lambda: api.read(json_object(raw), session.past))
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
@@ -370,7 +372,7 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
     """
     try:
         body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest(f"the body: expected an object, got {body!r:.80}")

@@ -110,11 +110,17 @@ class Session:
         """What a function gives, on another thread if it has so many bytes to work on.
 
         One at a time, so that a rollout's large requests hold up no other's.
+
+        Raises:
+            BadRequest: something in it is nested more deeply than Python follows.
         """
-        if size <= HERE:
-            return work()
-        async with self._large:
-            return await asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            if size <= HERE:
+                return work()
+            async with self._large:
+                return await asyncio.get_running_loop().run_in_executor(None, work)
+        except RecursionError:
+            raise BadRequest("the request is nested too deeply") from None
 
     async def prompt(self, asked: Asked, size: int) -> Prompt:
         """What a request of so many bytes shows the model.
@@ -124,18 +130,23 @@ class Session:
         """
         said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
         size = max(size, said)
-        if size > BYTES * self.max_model_len:  # no tokenizer is asked how long it is
-            raise self._too_long(f"your request has {size} bytes")
+        self.require_size(size)
 
         def work() -> Prompt:
             if asked.text is not None:
                 return self.conversations.text_prompt(asked.text)
-            try:
-                return self.conversations.prompt(asked.messages, asked.tools)
-            except RecursionError:
-                raise BadRequest("tools: nested too deeply", param="tools") from None
+            return self.conversations.prompt(asked.messages, asked.tools)
 
         return await self.beside(size, work)
+
+    def require_size(self, size: int) -> None:
+        """Refuse what is not worth being read, let alone counted in tokens.
+
+        Raises:
+            BadRequest: a request has more bytes.
+        """
+        if size > BYTES * self.max_model_len:
+            raise self._too_long(f"your request has {size} bytes")
 
     async def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.

@@ -305,6 +305,7 @@ def test_filters_cut_the_distribution_and_its_logprobs(engine: Engine, oracle: S
         np.testing.assert_allclose(turn.logprobs, plain - np.log(np.exp(best).sum(-1)), atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # of vLLM's own
 def test_a_form_is_kept_to_and_one_that_there_is_not_is_refused(
     engine: Engine, tokenizer: Any
 ) -> None:

@@ -87,6 +87,15 @@ ATTACKS: dict[str, tuple[Attack, int | tuple[int, ...]]] = {
         ),
         400,
     ),
+    "messages nested almost too deeply": (
+        lambda raw: raw.send(
+            raw.whole(b'{"model":"policy","messages":[' + b"[" * 960 + b"]" * 960 + b"]}")
+        ),
+        400,
+    ),
+    "half of a surrogate pair": (
+        lambda raw: raw.send(raw.whole(json.dumps({**GOOD, "\ud800": 1}).encode())), 400,
+    ),
     "no UTF-8": (lambda raw: raw.send(raw.whole(b'{"model": "\xff\xfe"}')), 400),
     "no key": (lambda raw: Raw(raw.port, "").send(Raw(raw.port, "").whole(STREAM)), 401),
     "a key of nobody's": (
