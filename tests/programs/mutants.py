@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant("session.py", "if asked.alone is not None:", "if False:"),
     Mutant(
         "endpoint.py",
-        "return JSONResponse(api.error(error, code), code, headers)",
-        "return JSONResponse(CHAT.error(error, code), code, headers)",
+        "return answered(api.error(error, code), code, headers)",
+        "return answered(CHAT.error(error, code), code, headers)",
     ),
     Mutant("messages.py", "return type(value) is bool, value", "return value"),
     Mutant("messages.py", "if len(made) < len(pairs):", "if False:"),
