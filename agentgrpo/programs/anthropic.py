@@ -48,10 +48,7 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     Raises:
         BadRequest: something in it has the wrong form, or is not offered.
     """
-    known(body, KNOWN)
-    for name in REFUSED:
-        if body.get(name):
-            raise BadRequest(f"{name}: is not offered", param=name)
+    known(body, KNOWN, REFUSED)
     if body.get("max_tokens") is None:
         raise BadRequest("max_tokens: must be given", param="max_tokens")
     before, tools = _before(body.get("thread"), past)

@@ -34,10 +34,7 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     Raises:
         BadRequest: something in it has the wrong form, or is not offered.
     """
-    known(body, KNOWN)
-    for name in REFUSED:
-        if body.get(name):
-            raise BadRequest(f"{name}: is not offered", param=name)
+    known(body, KNOWN, REFUSED)
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise BadRequest(f"{name}: one answer per request, got {body[name]!r}", param=name)

@@ -107,14 +107,17 @@ def called(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def known(body: Mapping[str, Any], names: set[str]) -> None:
-    """Refuse a request's keys that a protocol does not have.
+def known(body: Mapping[str, Any], names: set[str], refused: Sequence[str] = ()) -> None:
+    """Refuse a request's keys that a protocol does not have, or that are not offered.
 
     Raises:
         BadRequest: names one.
     """
     if unknown := sorted(body.keys() - names):
         raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
+    for name in refused:
+        if body.get(name):
+            raise BadRequest(f"{name}: is not offered", param=name)
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[Any]:

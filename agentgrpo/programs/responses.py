@@ -47,10 +47,7 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     Raises:
         BadRequest: something in it has the wrong form, or is not offered.
     """
-    known(body, KNOWN)
-    for name in REFUSED:
-        if body.get(name):
-            raise BadRequest(f"{name}: is not offered", param=name)
+    known(body, KNOWN, REFUSED)
     chat: dict[str, Any] = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_output_tokens")
     chat["tools"] = [_tool(tool, place) for place, tool in enumerate(listed(body, "tools"))]

@@ -83,8 +83,8 @@ MUTANTS = [
     ),
     Mutant(
         "session.py",
-        "given, dropped = (made[:1], made[1:]) if asked.one_call else (made, ())",
-        "given, dropped = made, ()",
+        "given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())",
+        "given, dropped = calls, ()",
     ),
     Mutant(
         "endpoint.py",

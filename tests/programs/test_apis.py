@@ -192,8 +192,11 @@ def test_a_conversation_goes_on_by_every_protocol(use: Any) -> None:
 
 
 def test_text_goes_on_where_it_holds_all_that_was_sampled() -> None:
+    texts: list[str] = []
+
     async def use(c: Any) -> str:
         async def ask(text: str, **more: Any) -> str:
+            texts.append(text)
             said = await c.openai.completions.create(model="policy", prompt=text, **more)
             if more.get("stream"):
                 return "".join([chunk.choices[0].text async for chunk in said])
@@ -214,6 +217,7 @@ def test_text_goes_on_where_it_holds_all_that_was_sampled() -> None:
     assert [text for is_sampled, text in going if is_sampled] == [
         f"0 one two three four{EOT}", cut, f"2 one two three four{EOT}",
     ]  # fmt: skip
+    assert "".join(text for _, text in going) == texts[2] + f"2 one two three four{EOT}"
     assert [is_sampled for is_sampled, _ in other] == [False, True]
     assert [t.asked_tokens for t in rollout.turns] == [99, 3, 99, 16]
 
