@@ -118,7 +118,8 @@ class RolloutView {
     return [h("div", { class: "conversations" }, order.map((row) => {
       const [count, turns, parent, shared] = rows[row], first = this.firstOf(row);
       const behind = parent < 0 ? undefined : rows[parent][1].filter((_, k) => this.endOf(parent, k) <= shared).at(-1);
-      const from = parent < 0 ? "begins by itself" : behind !== undefined ? `goes on behind turn ${behind + 1} of ${named(parent)}` : `begins as ${named(parent)}, for ${plural(shared, "token")}`;
+      const asks = parent >= 0 && shared >= this.segments[this.firstOf(parent)].ids.length;
+      const from = behind !== undefined ? `goes on behind turn ${behind + 1} of ${named(parent)}` : asks ? `asks what ${named(parent)} asks` : "begins by itself";
       return h("section", { class: "conversation" }, h("h3", {}, `${named(row)} of ${rows.length}`), h("p", { class: "quiet small" }, `${plural(turns.length, "turn")} · ${from}`), shown.slice(first, first + count));
     }))];
   }
