@@ -52,6 +52,7 @@ MUTANTS = [
     Mutant("responses.py", 'None if body.get("store") is False else len(first)', "len(first)"),
     Mutant("responses.py", "*first, *before, *_messages", "*first, *_messages"),
     Mutant("responses.py", "if message.content or not message.calls:", "if message.content:"),
+    Mutant("anthropic.py", "if message.content or not message.calls:", "if message.content:"),
     Mutant("anthropic.py", "objects=True, alone=0", "alone=0"),
     Mutant(
         "anthropic.py",
