@@ -24,7 +24,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of CPU wheels, as its installation page and pip's manual name it."""
-SIZES = {"cpu": 3.4, "cuda": 6.2, "gpu": 9.0, "dev": 0.5}
+SIZES = {"cpu": 3.4, "cuda": 6.2, "gpu": 9.0, "dev": 0.7}
 """GB that an environment has on disk; `dev`: more."""
 WORKS = {
     "cpu": ("import torch", "this torch does not import: remove {venv} and repeat"),

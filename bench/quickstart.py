@@ -1,10 +1,12 @@
 """Does the quickstart learn? Several seeds, and a checkpoint scored by plain transformers.
 
     python -m bench.quickstart [section.key=value ...] [--seeds 0 1 2] [--no-plain] [--no-rows]
+    python -m bench.quickstart --config program --no-plain agent.options.files=FILES
 
 Each seed is its own process and an empty run directory. Rows: held-out greedy solved share before
 and after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint played on
-the same held-out tasks by transformers' own generate(), which knows nothing of vLLM.
+the same held-out tasks by transformers' own generate(), which knows nothing of vLLM. Of programs
+(FILES: '["agentgrpo/examples/program.py"]') also how long one takes to its first request.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ def run_seed(name: str, seed: int, out_dir: Path, overrides: Sequence[str]) -> d
     steps = [row for row in rows if "learner/loss" in row]
     gaps = [max(s["engine/max_dlogp"], s.get("learner/sampler_gap_max", 0.0)) for s in steps]
     sampled = sum(s["rollout/decode_s"] + s["rollout/idle_s"] for s in steps)
+    played = read_lines(out_dir / "rollouts.jsonl")
+    starts = [row["timings"]["start_s"] for row in played if "start_s" in row.get("timings", {})]
     return {
         "heldout_before": solved[0],
         "heldout_after": solved[-1],
@@ -48,10 +52,11 @@ def run_seed(name: str, seed: int, out_dir: Path, overrides: Sequence[str]) -> d
         "step_s": statistics.median(s["time/total_s"] for s in steps),
         "reward_first_step": steps[0]["rollout/solved"],
         "reward_last_step": steps[-1]["rollout/solved"],
+        **({"start_s": statistics.fmean(starts)} if starts else {}),
     }
 
 
-IN_SECONDS = ("wall_s", "sample_s_per_step", "learn_s_per_step", "step_s")
+IN_SECONDS = ("wall_s", "sample_s_per_step", "learn_s_per_step", "step_s", "start_s")
 
 
 class TransformersDecoder:

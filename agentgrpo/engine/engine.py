@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from agentgrpo import parallel
@@ -256,36 +257,42 @@ class Engine:
             stop: strings that end the turn.
             stop_token_ids: tokens that end the turn.
             top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
-            filters: vLLM's names of what cuts or bends the distribution (top_p, ...). Never for
-                what is trained on: EvaluationConfig says why.
+            filters: vLLM's names of what cuts or bends the distribution (top_p, ...; of
+                structured_outputs the fields). Never for what is trained on: EvaluationConfig says
+                why.
             on_token: told of each sampled token within step(); true ends the turn with that token.
             reference: answered without the adapter, by the weights that nothing changes.
 
         Raises:
             ValueError: request_id is in flight already; prompt and max_tokens exceed max_model_len
-                (vLLM would cut max_tokens silently); or the engine has no adapters to do without.
+                (vLLM would cut max_tokens silently); the engine has no adapters to do without; or
+                vLLM refuses the filters.
         """
         self._require_room(request_id, len(prompt_ids), max_tokens)
         if reference and not self.lora_rank:
             raise ValueError(f"request {request_id!r}: {NO_REFERENCE}")
         engine, inputs = self._engine, self._engine.input_processor
-        asked = inputs.process_inputs(
-            request_id,
-            tokens_input(prompt_ids.tolist()),
-            SamplingParams(
-                temperature=temperature,
-                max_tokens=max_tokens,
-                stop=list(stop) or None,
-                stop_token_ids=list(stop_token_ids) or None,
-                seed=seed,
-                logprobs=top_logprobs,
-                detokenize=bool(stop),
-                skip_special_tokens=False,  # a stop string may be the name of one
-                **dict[str, Any](filters),
-            ),
-            supported_tasks=engine.get_supported_tasks(),
-            lora_request=None if reference else self._adapter,
-        )
+        with _filters_fault(filters):
+            bent = dict[str, Any](filters)
+            if shape := bent.get("structured_outputs"):
+                bent["structured_outputs"] = StructuredOutputsParams(**shape)
+            asked = inputs.process_inputs(
+                request_id,
+                tokens_input(prompt_ids.tolist()),
+                SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_tokens,
+                    stop=list(stop) or None,
+                    stop_token_ids=list(stop_token_ids) or None,
+                    seed=seed,
+                    logprobs=top_logprobs,
+                    detokenize=bool(stop),
+                    skip_special_tokens=False,  # a stop string may be the name of one
+                    **bent,
+                ),
+                supported_tasks=engine.get_supported_tasks(),
+                lora_request=None if reference else self._adapter,
+            )
         inputs.assign_request_id(asked)
         make_text = IncrementalDetokenizer.from_new_request
         text = make_text(engine.renderer.tokenizer, asked) if stop else None
@@ -527,3 +534,14 @@ class Engine:
             raise RuntimeError("the engine sleeps: call wake() first")
         if self.state is State.HOLLOW:
             raise RuntimeError("sleep level 2 dropped the weights: publish them first")
+
+
+@contextlib.contextmanager
+def _filters_fault(filters: Mapping[str, Any]) -> Iterator[None]:
+    """What vLLM refuses of filters is a ValueError; its own errors are none in all versions."""
+    try:
+        yield
+    except Exception as error:
+        if not filters:
+            raise
+        raise ValueError(f"filters: {error}") from error

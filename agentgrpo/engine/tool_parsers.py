@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -30,12 +31,22 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
             f"parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
         ) from None
 
-    def read(text: str, tools: Sequence[Schema]) -> Reading:
+    def made(tools: Sequence[Schema], **more: Any) -> tuple[Any, Any]:
         _be_quiet()
-        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
+        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None, **more}
         request = ChatCompletionRequest(**given)
         shown: list[Any] | None = request.tools
-        reader = make(tokenizer, shown)  # a parser may keep state of the text it has read
+        return make(tokenizer, shown), request  # a parser may keep state of the text it has read
+
+    def grammar(tools: Sequence[Schema], choice: Any) -> str | None:
+        """A structural tag of vLLM's by which a turn calls a tool, as tool_choice says."""
+        reader, request = made(tools, tool_choice=choice)
+        make_tag = getattr(reader, "get_structural_tag", None)  # not in every vLLM
+        tag = make_tag(request) if make_tag else None
+        return None if tag is None else json.dumps(tag.model_dump())
+
+    def read(text: str, tools: Sequence[Schema]) -> Reading:
+        reader, request = made(tools)
         found = reader.extract_tool_calls(text, request)
         calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
         content = (found.content or "") if calls else text
@@ -45,6 +56,7 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         read("", [])
     except RuntimeError as error:  # a family's special tokens are not in this vocabulary
         raise ValueError(f"parser: {parser!r} does not fit the model: {error}") from error
+    read.grammar = grammar  # type: ignore[attr-defined]
     return read
 
 

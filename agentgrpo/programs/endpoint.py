@@ -1,4 +1,4 @@
-"""The endpoint that programs ask: OpenAI's protocol over HTTP, on a loopback port of this process.
+"""The endpoint that programs ask: OpenAI's and Anthropic's protocols over HTTP, on a loopback port.
 
 It is no second engine and no proxy: a request becomes a turn of the loop that plays all rollouts,
 on the same weights. Its thread reads, renders, encodes and writes; the engine's thread samples.
@@ -10,30 +10,143 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
+import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentgrpo.actions import InfrastructureError
+from agentgrpo.programs.anthropic import MESSAGES, read_count
+from agentgrpo.programs.completions import COMPLETIONS
 from agentgrpo.programs.messages import BadRequest
-from agentgrpo.programs.requests import MODEL, chat_chunks, chat_json, read_chat
+from agentgrpo.programs.requests import CHAT, MODEL, Api
+from agentgrpo.programs.responses import RESPONSES
 from agentgrpo.programs.session import Pending, Session
 from agentgrpo.usercode import event_loop
 
-BODY_MIB = 8
-PARSED_HERE = 1 << 20
-"""Bytes of a body that is parsed on the endpoint's thread; a longer one on another."""
+BODY_MIB, BODY_S = 8, 60.0
+"""What a request's body may have, and how long it may take to come."""
+READ_MIB = 64
+"""Of a request that is answered before its end: what is still read, so that the answer is."""
+RECEIVED_MIB = 32
+"""Of bodies that a rollout sends at once."""
+HEAD_KIB, HEAD_S = 64, 10.0
+"""The same of a request's line and headers, from the beginning of the connection on."""
 KEEP_ALIVE_S = 5.0
 """Between the comments of a stream that waits for its turn."""
-CONNECTIONS = 1024
-"""Of one listener; more are answered with 503."""
+CONNECTIONS = 128
+"""Of a session of the sandbox, which needs few; all together may have half the descriptors."""
 STATUS = {
     "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
-    "invalid_api_key": 401,
+    "invalid_api_key": 401, "timeout": 408, "not_offered": 404, "thread_not_found": 404,
 }  # fmt: skip
+APIS = {
+    "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
+    "/v1/completions": COMPLETIONS,
+}  # fmt: skip
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A socket that is answered on."""
+
+    server: asyncio.Server
+    state: Any
+
+    def close(self) -> None:
+        """On the endpoint's thread: the socket, and every connection that came by it."""
+        self.server.close()
+        for connection in [*self.state.connections]:
+            connection.transport.abort()
+
+
+@functools.cache
+def descriptors() -> int:
+    """How many connections all clients together may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+def connection_class(app: Any) -> Any:
+    """HTTP for clients that are not trusted, by uvicorn: what they send has an end.
+
+    Made with `most`, the connections that its listener may have besides those of uvicorn's own.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", access_log=False, log_config=None, lifespan="off",
+        server_header=False,
+    )  # fmt: skip
+    config.load()
+    quiet = logging.getLogger(f"{__name__}.clients")
+    quiet.setLevel(logging.ERROR)  # not each client that sends no HTTP; what the app raises
+    every: set[Any] = set()
+
+    class Connection(HttpToolsProtocol):
+        def __init__(self, *, most: int | None, **more: Any) -> None:
+            super().__init__(config=config, **more)
+            self.logger, self._most = quiet, most
+            self._got, self._in_head = 0, True
+            self._clock: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            every.add(self)
+            if len(every) > descriptors() or len(self.connections) > (self._most or descriptors()):
+                transport.abort()
+            self._begin()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            every.discard(self)
+            self._stop_clock()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._got += len(data)
+            super().data_received(data)
+            most = HEAD_KIB << 10 if self._in_head else READ_MIB << 20
+            if self._got > most:
+                self.transport.abort()
+
+        def on_message_begin(self) -> None:
+            self._begin()
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._stop_clock()
+            self._in_head = False
+            super().on_headers_complete()
+
+        def on_response_complete(self) -> None:
+            if self.cycle.more_body:  # was answered before its end, which a client may not notice
+                self._start_clock()
+            super().on_response_complete()
+
+        def on_message_complete(self) -> None:
+            self._stop_clock()
+            super().on_message_complete()
+
+        def _begin(self) -> None:
+            self._got, self._in_head = 0, True
+            self._start_clock()
+
+        def _start_clock(self) -> None:
+            self._stop_clock()
+            self._clock = self.loop.call_later(HEAD_S, self.transport.abort)
+
+        def _stop_clock(self) -> None:
+            if self._clock is not None:
+                self._clock.cancel()
+                self._clock = None
+
+    return Connection
 
 
 class Endpoint:
@@ -42,7 +155,7 @@ class Endpoint:
     def __init__(self) -> None:
         self._loop = event_loop("endpoint")
         self._sessions: dict[str, Session] = {}
-        self._config: Any = None
+        self._connection: Any = None
         self.port: int = self.run(self._start())
 
     def run(self, work: Awaitable[Result]) -> Result:
@@ -77,60 +190,62 @@ class Endpoint:
 
         self.run(work())
 
-    def listen(self, listener: socket.socket, session: Session) -> Future[asyncio.Server]:
+    def listen(self, listener: socket.socket, session: Session) -> Future[Listening]:
         """Answer on a socket that listens elsewhere, as that session whatever key is sent."""
         return asyncio.run_coroutine_threadsafe(self._serve(listener, session), self._loop)
 
-    def hang_up(self, server: asyncio.Server) -> None:
-        """Stop listening on a socket of listen()."""
-        self._loop.call_soon_threadsafe(server.close)
+    def hang_up(self, listening: Listening) -> None:
+        """Close a socket of listen(), and all connections that came by it."""
+        self._loop.call_soon_threadsafe(listening.close)
 
     def close(self) -> None:
         """Stop listening."""
 
         async def work() -> None:
-            self._server.close()
+            self._listening.close()
 
         self.run(work())
 
     async def _start(self) -> int:
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._server = await self._serve(listener, None)
+        self._listening = await self._serve(listener, None)
         return int(listener.getsockname()[1])
 
-    async def _serve(self, listener: socket.socket, session: Session | None) -> asyncio.Server:
-        import uvicorn
+    async def _serve(self, listener: socket.socket, session: Session | None) -> Listening:
         from uvicorn.server import ServerState
 
-        if self._config is None:
-            self._config = uvicorn.Config(
-                self._app(), access_log=False, log_config=None, lifespan="off",
-                limit_concurrency=CONNECTIONS, server_header=False,
-            )  # fmt: skip
-            self._config.load()
-        config = self._config
-        protocol: Any = config.http_protocol_class
+        if self._connection is None:
+            self._connection = connection_class(self._app())
+        state = ServerState()
         make = functools.partial(
-            protocol, config=config, server_state=ServerState(),
-            app_state={"session": session},
+            self._connection, server_state=state, app_state={"session": session},
+            most=None if session is None else CONNECTIONS,
         )  # fmt: skip
-        return await self._loop.create_server(make, sock=listener)
+        return Listening(await self._loop.create_server(make, sock=listener), state)
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
+        def post(path: str, api: Api, answer: Any) -> Any:
+            return Route(path, self._answering(answer, api), methods=["POST"])
+
+        nothing = functools.partial(self._answering, _nothing_there)
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                *(post(p, api, functools.partial(self._turn, api)) for p, api in APIS.items()),
+                post("/v1/messages/count_tokens", MESSAGES, self._count),
                 Route("/v1/models", self._answering(self._models), methods=["GET"]),
+                Route(f"/v1/models/{MODEL}", self._answering(self._model), methods=["GET"]),
+                Route("/v1/messages{path:path}", nothing(MESSAGES), methods=METHODS),
+                Route("/{path:path}", nothing(CHAT), methods=METHODS),
             ]
         )
 
-    def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]]) -> Any:
-        """What a route calls: finds the session, and says errors as OpenAI does."""
+    def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]], api: Api = CHAT) -> Any:
+        """What a route calls: finds the session, and says errors as its protocol does."""
         from starlette.requests import ClientDisconnect
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import Response
 
         async def respond(request: Any) -> Any:
             try:
@@ -140,11 +255,9 @@ class Endpoint:
             except BadRequest as error:
                 code = STATUS.get(error.code or "", 400)
                 headers = {"retry-after": "1"} if code == 429 else None
-                return JSONResponse(error_json(error), code, headers)
+                return answered(api.error(error, code), code, headers)
             except InfrastructureError as error:
-                return JSONResponse(
-                    error_json(error, kind="server_error"), 500, {"x-should-retry": "false"}
-                )
+                return answered(api.error(error, 500), 500, {"x-should-retry": "false"})
 
         return respond
 
@@ -160,67 +273,110 @@ class Endpoint:
         return session
 
     async def _models(self, request: Any, session: Session) -> Any:
-        from starlette.responses import JSONResponse
+        one = model_json(session)
+        ends = {"first_id": one["id"], "last_id": one["id"], "has_more": False}
+        return answered({"object": "list", "data": [one], **ends})
 
-        one = {
-            "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo",
-            "max_model_len": session.max_model_len,
-        }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [one]})
+    async def _model(self, request: Any, session: Session) -> Any:
+        return answered(model_json(session))
 
-    async def _chat(self, request: Any, session: Session) -> Any:
-        from starlette.responses import JSONResponse, Response, StreamingResponse
+    async def _count(self, request: Any, session: Session) -> Any:
+        raw = await read_body(request, session)
+        asked = await session.beside(len(raw), lambda: read_count(json_object(raw), session.past))
+        prompt = await session.prompt(asked, len(raw))
+        return answered({"input_tokens": len(prompt.token_ids)})
 
-        raw, body = await read_body(request)
-        asked = read_chat(body)
-        retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        pending = session.begin(asked, raw, retried=retried)
-        if asked.stream:
+    async def _turn(self, api: Api, request: Any, session: Session) -> Any:
+        from starlette.responses import Response, StreamingResponse
+
+        pending = await begun(request, session, api)
+        if pending.asked.stream:
             return StreamingResponse(
-                _events(session, pending), media_type="text/event-stream",
+                _events(api, session, pending), media_type="text/event-stream",
                 headers={"cache-control": "no-cache"},
             )  # fmt: skip
         with _waiting(pending):
             if not await _is_whole(pending.turn, request):
                 return Response(status_code=499)  # nobody is there to read it
-            return JSONResponse(chat_json(session.deliver(pending)))
+            return answered(api.whole(session.deliver(pending)))
 
 
-def error_json(
-    error: Exception, *, kind: str = "invalid_request_error"
-) -> dict[str, Mapping[str, Any]]:
-    """An error as OpenAI's clients read it."""
-    said = {"message": str(error), "type": kind}
-    code, param = getattr(error, "code", None), getattr(error, "param", None)
-    return {"error": {**said, "code": code, "param": param}}
+def model_json(session: Session) -> dict[str, Any]:
+    """The model, as OpenAI's and Anthropic's clients read it."""
+    return {
+        "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo", "type": "model",
+        "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z",
+        "max_model_len": session.max_model_len,
+    }  # fmt: skip
 
 
-async def read_body(request: Any) -> tuple[bytes, Mapping[str, Any]]:
-    """The body of a request, and the JSON object that it is.
+async def _nothing_there(request: Any, session: Session) -> Any:
+    raise BadRequest(
+        f"{request.method} {request.url.path} is not offered: there are POST {', '.join(APIS)} and "
+        "GET /v1/models", "not_offered",
+    )  # fmt: skip
+
+
+def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
+    """A response of JSON; in ASCII, as half of a surrogate pair has no other bytes."""
+    from starlette.responses import Response
+
+    return Response(json.dumps(said), status, headers, "application/json")
+
+
+async def begun(request: Any, session: Session, api: Api) -> Pending:
+    """A turn that is sampled for a request.
 
     Raises:
-        BadRequest: it is none, or too large.
+        BadRequest: it cannot be answered.
+    """
+    raw = await read_body(request, session)
+    session.require_size(len(raw))
+    asked = await session.beside(len(raw), lambda: api.read(json_object(raw), session.past))
+    retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
+
+
+async def read_body(request: Any, session: Session) -> bytes:
+    """The body of a request.
+
+    Raises:
+        BadRequest: it is too large, or does not come to its end; or the rollout sends too much.
     """
     too_large = BadRequest(f"a request may have {BODY_MIB} MiB", "too_large")
     told = request.headers.get("content-length", "0")
     if not told.isdigit() or int(told) > BODY_MIB << 20:
         raise too_large
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > BODY_MIB << 20:
-            raise too_large
-    parse = functools.partial(json.loads, bytes(raw))
     try:
-        if len(raw) > PARSED_HERE:
-            body = await asyncio.get_running_loop().run_in_executor(None, parse)
-        else:
-            body = parse()
-    except (ValueError, RecursionError) as error:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                raw += piece
+                session.receiving += len(piece)
+                if len(raw) > BODY_MIB << 20:
+                    raise too_large
+                if session.receiving > RECEIVED_MIB << 20:
+                    raise BadRequest(f"a rollout may send {RECEIVED_MIB} MiB at once", "rate_limit")
+    except TimeoutError:
+        raise BadRequest(f"the body did not come within {BODY_S:g} s", "timeout") from None
+    finally:
+        session.receiving -= len(raw)
+    return bytes(raw)
+
+
+def json_object(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object that a body is.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest(f"the body: expected an object, got {body!r:.80}")
-    return bytes(raw), body
+    return body
 
 
 @contextlib.contextmanager
@@ -247,7 +403,7 @@ async def _is_whole(turn: asyncio.Future[Any], request: Any) -> bool:
         left.cancel()
 
 
-async def _events(session: Session, pending: Pending) -> AsyncIterator[str]:
+async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator[str]:
     """A stream: comments while the turn is sampled, then all of it."""
     with _waiting(pending):
         while not pending.turn.done():
@@ -256,7 +412,16 @@ async def _events(session: Session, pending: Pending) -> AsyncIterator[str]:
         try:
             reply = session.deliver(pending)
         except (BadRequest, InfrastructureError) as error:
-            yield f"data: {json.dumps(error_json(error, kind='server_error'))}\n\n"
+            status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
+            yield framed({**api.error(error, status), "type": "error"})
             return
-        for chunk in chat_chunks(reply, with_usage=pending.asked.usage_in_stream):
-            yield f"data: {chunk}\n\n"
+        for data in api.events(reply, pending.asked.usage_in_stream):
+            yield framed(data)
+
+
+def framed(data: Mapping[str, Any] | str) -> str:
+    """A server-sent event, named where its data has a type."""
+    if isinstance(data, str):
+        return f"data: {data}\n\n"
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

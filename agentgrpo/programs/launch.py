@@ -51,12 +51,12 @@ QUIET = {
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 TAIL = 2000
+"""Characters of a program's errors that are kept."""
 PYTHON = ("python", "python3")
 MOST = 1 << 20
 """Bytes of an answer or of output that are read, from the end."""
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
-"""Characters of a program's errors that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,7 @@ def variables(url: str, key: str) -> dict[str, str]:
         "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": MODEL,
         **QUIET,
     }
 
@@ -338,8 +339,8 @@ def _answer_in(jail: Any) -> tuple[str | None, str] | None:
 
 
 def _failure(done: StepResult) -> str:
-    if done.error is not None:
-        return f"raised {done.error.name}: {done.error.value}\n{done.error.traceback[-TAIL:]}"
+    if done.error is not None:  # nothing of that name, or no room for a process
+        return f"{done.error.name}: {done.error.value}"
     if done.status is not StepStatus.OK:
         return f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
     code = done.value or "0"
@@ -348,29 +349,53 @@ def _failure(done: StepResult) -> str:
 
 def _run(command: Sequence[str]) -> str:
     """The code of a step that runs a command; its value is the exit code."""
-    return f"""
+    return f"{IN_SESSION}_main({list(command)!r})\n"
+
+
+IN_SESSION = f"""
 def _main(command):
-    import io, os, runpy, subprocess, sys
-    told = open({TASK_FILE!r}, encoding="utf-8").read()
-    if command[0] not in ("python", "python3"):
-        return subprocess.run(command, input=told, text=True).returncode
-    sys.stdin = io.StringIO(told)
+    import os, signal, subprocess, sys
+    told = os.open({TASK_FILE!r}, os.O_RDONLY)
+    os.dup2(told, 0)
+    os.close(told)
+    if command[0] not in {PYTHON!r}:
+        return subprocess.run(command).returncode
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    os._exit(_as_python(command[1:]))
+
+def _as_python(words):
+    import atexit, os, runpy, sys, threading, traceback
+    code = 0
     sys.path.insert(0, "")
     try:
-        if command[1] == "-m":
-            sys.argv = command[2:]
-            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = command[1:]
-            sys.path[0] = os.path.dirname(os.path.abspath(command[1]))
-            runpy.run_path(command[1], run_name="__main__")
+            sys.argv = words
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    return 0
-_main({list(command)!r})
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        try:
+            end()
+        except BaseException:
+            traceback.print_exc()
+    return code & 255
+"""
+"""A program is a fork of the session's interpreter: it has what that has imported, ends as Python
+does (its threads, what it wanted done at exit), and whatever it dies of, its files can be read.
 """
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
     "tool": "tool", "function": "tool",
 }  # fmt: skip
+TEXTS = (None, "text", "input_text", "output_text", "reasoning_text")
+"""Types of a content's parts that are text."""
 
 
 class BadRequest(ValueError):
@@ -112,6 +114,12 @@ def json_key(text: str) -> Hashable:
         return "text", text
 
 
+def is_object(text: str) -> bool:
+    """Whether text is a JSON object that other JSON of the same values is equal to."""
+    key = json_key(text)
+    return isinstance(key, tuple) and key[0] == "object"
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -141,28 +149,25 @@ def read_messages(given: Any) -> list[Message]:
     """
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise BadRequest("messages: expected a list of at least one message", param="messages")
+    return named([_read(message, f"messages[{place}]") for place, message in enumerate(given)])
+
+
+def named(messages: Sequence[Message]) -> list[Message]:
+    """A conversation, its tools' messages named after the calls that they answer."""
     names: dict[str, str] = {}
-    read = []
-    for place, message in enumerate(given):
-        made = _read(message, f"messages[{place}]")
-        names |= {call.id: call.name for call in made.calls}
-        if made.role == "tool" and not made.name:
-            name = names.get(made.call_id, "")
-            made = Message("tool", made.content, call_id=made.call_id, name=name)
-        read.append(made)
-    return read
+    made = []
+    for message in messages:
+        names |= {call.id: call.name for call in message.calls}
+        if message.role == "tool" and not message.name:
+            message = replace(message, name=names.get(message.call_id, ""))
+        made.append(message)
+    return made
 
 
 def _read(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise BadRequest(f"{where}: expected an object, got {message!r:.80}", param=where)
-    said = message.get("role")
-    role = ROLES.get(said) if isinstance(said, str) else None
-    if role is None:
-        raise BadRequest(
-            f"{where}.role: expected one of {', '.join(ROLES)}, got {said!r:.80}",
-            param=f"{where}.role",
-        )
+    role = read_role(message.get("role"), where)
     content = text_of(message.get("content"), f"{where}.content")
     if role != "assistant":
         call_id = message.get("tool_call_id") if role == "tool" else None
@@ -176,12 +181,32 @@ def _read(message: Any, where: str) -> Message:
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise BadRequest(f"{where}.tool_calls: expected a list, got {given!r:.80}", param=where)
     calls = tuple(
-        _read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(given)
+        read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(given)
     )
     return Message(role, content, calls, reasoning)
 
 
-def _read_call(call: Any, where: str) -> Call:
+def read_role(said: Any, where: str) -> str:
+    """The role of a message, as messages are compared by it.
+
+    Raises:
+        BadRequest: there is no such role.
+    """
+    role = ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise BadRequest(
+            f"{where}.role: expected one of {', '.join(ROLES)}, got {said!r:.80}",
+            param=f"{where}.role",
+        )
+    return role
+
+
+def read_call(call: Any, where: str) -> Call:
+    """A call of an assistant's message.
+
+    Raises:
+        BadRequest: it has no name, or arguments that are no text.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where}: expected a function with a name, got {call!r:.80}", param=where)
@@ -207,7 +232,7 @@ def text_of(content: Any, where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text"):
+        if not isinstance(text, str) or kind not in TEXTS:
             raise BadRequest(f"{where}: only text is understood, got {part!r:.80}", param=where)
         texts.append(text)
     return "".join(texts)

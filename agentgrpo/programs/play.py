@@ -24,7 +24,8 @@ from agentgrpo.envs.runner import EpisodeRunner, checked_episode, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import Launcher, Outcome, Running, launcher_of
-from agentgrpo.programs.session import Session, Wanted
+from agentgrpo.programs.messages import BadRequest
+from agentgrpo.programs.session import UNENFORCED, Session, Wanted
 from agentgrpo.rollout.decoder import Decoder, Watch, request_seed
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
@@ -54,6 +55,7 @@ class ProgramSampler(AnySampler):
         self._chat, self._read_calls = chat, agent.read_calls
         self._max_live, self._timeout_s = max_live, agent.timeout_s
         self._endpoint: Endpoint | None = None
+        self._said: set[str] = set()
 
     def close(self) -> None:
         """Stop listening."""
@@ -68,13 +70,15 @@ class ProgramSampler(AnySampler):
         if self._endpoint is None:
             self._endpoint = Endpoint()
         endpoint = self._endpoint
+        obeys = config is not self._config  # another temperature was given: an evaluation
 
         def session(ask: Any) -> Session:
             return endpoint.open(
                 lambda key: Session(
-                    key, self._chat, config, self._engine.max_model_len, self._read_calls, ask
+                    key, self._chat, config, self._engine.max_model_len, self._read_calls, ask,
+                    obeys,
                 )
-            )
+            )  # fmt: skip
 
         with EpisodeRunner(self._max_live, config.call_timeout_s) as worlds:
             play = _Play(
@@ -82,7 +86,20 @@ class ProgramSampler(AnySampler):
                 self._timeout_s, filters, watch, group_size,
             )  # fmt: skip
             play.add(tasks, seed)
-            return play.run(self._max_live), play.stats
+            groups = play.run(self._max_live)
+        self._say_what_is_ignored(groups)
+        return groups, play.stats
+
+    def _say_what_is_ignored(self, groups: Sequence[Group]) -> None:
+        """Once, of what programs ask for that bends the distribution."""
+        stats = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
+        ignored = {name.removeprefix(UNENFORCED) for name in stats if name.startswith(UNENFORCED)}
+        if new := sorted(ignored - self._said):
+            self._said |= ignored
+            tell(
+                f"programs ask for {', '.join(new)}, which is not obeyed: it would bend the "
+                "distribution that is trained on (docs/any-agent.md)"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +119,8 @@ class _Live:
     failed: Outcome | None = None
     """How its program failed, if that is nobody else's doing."""
     began: float = field(default_factory=time.perf_counter)
+    asked: float | None = None
+    """When it did for the first time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,12 +224,8 @@ class _Play:
         started = time.perf_counter()
         block = not self.decoding
         while True:
-            soonest = min(
-                (live.until for live in self.live.values() if not live.overdue), default=None
-            )
-            left = None if soonest is None else max(0.0, soonest - time.monotonic())
             try:
-                index, what = self.inbox.get(block, left if block else None)
+                index, what = self.inbox.get(block, self._seconds_left() if block else None)
             except Empty:
                 break
             block = False
@@ -222,6 +237,11 @@ class _Play:
                 self._ended(index, what)
         self.stats.idle_s += 0.0 if self.decoding else time.perf_counter() - started
 
+    def _seconds_left(self) -> float | None:
+        """Until the next program has had its time; None: none has a limit left."""
+        until = [live.until for live in self.live.values() if not live.overdue]
+        return max(0.0, min(until) - time.monotonic()) if until else None
+
     # --- turns
 
     def _ask(self, index: int, wanted: Wanted) -> None:
@@ -229,21 +249,30 @@ class _Play:
         if live is None or live.overdue:
             wanted.told(InfrastructureError("the rollout is over"))
             return
+        live.asked = live.asked or time.perf_counter()
         task, member = divmod(index, self.group_size)
         seed = request_seed(*self.seeds[task], member, live.attempt, *wanted.place)
         self.asked += 1
         request_id = f"{index}.{self.asked}"
-        self.engine.add_request(
-            request_id,
-            wanted.token_ids,
-            max_tokens=wanted.max_tokens,
-            temperature=self.config.temperature,
-            seed=seed if self.config.temperature else None,
-            stop=wanted.stop,
-            stop_token_ids=live.session.chat.stop_token_ids,
-            top_logprobs=0,
-            filters=self.filters,
-        )
+        filters = {**self.filters, **wanted.sampling}
+        temperature = filters.pop("temperature", self.config.temperature)
+        try:
+            self.engine.add_request(
+                request_id,
+                wanted.token_ids,
+                max_tokens=wanted.max_tokens,
+                temperature=temperature,
+                seed=seed if temperature else None,
+                stop=wanted.stop,
+                stop_token_ids=live.session.chat.stop_token_ids,
+                top_logprobs=0,
+                filters=filters,
+            )
+        except ValueError as error:
+            if not wanted.sampling:
+                raise
+            wanted.told(BadRequest(str(error)))  # vLLM has no such number, or no such grammar
+            return
         self.decoding[request_id] = index, wanted
 
     def _decode(self) -> None:
@@ -260,6 +289,8 @@ class _Play:
         self.stats.prompt_tokens += len(wanted.token_ids)
         if turn.finish_reason in ("stop", "length"):
             wanted.told(turn)
+        elif "structured_outputs" in wanted.sampling:
+            wanted.told(BadRequest("no grammar could be made of the form that is asked for"))
         else:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self.live[index].broken = said
@@ -278,6 +309,8 @@ class _Play:
         rollout = self._rollout(live, future)
         rollout.treatment = treatment_of(rollout.status, self.config)
         rollout.timings["program_s"] = time.perf_counter() - live.began
+        if live.asked is not None:
+            rollout.timings["start_s"] = live.asked - live.began
         again = rollout.treatment is Treatment.RETRY and live.attempt < self.config.max_retries
         if live.failed is not None and not again:
             self.failures.append(live.failed)
@@ -316,7 +349,8 @@ class _Play:
         if live.overdue:
             status = Status.TIMED_OUT
         elif error is None and not rows:
-            error = f"the program ended and had asked for nothing. {outcome.failed}".strip()
+            asked = "the program ended and had asked for nothing that is trained on"
+            error = f"{asked}. {outcome.failed}".strip()
         if outcome.failed and not (ours or session.ended_by or refused):
             live.failed = outcome
             session.stats["program_failed"] += 1

@@ -1,32 +1,39 @@
 """What a request of a protocol asks for, and how its answer is written: OpenAI's chat completions.
 
 The answer is one message, made once a turn is whole; the plain reply and the chunks of a stream are
-both written from it, so they cannot differ.
+both written from it, so they cannot differ. Other protocols (responses.py, anthropic.py,
+completions.py) write their requests as those of chat completions, which are read here.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentgrpo.programs.messages import BadRequest, Message, read_messages
 from agentgrpo.types import Completion
 
-UNENFORCED = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "response_format", "structured_outputs",
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
 )  # fmt: skip
+BENT = (*NUMBERS, "seed", "logit_bias", "response_format", "structured_outputs")
 """Keys that bend what is sampled: the run's own sampling is the one that is trained on."""
+NEVER = ("seed", "logit_bias")
+"""Those of them that nothing obeys: seeds are the run's, and a bias is of single tokens."""
 KNOWN = {
-    *UNENFORCED, "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream",
+    *BENT, "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream",
     "stream_options", "stop", "max_tokens", "max_completion_tokens", "n", "logprobs",
     "top_logprobs", "user", "metadata", "store", "service_tier", "reasoning_effort", "modalities",
     "prediction", "functions", "function_call", "prompt_cache_key", "safety_identifier",
     "verbosity", "chat_template_kwargs",
 }  # fmt: skip
 MODEL = "policy"
+FROZEN = "policy:frozen"
+"""The same weights, by a name that keeps a turn out of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +48,23 @@ class Asked:
     stream: bool = False
     usage_in_stream: bool = False
     logprobs: bool = False
-    unenforced: tuple[str, ...] = ()
-    """What it asks for that bends the distribution."""
+    frozen: bool = False
+    """The turn is in no record and not trained on."""
+    bent: Mapping[str, Any] = field(default_factory=dict)
+    """What it asks for that bends the distribution, by the protocol's keys."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The same, as Engine.add_request() takes it, where that is obeyed."""
+    text: str | None = None
+    """Of a text completion, which has no messages: what is gone on from."""
+    objects: bool = False
+    """Whether the protocol has no form for a call whose arguments are no JSON object."""
+    alone: int | None = None
+    """How many of the first messages are this request's alone, where others may go on from its
+    answer by the answer's id."""
+
+
+Past = Mapping[str, tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]]
+"""Conversations by the ids of their last answers, with their tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +72,7 @@ class Reply:
     """What a turn came to."""
 
     id: str
+    """Without the prefix that a protocol gives it."""
     message: Message
     finish_reason: str
     """Of the protocol: "stop", "length" or "tool_calls"."""
@@ -59,30 +82,81 @@ class Reply:
     """The text of each sampled token, where log-probabilities were asked for."""
 
 
-def read_chat(body: Mapping[str, Any]) -> Asked:
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A protocol: how its requests are read, and its answers, streams and errors are written."""
+
+    read: Callable[[Mapping[str, Any], Past], Asked]
+    whole: Callable[[Reply], dict[str, Any]]
+    events: Callable[[Reply, bool], Iterator[Mapping[str, Any] | str]]
+    """Of a stream; with the usage, if that was asked for."""
+    error: Callable[[Exception, int], dict[str, Any]]
+    """For a status of HTTP."""
+
+
+@contextlib.contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Say what is wrong with a key of chat completions by another protocol's name of it."""
+    try:
+        yield
+    except BadRequest as error:
+        told = str(error)
+        for name, other in names.items():
+            if told.startswith(name):
+                raise BadRequest(other + told[len(name) :], error.code, other) from None
+        raise
+
+
+def known(body: Mapping[str, Any], names: set[str], refused: Sequence[str] = ()) -> None:
+    """Refuse a request's keys that a protocol does not have, or that are not offered.
+
+    Raises:
+        BadRequest: names one.
+    """
+    if unknown := sorted(body.keys() - names):
+        raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
+    for name in refused:
+        if body.get(name):
+            raise BadRequest(f"{name}: is not offered", param=name)
+
+
+def listed(body: Mapping[str, Any], name: str) -> list[Any]:
+    """A list of a request's, which may be missing.
+
+    Raises:
+        BadRequest: it is another thing.
+    """
+    given = body.get(name)
+    if given is not None and not isinstance(given, list):
+        raise BadRequest(f"{name}: expected a list, got {given!r:.80}", param=name)
+    return given or []
+
+
+def read_chat(
+    body: Mapping[str, Any], past: Past, messages: Sequence[Message] | None = None
+) -> Asked:
     """A request to /v1/chat/completions.
+
+    Args:
+        body: of the request.
+        past: what may be named by an id: nothing here.
+        messages: in place of those of the body, if another protocol's were read.
 
     Raises:
         BadRequest: something in it has the wrong form, or is not offered.
     """
     _require_model(body)
-    if unknown := sorted(body.keys() - KNOWN):
-        raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
+    known(body, KNOWN)
     if body.get("n") not in (None, 1):
         raise BadRequest(f"n: one answer per request, got {body['n']!r}", param="n")
     if body.get("functions") or body.get("function_call"):
         raise BadRequest("functions: use tools", param="functions")
     choice = body.get("tool_choice")
     tools = _tools(body.get("tools"))
-    unenforced = [name for name in UNENFORCED if body.get(name) is not None]
-    if choice not in (None, "auto", "none"):
-        unenforced.append("tool_choice")
-    shape = body.get("response_format")
-    if isinstance(shape, Mapping) and shape.get("type") == "text":
-        unenforced.remove("response_format")
     options = body.get("stream_options") or {}
+    bent, sampling = bending(body, choice, body.get("response_format"))
     return Asked(
-        messages=tuple(read_messages(body.get("messages"))),
+        messages=tuple(read_messages(body.get("messages")) if messages is None else messages),
         tools=() if choice == "none" else tools,
         max_tokens=_most(body),
         stop=_stops(body.get("stop")),
@@ -90,16 +164,82 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         stream=_flag(body, "stream"),
         usage_in_stream=bool(isinstance(options, Mapping) and options.get("include_usage")),
         logprobs=_flag(body, "logprobs"),
-        unenforced=tuple(unenforced),
+        frozen=body["model"] == FROZEN,
+        bent=bent,
+        sampling=sampling,
     )
 
 
 def _require_model(body: Mapping[str, Any]) -> None:
-    if (model := body.get("model")) != MODEL:
+    if (model := body.get("model")) not in (MODEL, FROZEN):
         raise BadRequest(
-            f"model: there is {MODEL!r} (OPENAI_MODEL), got {model!r:.80}",
+            f"model: there is {MODEL!r} (OPENAI_MODEL) and {FROZEN!r}, got {model!r:.80}",
             "model_not_found", "model",
         )  # fmt: skip
+
+
+def bending(
+    body: Mapping[str, Any], choice: Any, shape: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a request bends the distribution: `bent` and `sampling` of Asked.
+
+    Args:
+        body: has numbers by OpenAI's names.
+        choice: of a tool: "auto", "none", "required" or one that is named as OpenAI names it.
+        shape: of the answer, a response_format as in a chat completion.
+
+    Raises:
+        BadRequest: one of them has the wrong form.
+    """
+    bent = {name: body[name] for name in BENT if body.get(name) is not None}
+    sampling = {name: _number(name, bent[name]) for name in NUMBERS if name in bent}
+    if choice not in (None, "auto", "none"):
+        bent["tool_choice"] = _choice(choice)
+    shaped = body.get("structured_outputs")
+    if shaped is not None and not (isinstance(shaped, Mapping) and len(shaped) == 1):
+        raise BadRequest(
+            f"structured_outputs: expected an object of one constraint, got {shaped!r:.80}",
+            param="structured_outputs",
+        )
+    formed = None if shape is None else _shaped(shape)
+    if formed is None:
+        bent.pop("response_format", None)
+    else:
+        bent["response_format"] = shaped = formed
+    return bent, {**sampling, **({"structured_outputs": shaped} if shaped else {})}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRequest(f"{name}: expected a number, got {value!r:.80}", param=name)
+    return value
+
+
+def _choice(choice: Any) -> Any:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    if choice != "required" and not named:
+        raise BadRequest(
+            "tool_choice: expected 'none', 'auto', 'required' or a function by its name, got "
+            f"{choice!r:.80}", param="tool_choice",
+        )  # fmt: skip
+    return choice
+
+
+def _shaped(shape: Any) -> dict[str, Any] | None:
+    """A response_format in vLLM's words; None: any text."""
+    kind = shape.get("type") if isinstance(shape, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    inside = shape.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inside, Mapping) or not isinstance(inside.get("schema"), Mapping):
+        raise BadRequest(
+            "response_format: expected the type text, json_object, or json_schema with its "
+            f"json_schema.schema, got {shape!r:.80}", param="response_format",
+        )  # fmt: skip
+    return {"json": dict(inside["schema"])}
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
@@ -175,12 +315,12 @@ def chat_json(reply: Reply) -> dict[str, Any]:
         "index": 0,
         "message": said,
         "finish_reason": reply.finish_reason,
-        "logprobs": _logprobs(reply),
+        "logprobs": logprobs(reply),
     }
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": usage(reply)}
 
 
-def chat_chunks(reply: Reply, *, with_usage: bool) -> Iterator[str]:
+def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | str]:
     """The answer as data of server-sent events."""
     message = reply.message
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -194,21 +334,21 @@ def chat_chunks(reply: Reply, *, with_usage: bool) -> Iterator[str]:
     head = _head(reply, "chat.completion.chunk")
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
-        yield json.dumps({**head, "choices": [choice]})
+        yield {**head, "choices": [choice]}
     last = {
         "index": 0,
         "delta": {},
         "finish_reason": reply.finish_reason,
-        "logprobs": _logprobs(reply),
+        "logprobs": logprobs(reply),
     }
-    yield json.dumps({**head, "choices": [last]})
+    yield {**head, "choices": [last]}
     if with_usage:
-        yield json.dumps({**head, "choices": [], "usage": usage(reply)})
+        yield {**head, "choices": [], "usage": usage(reply)}
     yield "[DONE]"
 
 
 def _head(reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": reply.id, "object": kind, "created": reply.created, "model": MODEL}
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": MODEL}
 
 
 def _call_json(call: Any) -> dict[str, Any]:
@@ -216,7 +356,8 @@ def _call_json(call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(reply: Reply) -> dict[str, Any] | None:
+def logprobs(reply: Reply) -> dict[str, Any] | None:
+    """Of each sampled token, if they were asked for."""
     if not reply.tokens:
         return None
     pairs = zip(reply.tokens, reply.turn.logprobs.tolist(), strict=True)
@@ -225,3 +366,13 @@ def _logprobs(reply: Reply) -> dict[str, Any] | None:
         for text, value in pairs
     ]
     return {"content": said, "refusal": None}
+
+
+def error_json(error: Exception, status: int) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code, param = getattr(error, "code", None), getattr(error, "param", None)
+    return {"error": {"message": str(error), "type": kind, "code": code, "param": param}}
+
+
+CHAT = Api(read_chat, chat_json, chat_chunks, error_json)

@@ -9,21 +9,27 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
-from agentgrpo.programs.messages import BadRequest, Call, Message
-from agentgrpo.programs.requests import Asked, Reply
+from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
+from agentgrpo.programs.requests import FROZEN, NEVER, Asked, Reply
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
 """Requests of a rollout that may wait for their turns at once."""
-CHARACTERS = 64
-"""Of a conversation, for each token that the engine takes: more are not even counted in tokens."""
+BYTES = 64
+"""Of a request, for each token that the engine takes: more are not even counted in tokens."""
+UNENFORCED = "unenforced_"
+"""How the counts of what is not obeyed begin."""
+HERE = 16 << 10
+"""Bytes of a request that is read and shown to the model on the endpoint's own thread."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class Wanted:
     stop: tuple[str, ...]
     place: tuple[str, int]
     """Hash of the prompt, and how many turns had it before: what the seed is made of."""
+    sampling: Mapping[str, Any]
+    """In place of the run's, by the names of Engine.add_request(); empty in training."""
     told: Callable[[Completion | BaseException], None]
 
 
@@ -71,6 +79,8 @@ class Session:
     max_model_len: int
     read_calls: ReadCalls
     ask: Callable[[Wanted], None]
+    obeys: bool = False
+    """Whether what bends the distribution is obeyed: in an evaluation."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
@@ -80,14 +90,65 @@ class Session:
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.chat)
         self._pending: list[Pending] = []
+        """Not delivered yet."""
         self._latest: dict[bytes, Pending] = {}
         """Of equal requests the last one, for clients that ask again."""
         self._prompts: Counter[str] = Counter()
         self._over = False
+        self._answers = 0
+        self._large = asyncio.Lock()
+        self.receiving = 0
+        """Bytes of bodies that are on their way."""
+        self.past: dict[str, Any] = {}
+        """What requests may go on from by an id, see Past of requests.py."""
+        self._known: dict[Message, Message] = {}
+        self._tools: dict[Hashable, Any] = {}
 
     # --- requests
 
-    def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
+    async def beside(self, size: int, work: Callable[[], Result]) -> Result:
+        """What a function gives, on another thread if it has so many bytes to work on.
+
+        One at a time, so that a rollout's large requests hold up no other's.
+
+        Raises:
+            BadRequest: something in it is nested more deeply than Python follows.
+        """
+        try:
+            if size <= HERE:
+                return work()
+            async with self._large:
+                return await asyncio.get_running_loop().run_in_executor(None, work)
+        except RecursionError:
+            raise BadRequest("the request is nested too deeply") from None
+
+    async def prompt(self, asked: Asked, size: int) -> Prompt:
+        """What a request of so many bytes shows the model.
+
+        Raises:
+            BadRequest: it cannot be shown, or is longer than is worth counting.
+        """
+        said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
+        size = max(size, said)
+        self.require_size(size)
+
+        def work() -> Prompt:
+            if asked.text is not None:
+                return self.conversations.text_prompt(asked.text)
+            return self.conversations.prompt(asked.messages, asked.tools)
+
+        return await self.beside(size, work)
+
+    def require_size(self, size: int) -> None:
+        """Refuse what is not worth being read, let alone counted in tokens.
+
+        Raises:
+            BadRequest: a request has more bytes.
+        """
+        if size > BYTES * self.max_model_len:
+            raise self._too_long(f"your request has {size} bytes")
+
+    async def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.
 
         A client that lost its connection asks again: what it was never given is not sampled twice.
@@ -95,6 +156,7 @@ class Session:
         Raises:
             BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
+        prompt = await self.prompt(asked, len(body))
         digest = hashlib.blake2b(body, digest_size=16).digest()
         old = self._latest.get(digest)
         if old is not None and (retried or (old.reply is None and not old.waiting)):
@@ -104,33 +166,44 @@ class Session:
             raise BadRequest("this rollout is over", "rollout_over")
         if sum(p.waiting > 0 for p in self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
-        size = sum(len(message.content) for message in asked.messages)
-        if size > CHARACTERS * self.max_model_len:  # no tokenizer is asked how long it is
-            raise self._too_long(f"your messages have {size} characters")
-        try:
-            prompt = self.conversations.prompt(asked.messages, asked.tools)
-        except RecursionError:
-            raise BadRequest("tools: nested too deeply", param="tools") from None
-        budget = self._budget(len(prompt.token_ids))
-        for name in asked.unenforced:
-            self.stats[f"unenforced_{name}"] += 1
+        budget = self._budget(len(prompt.token_ids), frozen=asked.frozen)
+        sampling = self._sampling(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
         name = token_hash(prompt.token_ids)
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), turn)
+        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), sampling, turn)
         self._prompts[name] += 1
         made = self._latest[digest] = Pending(asked, prompt, budget, turn)
         self._pending.append(made)
         return made
 
-    def _budget(self, length: int) -> int:
+    def _sampling(self, asked: Asked) -> dict[str, Any]:
+        """What the engine is to obey of a request; all else that bends is counted."""
+        obeyed, ignored = {}, set(asked.bent)
+        if self.obeys or asked.frozen:
+            obeyed, ignored = dict(asked.sampling), set(NEVER) & ignored
+            grammar = getattr(self.read_calls, "grammar", None)
+            choice = asked.bent.get("tool_choice")
+            if choice is not None:
+                tag = grammar(asked.tools, choice) if grammar and asked.tools else None
+                if tag is None:  # this family's calls have no grammar
+                    ignored.add("tool_choice")
+                else:
+                    obeyed["structured_outputs"] = {"structural_tag": tag}
+        self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
+        return obeyed
+
+    def _budget(self, length: int, *, frozen: bool) -> int:
         """Tokens of a turn behind so many; ends the rollout's turns if there are none.
 
         Raises:
             BadRequest: as OpenAI's clients know it.
         """
-        turns = sum(p.reply is None for p in self._pending) + self.conversations.num_turns
+        turns = sum(p.asked.frozen == frozen for p in self._pending)
+        turns += self.stats["frozen_turns"] if frozen else self.conversations.num_turns
         limit = self.max_model_len
+        if frozen and turns >= self.config.max_turns:
+            raise self._too_long(f"the rollout has had its {turns} turns of {FROZEN}")
         if self.ended_by is None and turns >= self.config.max_turns:
             self.ended_by = Status.TRUNCATED_TURNS
         if self.ended_by is not None:
@@ -156,7 +229,7 @@ class Session:
 
     def _ask(
         self, prompt: Prompt, most: int, stop: tuple[str, ...], place: tuple[str, int],
-        turn: asyncio.Future[Completion],
+        sampling: Mapping[str, Any], turn: asyncio.Future[Completion],
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -175,7 +248,7 @@ class Session:
         self.ask(
             Wanted(
                 token_ids=prompt.token_ids, max_tokens=most, stop=stop, place=place,
-                told=hand_over,
+                sampling=sampling, told=hand_over,
             )
         )  # fmt: skip
 
@@ -187,28 +260,52 @@ class Session:
             return pending.reply
         if self._over:
             raise BadRequest("this rollout is over", "rollout_over")
-        turn, asked = pending.turn.result(), pending.asked
+        asked = pending.asked
+        try:
+            turn = pending.turn.result()
+        except BadRequest:  # the engine could not make what it asks for
+            if pending in self._pending:
+                self._pending.remove(pending)
+            raise
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
         message, dropped = self._read(asked, turn)  # first: what cannot be read is in no row
-        row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
-        self.conversations.said(pending.prompt, row, message, dropped)
-        self.stats["turns"] += 1
-        self.stats["tool_calls"] += len(message.calls)
         cut = turn.finish_reason == "length"
-        if cut and most >= pending.budget:  # by the run, whose policy says nothing more
-            self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
+        if asked.frozen:
+            self.stats["frozen_turns"] += 1
+            self.stats["frozen_tokens"] += len(turn.token_ids)
+        else:
+            row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
+            self.conversations.said(pending.prompt, row, message, dropped)
+            self.stats["turns"] += 1
+            self.stats["tool_calls"] += len(message.calls)
+            if cut and most >= pending.budget:  # by the run, whose policy says nothing more
+                self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
+        self._answers += 1
         tokens: Sequence[str] = ()
         if asked.logprobs:
             tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
         pending.reply = Reply(
-            id=f"chatcmpl-{turn.account.prompt_hash[:16]}-{self.conversations.num_turns}",
+            id=f"{turn.account.prompt_hash[:16]}-{self._answers}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
             tokens=tuple(tokens),
         )
+        if asked.alone is not None:
+            self._keep(pending.reply.id, pending, message)
+        self._pending.remove(pending)
+        nothing = pending.prompt.token_ids[:0]  # the conversations have it: not each turn anew
+        pending.asked = replace(asked, messages=(), tools=())
+        pending.prompt = replace(pending.prompt, token_ids=nothing.copy(), messages=())
         return pending.reply
+
+    def _keep(self, name: str, pending: Pending, message: Message) -> None:
+        """Let requests go on from an answer by its id. Equal messages and tools are kept once."""
+        asked, known = pending.asked, self._known
+        held = (*asked.messages[asked.alone :], message)
+        tools = self._tools.setdefault(pending.prompt.root, asked.tools)
+        self.past[name] = tuple(known.setdefault(m, m) for m in held), tools
 
     def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
@@ -222,13 +319,14 @@ class Session:
             reading = self.read_calls(text, asked.tools)
         except Exception:  # parsers raise for what a policy or a client's schema says
             reading = Reading(text, (), attempted=True)
-        if not reading.calls:
-            self.stats["malformed"] += reading.attempted
+        found = [(name, arguments or "{}") for name, arguments in reading.calls]
+        if not found or (asked.objects and not all(is_object(text) for _, text in found)):
+            self.stats["malformed"] += reading.attempted or bool(found)
             return Message("assistant", text), ()
-        name = f"{turn.account.prompt_hash[:12]}{self.conversations.num_turns}"
+        name = f"{turn.account.prompt_hash[:12]}{self._answers}"
         calls = tuple(
             Call(f"call_{name}_{number}", function, arguments)
-            for number, (function, arguments) in enumerate(reading.calls)
+            for number, (function, arguments) in enumerate(found)
         )
         given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
         self.stats["refused_calls"] += len(dropped)
@@ -240,10 +338,12 @@ class Session:
         """The program has ended: nothing more is answered, and what was not is forgotten."""
         self._over = True
         for pending in self._pending:
-            if pending.reply is None:
-                self.stats["undelivered"] += 1
+            self.stats["undelivered"] += 1
             if not pending.turn.done():
                 pending.turn.set_exception(InfrastructureError("the rollout is over"))
                 pending.turn.exception()
         self._pending.clear()
         self._latest.clear()
+        self.past.clear()
+        self._known.clear()
+        self._tools.clear()

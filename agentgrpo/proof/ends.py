@@ -170,6 +170,9 @@ def _wrong_program_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     )
     if not turns and status is not Status.TIMED_OUT:
         yield "no turn was played"
+    frozen, tokens = (rollout.stats.get(f"frozen_{of}", 0.0) for of in ("turns", "tokens"))
+    if frozen > limits.max_turns or tokens > frozen * limits.max_turn_tokens:
+        yield f"{frozen:g} turns of {tokens:g} tokens were kept out of it"
     ended = (Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS, Status.TIMED_OUT)
     if cut and status not in ended:
         yield "a turn was cut at the run's budget"

@@ -309,8 +309,13 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
     """The run whose tasks are played, the flywheel's own settings checked.
 
     Raises:
-        ValueError: sessions are too few.
+        ValueError: sessions are too few, or the agent is a program.
     """
+    if recipe.agent.kind == "program":
+        raise ValueError(
+            "agent.kind: a flywheel takes attempts up in the middle, and 'program' plays its own "
+            "turns: expected another kind"
+        )
     recipe.require_sessions()
     require_folder(recipe.out_dir)
     return recipe.of_run()

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from agentgrpo.agents.base import Agent
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
@@ -95,7 +96,7 @@ class Sampler(AnySampler):
         max_tool_threads: blocking worlds that may work at once; asynchronous ones have no limit.
 
     Raises:
-        ValueError: max_live is below 1.
+        ValueError: max_live is below 1, or the agent plays its turns itself.
     """
 
     def __init__(
@@ -112,6 +113,10 @@ class Sampler(AnySampler):
         super().__init__(config)
         if max_live < 1:
             raise ValueError(f"max_live must be at least 1, got {max_live}")
+        if isinstance(agent, ProgramAgent):
+            raise ValueError(
+                "agent: a program plays its own turns: play it with agentgrpo.programs.play"
+            )
         self._engine, self._agent, self._env, self._chat = engine, agent, env, chat
         self._max_live = max_live
         self._max_tool_threads = max_tool_threads

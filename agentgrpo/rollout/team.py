@@ -136,6 +136,10 @@ class TeamSampler(AnySampler):
         super().__init__(config)
         self._sampler, self._leader, self._engine, self._team = sampler, leader, engine, team
 
+    def close(self) -> None:
+        """As the sampler's."""
+        self._sampler.close()
+
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
         filters: Mapping[str, float], watch: Watch,

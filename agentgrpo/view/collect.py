@@ -183,6 +183,7 @@ class _Columns:
         ]
         known = {name: getattr(rollout, name) for name in KNOWN}
         known["spans"] = [[s.start, s.end, s.name, s.value] for s in rollout.span_rewards]
+        known["rows"] = _rows(rollout)
         self._rollouts.append(
             {name: row[name] for name in ("step", "split", "group", "index")}
             | {name: getattr(rollout, name) for name in SHOWN}
@@ -239,6 +240,33 @@ class _Columns:
         )
         start = chunk.add_streams(streams, len(ids))
         return [SAMPLED, chunk.place(ids), len(ids), start, advantage]
+
+
+def _rows(rollout: Rollout) -> list[list[Any]]:
+    """Of a rollout of several rows each: how many segments, which turns, and what it shares.
+
+    That is the row, among those whose first turn was earlier, with which it has the most tokens in
+    common, or -1, and how many. [] of a single row, or where turns are not recorded.
+    """
+    turns = [
+        [n for n, t in enumerate(rollout.turns) if t.row == i] for i in range(len(rollout.rows))
+    ]
+    if len(turns) == 1 or not all(turns):
+        return []
+    ids = [np.concatenate([segment.token_ids for segment in row]) for row in rollout.rows]
+    made = []
+    for number, row in enumerate(rollout.rows):
+        earlier = [n for n in range(len(turns)) if turns[n][0] < turns[number][0]]
+        shared = max(((_shared(ids[number], ids[n]), n) for n in earlier), default=(0, -1))
+        made.append([len(row), turns[number], shared[1] if shared[0] else -1, shared[0]])
+    return made
+
+
+def _shared(one: Int32, other: Int32) -> int:
+    """How many tokens they begin with alike."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 def _rounded(values: Float32) -> Float32:

@@ -14,6 +14,7 @@ import torch
 
 from agentgrpo.config import EngineConfig
 from agentgrpo.engine.engine import Engine
+from agentgrpo.engine.tool_parsers import tool_call_reader
 from agentgrpo.types import Completion, Float32, Int32
 from tests.tiny import VOCAB
 
@@ -302,6 +303,24 @@ def test_filters_cut_the_distribution_and_its_logprobs(engine: Engine, oracle: S
         assert (plain >= best[:, 0] - 1e-5).all(), "not one of the three likeliest"
         # renormalised over the three: why what is trained on must not be cut
         np.testing.assert_allclose(turn.logprobs, plain - np.log(np.exp(best).sum(-1)), atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # of vLLM's own
+def test_a_form_is_kept_to_and_one_that_there_is_not_is_refused(
+    engine: Engine, tokenizer: Any
+) -> None:
+    """A grammar of vLLM's; also the one by which a family calls its tools."""
+    parameters = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    tag = cast(Any, tool_call_reader("hermes", tokenizer)).grammar([tool], "required")
+    forms = {"abc": {"regex": "abc"}, '<tool_call>\n{"name": "add"': {"structural_tag": tag}}
+    for begins, form in forms.items():
+        filters: Any = {"structured_outputs": form}
+        (turn,) = ask(engine, prompt(5), max_tokens=64, request_seed=1, filters=filters)
+        assert tokenizer.decode(turn.token_ids).startswith(begins)
+    with pytest.raises(ValueError, match="regex"):
+        ask(engine, prompt(5), filters=cast(Any, {"structured_outputs": {"regex": "("}}))
+    assert not engine.num_in_flight
 
 
 def test_entropies_are_those_of_the_policy(engine: Engine, oracle: Score) -> None:

@@ -7,11 +7,22 @@ from tests.mutation import Mutant
 
 FOLDER = "agentgrpo/programs"
 TESTS = {
-    "conversations.py": ["programs/test_conversations.py", "programs/test_play.py"],
+    "conversations.py": [
+        *("programs/test_conversations.py", "programs/test_play.py", "programs/test_apis.py")
+    ],
     "messages.py": ["programs/test_conversations.py"],
-    "session.py": ["programs/test_play.py"],
-    "endpoint.py": ["programs/test_play.py"],
-    "play.py": ["programs/test_play.py"],
+    "responses.py": ["programs/test_apis.py", "programs/test_recorded.py"],
+    "anthropic.py": ["programs/test_apis.py", "programs/test_recorded.py"],
+    "completions.py": ["programs/test_apis.py"],
+    "requests.py": ["programs/test_apis.py"],
+    "session.py": [
+        *("programs/test_apis.py", "programs/test_sampling.py", "programs/test_bad_input.py"),
+        "programs/test_play.py",
+    ],
+    "endpoint.py": [
+        *("programs/test_apis.py", "programs/test_bad_input.py", "programs/test_play.py")
+    ],
+    "play.py": ["programs/test_sampling.py", "programs/test_play.py"],
     "launch.py": ["programs/test_play.py"],
 }
 MUTANTS = [
@@ -32,6 +43,38 @@ MUTANTS = [
     ),
     Mutant("conversations.py", "root = json_key(json.dumps(list(tools)))", "root = None"),
     Mutant("conversations.py", "        told[answered:answered] = [", "        told[0:0] = ["),
+    Mutant("conversations.py", "if text.startswith(t)]", "if True]"),
+    Mutant("conversations.py", "self._texts.append((prompt.text + raw, answer))", "pass"),
+    Mutant(
+        "responses.py",
+        'if goes_on and (kind == "function_call" or rank < RANKS[kind]):',
+        "if False:",
+    ),
+    Mutant("responses.py", "last.reasoning if one.reasoning is None else one.reasoning", "None"),
+    Mutant("responses.py", 'None if body.get("store") is False else len(first)', "len(first)"),
+    Mutant("responses.py", "*first, *before, *_messages", "*first, *_messages"),
+    Mutant("responses.py", "if message.content or not message.calls:", "if message.content:"),
+    Mutant("anthropic.py", "if message.content or not message.calls:", "if message.content:"),
+    Mutant("anthropic.py", "objects=True, alone=0", "alone=0"),
+    Mutant(
+        "anthropic.py",
+        'last = replace(last, reasoning=(last.reasoning or "") + thought)',
+        "last = replace(last, reasoning=thought + '!')",
+    ),
+    Mutant("anthropic.py", '        before = (Message("system", told), *kept)\n', ""),
+    Mutant("anthropic.py", 'stopped if reason == "stop_sequence" else None', "None"),
+    Mutant("completions.py", '"max_tokens": MAX_TOKENS, **chat', "**chat"),
+    Mutant(
+        "requests.py",
+        "raise BadRequest(other + told[len(name) :], error.code, other)",
+        "raise error",
+    ),
+    Mutant("session.py", "if asked.alone is not None:", "if False:"),
+    Mutant(
+        "endpoint.py",
+        "return answered(api.error(error, code), code, headers)",
+        "return answered(CHAT.error(error, code), code, headers)",
+    ),
     Mutant("messages.py", "return type(value) is bool, value", "return value"),
     Mutant("messages.py", "if len(made) < len(pairs):", "if False:"),
     Mutant("session.py", "(retried or (old.reply is None and not old.waiting))", "retried"),
@@ -60,7 +103,24 @@ MUTANTS = [
     Mutant(
         "play.py", "        self.endpoint.end(live.session)\n        rollout =", "        rollout ="
     ),
-    Mutant("play.py", "filters=self.filters,", "filters={},"),
+    Mutant(
+        "play.py", "filters = {**self.filters, **wanted.sampling}", "filters = {**wanted.sampling}"
+    ),
+    Mutant("play.py", "            if not wanted.sampling:\n", "            if True:\n"),
+    Mutant("play.py", 'elif "structured_outputs" in wanted.sampling:', "elif False:"),
+    Mutant("session.py", "if self.obeys or asked.frozen:", "if True:"),
+    Mutant("session.py", "if self.obeys or asked.frozen:", "if self.obeys:"),
+    Mutant(
+        "session.py",
+        "        if asked.frozen:\n            self.stats",
+        "        if False:\n            self.stats",
+    ),
+    Mutant("session.py", "        if size <= HERE:", "        if True:"),
+    Mutant("endpoint.py", "asyncio.timeout(BODY_S)", "asyncio.timeout(None)"),
+    Mutant("endpoint.py", "self.loop.call_later(HEAD_S, self.transport.abort)", "None"),
+    Mutant("endpoint.py", "for connection in [*self.state.connections]:", "for connection in []:"),
+    Mutant("endpoint.py", "len(self.connections) > (self._most or descriptors())", "False"),
+    Mutant("launch.py", "(threading._shutdown, atexit._run_exitfuncs, ", "("),
     Mutant(
         "launch.py",
         "        kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}",

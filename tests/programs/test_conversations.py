@@ -1,6 +1,7 @@
 """Random clients against the tree of conversations: no wrong token, and none in two rows.
 
-What a request must be answered from is computed a second time, from its messages alone: the sampled
+Each request is written in one of the protocols, as recorded clients write it (dialects.py).
+What it must be answered from is computed a second time, from its messages alone: the sampled
 ids of each answer that it still has, with what the template puts between, if it goes on from the
 last one; else the whole conversation rendered.
 """
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 
 from agentgrpo.programs.conversations import Conversations
+from agentgrpo.programs.endpoint import APIS
 from agentgrpo.programs.messages import BadRequest, Call, Message, json_key, read_messages
 from agentgrpo.types import Completion, Int32, Turn
 from tests.playing import CHAT, TOKENIZER
+from tests.programs import dialects
 
 COUNT = int(os.environ.get("AGENTGRPO_FUZZ_CLIENTS", "300"))
 TEXTS = ("", " ", "a", " b \n", "é日🙂", "<|im_end|>", "<tool_call>", "x" * 40, "}{", "</think>")
@@ -94,8 +97,11 @@ class Client:
         new = [
             {"role": "tool", "tool_call_id": c["id"], "content": rng.choice(TEXTS)} for c in calls
         ] or [{"role": "user", "content": rng.choice(TEXTS) + str(rng.randrange(99))}]
+        path = rng.choice(dialects.PATHS)
+        asked = APIS[path].read(dialects.request(path, [*sent, *new], TOOLS[tools], rng), {})
         messages = read_messages([*sent, *new])
-        prompt = self.talks.prompt(messages, TOOLS[tools])
+        assert [m.key for m in asked.messages] == [m.key for m in messages]
+        prompt = self.talks.prompt(asked.messages, asked.tools)
         shown = [message.shown() for message in messages]
         if held is None:
             expected = CHAT.prompt_ids(shown, TOOLS[tools])

@@ -369,21 +369,6 @@ def test_a_bad_request_is_told_and_ends_nothing() -> None:
     assert (rollout.answer, len(rollout.turns)) == ("fine", 1)
 
 
-def test_what_bends_the_distribution_is_counted_and_not_obeyed() -> None:
-    async def program(client: Any, o: Any) -> None:
-        await o.ask(
-            [{"role": "user", "content": "Q"}], temperature=0.1, top_p=0.5, tools=[ADD],
-            tool_choice="required", response_format={"type": "json_object"},
-        )  # fmt: skip
-
-    groups, engine = played(asking(program), lambda *_: turn("x"), temperature=0.7)
-    stats = groups[0].rollouts[0].stats
-    names = ("temperature", "top_p", "tool_choice", "response_format")
-    assert [stats[f"unenforced_{name}"] for name in names] == [1.0] * 4
-    (request,) = engine.requests
-    assert (request.options["temperature"], request.options["filters"]) == (0.7, {})
-
-
 def test_every_rollout_has_its_own_session_and_its_own_seeds() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": o.task["question"]}])
@@ -512,7 +497,7 @@ PROGRAM = """
 import json, os, sys
 from openai import OpenAI
 
-task = json.load(sys.stdin)
+task = json.loads(sys.stdin.buffer.read())
 assert task == json.load(open(os.environ["AGENTGRPO_TASK"]))
 client = OpenAI()
 said = client.chat.completions.create(
@@ -527,7 +512,20 @@ ENDINGS = [
     ('print("so"); sys.exit(3)', "so", 1.0),
     ('raise SystemExit("why")', "noise", 1.0),
     ("import helper; print(helper.NAME)", "beside", 0.0),
-]
+    ('open("answer.txt", "w").write("kept"); os._exit(7)', "kept", 1.0),
+    ("sys.stdout.flush(); os.kill(os.getpid(), 9)", "noise", 1.0),
+    (
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()",
+        "late", 0.0,
+    ),
+    ("import atexit; atexit.register(print, 'at exit')", "at exit", 0.0),
+    (
+        "import multiprocessing\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, 2]))",
+        "[1, 2]", 0.0,
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from agentgrpo.run.metrics import RunLog
-from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.types import Group, Rollout, Segment, Status, Task, Turn
 from tests import tiny
 
 NASTY = "</script><script>document.title='taken'</script>"
@@ -101,6 +102,34 @@ def play(name: str, said: Sequence[str], seen: Sequence[str], *, answer: str | N
     return Rollout(
         task=task, segments=segments, status=Status.COMPLETED, answer=answer, stats=stats
     )
+
+
+def write_program(folder: Path) -> Path:
+    """A run of one rollout of a program: a conversation, one beside it, and a second try."""
+    log = RunLog(folder)
+    log.describe(config={"agent": {"kind": "program"}}, model=str(folder / "model"))
+    tiny.make_tokenizer().save_pretrained(folder / "model")
+    rollout = play("main", ["plan", "act", "done"], ["go on", "and?"], answer="2")
+    main = rollout.segments
+    aside = [Segment(ids("Sum it up.")), said("short")]
+    behind = np.concatenate([segment.token_ids for segment in main[:2]])
+    again = [Segment(np.concatenate([behind, ids("another way")])), said("again")]
+    rollout.closed_rows = [aside, again]
+    for row, number in ((2, 1), (0, 1), (1, 1), (2, 3), (2, 5)):
+        segments = rollout.rows[row][: number + 1]
+        prompt = np.concatenate([segment.token_ids for segment in segments[:-1]])
+        turn = Turn.of(prompt, segments[-1].token_ids, "stop")
+        rollout.turns.append(replace(turn, row=row))
+    rollout.rewards = {"answer": 1.0}
+    log.rollouts(0, [Group(task=rollout.task, rollouts=[rollout])])
+    log.write(0, rollout={"reward": 1.0}, learner={"loss": 0.1})
+    return folder
+
+
+def said(text: str) -> Segment:
+    """Something sampled."""
+    sampled = ids(text)
+    return Segment(sampled, -np.linspace(0.01, 3, len(sampled), dtype=np.float32))
 
 
 _tokenizer = tiny.make_tokenizer()

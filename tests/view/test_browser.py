@@ -19,7 +19,7 @@ from PIL import Image
 from agentgrpo.view.collect import STREAMS, read_run
 from agentgrpo.view.page import make_page
 from tests.view.browser import Browser, find_browser
-from tests.view.runs import ids, write_run
+from tests.view.runs import ids, write_program, write_run
 
 REMEDY = "no Chromium: apt-get install chromium-headless-shell, or set BROWSER_BINARY"
 
@@ -485,3 +485,19 @@ def test_thousands_of_rollouts_are_a_few_rows(browser: Browser, folder: Path) ->
     browser.press("j")
     wait_shown(browser, 1)
     assert browser.ask(elements) < 2000
+
+
+def test_conversations_of_a_program_stand_side_by_side(browser: Browser, folder: Path) -> None:
+    path = folder / "program.html"
+    path.write_text(make_page([read_run(write_program(folder / "program"))]))
+    browser.open(path, "#rollouts")
+    shown(browser)
+    heads = [f"conversation {number} of 3" for number in (1, 2, 3)]
+    assert texts(browser, ".conversation h3") == heads
+    said = texts(browser, ".conversation p")
+    assert said[0] == "3 turns · begins by itself"
+    assert said[1] == "1 turn · begins by itself"
+    assert said[2] == "1 turn · goes on behind turn 1 of conversation 1"
+    turns = texts(browser, ".conversation .sampled h4 b")
+    assert turns == ["turn 1", "turn 4", "turn 5", "turn 2", "turn 3"]
+    assert "program" in "".join(texts(browser, ".conversation .given h4"))

@@ -16,7 +16,7 @@ from agentgrpo.view.__main__ import main
 from agentgrpo.view.collect import STREAMS, RunData, read_run
 from agentgrpo.view.page import finite
 from tests.given import TASK
-from tests.view.runs import write_run
+from tests.view.runs import write_program, write_run
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +212,13 @@ def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     _, streams = chunk_of(data, 0)
     np.testing.assert_allclose(streams["learner_logprobs"][:4], [-0.5, -1, -1.5, -2], rtol=5e-4)
     np.testing.assert_allclose(streams["entropies"][:4], [1.5, 1, np.nan, np.nan], rtol=5e-4)
+
+
+def test_rows_of_a_program_know_their_turns_and_what_they_share(tmp_path: Path) -> None:
+    (rollout,) = read_run(write_program(tmp_path)).index["rollouts"]
+    aside, again, main = rollout["rows"]
+    assert aside == [2, [1], -1, 0]
+    assert again[:3] == [2, [2], 2]
+    assert again[3] == sum(length for _, _, length, *_ in rollout["segments"][4:6])
+    assert main == [6, [0, 3, 4], -1, 0]
+    assert all("rows" not in one for one in read_run(write_run(tmp_path / "x")).index["rollouts"])

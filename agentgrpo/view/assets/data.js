@@ -67,11 +67,13 @@ class Run {
   // The segments of a rollout: origin, ids, text per token, advantage, streams (null where not recorded).
   async segments(rollout) {
     const chunk = await this._chunk(rollout.chunk);
+    const numbers = (rollout.rows || []).flatMap(([, turns]) => turns); // in the order in which they were played
     let offset = 0, turn = 0;
     return rollout.segments.map(([origin, start, length, at, own]) => {
       const ids = chunk.ids.subarray(start, start + length);
       const segment = { origin, ids, offset, texts: this.texts(ids), streams: {} };
-      segment.turn = origin === SAMPLED ? ++turn : turn;
+      if (origin === SAMPLED) turn += 1;
+      segment.turn = numbers.length && origin === SAMPLED ? numbers[turn - 1] + 1 : turn;
       segment.advantage = own === null ? rollout.advantage : own;
       for (const name of this.streams) {
         const values = at < 0 ? null : chunk.streams[name].subarray(at, at + length);

@@ -104,24 +104,51 @@ class RolloutView {
   draw() {
     for (const button of $$("button", this.bar)) button.setAttribute("aria-pressed", String(button.dataset.mode === this.mode));
     const [low, gradient, high] = SCALES[this.mode] || [];
-    this.bar.scale.replaceChildren(...(gradient ? [low, h("i", { style: `background:${gradient}` }), high] : ["", h("b", { class: "swatch prompt" }, "prompt"), h("b", { class: "swatch sampled" }, "sampled"), h("b", { class: "swatch given" }, "environment")]));
+    this.bar.scale.replaceChildren(...(gradient ? [low, h("i", { style: `background:${gradient}` }), high] : ["", h("b", { class: "swatch prompt" }, "prompt"), h("b", { class: "swatch sampled" }, "sampled"), h("b", { class: "swatch given" }, this.program ? "program" : "environment")]));
     this.stream.className = `stream ${this.mode}`;
-    this.stream.replaceChildren(...this.segments.map((segment, place) => this.segment(segment, place)));
+    const shown = this.segments.map((segment, place) => this.segment(segment, place));
+    this.stream.replaceChildren(...(this.rollout.rows ? this.conversations(shown) : shown));
   }
+
+  // Rows of tokens side by side, in the order of their first turns, each with what it goes on from.
+  conversations(shown) {
+    const { rows } = this.rollout, name = this.program ? "conversation" : "row";
+    const order = rows.map((_, row) => row).sort((a, b) => rows[a][1][0] - rows[b][1][0]);
+    const named = (row) => `${name} ${order.indexOf(row) + 1}`;
+    return [h("div", { class: "conversations" }, order.map((row) => {
+      const [count, turns, parent, shared] = rows[row], first = this.firstOf(row);
+      const behind = parent < 0 ? undefined : rows[parent][1].filter((_, k) => this.endOf(parent, k) <= shared).at(-1);
+      const asks = parent >= 0 && shared >= this.segments[this.firstOf(parent)].ids.length;
+      const from = behind !== undefined ? `goes on behind turn ${behind + 1} of ${named(parent)}` : asks ? `asks what ${named(parent)} asks` : "begins by itself";
+      return h("section", { class: "conversation" }, h("h3", {}, `${named(row)} of ${rows.length}`), h("p", { class: "quiet small" }, `${plural(turns.length, "turn")} · ${from}`), shown.slice(first, first + count));
+    }))];
+  }
+
+  firstOf(row) { return this.rollout.rows.slice(0, row).reduce((sum, [count]) => sum + count, 0); }
+
+  // Tokens of a row up to the end of its k-th turn.
+  endOf(row, k) {
+    const first = this.firstOf(row), own = this.segments.slice(first, first + this.rollout.rows[row][0]);
+    const turn = own.filter(({ origin }) => origin === SAMPLED)[k];
+    return turn.offset + turn.ids.length - own[0].offset;
+  }
+
+  get program() { return this.run.config["agent.kind"] === "program"; }
 
   segment(segment, place) {
     const { origin, ids, turn } = segment;
     const toks = h("div", { class: "toks", tabindex: 0, role: "group", "aria-label": "tokens", onclick: (e) => this.point(e, true), onmouseover: (e) => this.point(e, false), onmouseleave: () => this.pin(this.pinned), onkeydown: (e) => this.key(e) });
     toks.innerHTML = this.html(segment);
     if (origin === PROMPT) {
-      return h("details", { class: "seg prompt", open: ids.length <= 60 }, h("summary", {}, h("b", {}, place ? "history, rendered again" : "prompt"), ` · ${plural(ids.length, "token")}, given; `, h("u", {}, "show or hide")), toks);
+      return h("details", { class: "seg prompt", open: ids.length <= 60 }, h("summary", {}, h("b", {}, place && !this.program ? "history, rendered again" : "prompt"), ` · ${plural(ids.length, "token")}, given; `, h("u", {}, "show or hide")), toks);
     }
-    const next = this.segments[place + 1];
-    const then = origin === SAMPLED && (next ? " · then the environment" : this.rollout.answer !== null ? " · answers" : "");
+    const next = this.segments[place + 1], world = this.program ? "program" : "environment";
+    const goesOn = next && (next.origin !== PROMPT || !this.rollout.rows);
+    const then = origin === SAMPLED && (goesOn ? ` · then the ${world}` : !next && this.rollout.answer !== null ? " · answers" : "");
     const logp = segment.streams.logprobs;
     const label = origin === SAMPLED
       ? [h("b", {}, `turn ${turn}`), ` · ${plural(ids.length, "token")} sampled${then}`, logp && ids.length ? ` · mean logp ${number(mean(Array.from(logp)))}` : "", this.rollout.split === "heldout" ? "" : ` · advantage ${signed(segment.advantage)}`]
-      : [h("b", {}, "environment"), ` · ${plural(ids.length, "token")} given, not trained on`];
+      : [h("b", {}, world), ` · ${plural(ids.length, "token")} given, not trained on`];
     const spans = (this.rollout.spans || []).filter(([start, end]) => start < segment.offset + ids.length && end > segment.offset && origin === SAMPLED);
     return h("section", { class: `seg ${origin === SAMPLED ? "sampled" : "given"}` }, h("h4", {}, label, spans.map(([, , name, value]) => h("span", { class: "pill" }, `${words(name)} ${signed(value)}`))), toks);
   }

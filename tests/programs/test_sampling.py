@@ -1,0 +1,153 @@
+"""What a request asks of the sampler: obeyed in evaluations and for what is not trained on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from agentgrpo.programs.requests import FROZEN
+from agentgrpo.types import Status
+from tests.playing import EOT, TOKENIZER
+from tests.programs import test_play
+from tests.programs.test_play import ADD, alone, asking, played, read_calls, rows_of, turn
+from tests.rollout.stubs import StubEngine, Turn
+
+Q = [{"role": "user", "content": "Q"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+WISHES: dict[str, Any] = {
+    "temperature": 0.1, "top_p": 0.5, "seed": 3, "tools": [ADD], "response_format": FORM,
+}  # fmt: skip
+
+
+async def wishing(_: Any, o: Any) -> None:
+    await o.ask(Q, **WISHES)
+
+
+def test_what_bends_the_distribution_is_counted_in_training_and_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups, engine = played(asking(wishing), lambda *_: turn("x"), n=2, temperature=0.7)
+    stats = groups[0].rollouts[0].stats
+    names = ("temperature", "top_p", "seed", "response_format")
+    assert [stats[f"unenforced_{name}"] for name in names] == [1.0] * 4
+    for request in engine.requests:
+        assert (request.options["temperature"], request.options["filters"]) == (0.7, {})
+    said = capsys.readouterr().err
+    assert said.count("ask for response_format, seed, temperature, top_p, which is not obeyed") == 1
+
+
+def test_an_evaluation_obeys_all_but_seeds() -> None:
+    groups, engine = played(
+        asking(wishing), lambda *_: turn("x"), play={"temperature": 0.0, "filters": {"min_p": 0.1}}
+    )
+    (request,) = engine.requests
+    bent = {"min_p": 0.1, "top_p": 0.5, "structured_outputs": {"json": SCHEMA}}
+    assert (request.options["temperature"], request.options["filters"]) == (0.1, bent)
+    stats = groups[0].rollouts[0].stats
+    assert [name for name in stats if name.startswith("unenforced")] == ["unenforced_seed"]
+
+
+@pytest.mark.parametrize("family_has_one", [True, False])
+def test_a_choice_of_a_tool_is_a_grammar_where_the_family_has_one(
+    family_has_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice: Any = {"type": "function", "function": {"name": "add"}}
+
+    def reader(text: str, tools: Any) -> Any:
+        return read_calls(text, tools)
+
+    def grammar(tools: Any, named: Any) -> str | None:
+        return json.dumps([tools, named]) if family_has_one else None
+
+    reader.grammar = grammar  # type: ignore[attr-defined]
+    monkeypatch.setattr(test_play, "read_calls", reader)
+
+    async def program(_: Any, o: Any) -> None:
+        await o.ask(Q, tools=[ADD], tool_choice=choice)
+
+    groups, engine = played(asking(program), lambda *_: turn("x"), play={"temperature": 0.0})
+    given = engine.requests[0].options["filters"]
+    ignored = groups[0].rollouts[0].stats.get("unenforced_tool_choice", 0)
+    tag = {"structured_outputs": {"structural_tag": json.dumps([[ADD], choice])}}
+    assert (given, ignored) == ((tag, 0) if family_has_one else ({}, 1))
+
+
+class Refusing(StubEngine):
+    """As vLLM, of what it has no grammar for, or no such number."""
+
+    def add_request(self, *args: Any, **options: Any) -> None:
+        if options["filters"].get("top_p", 1) > 1:
+            raise ValueError("top_p must be in (0, 1], got 7.")
+        super().add_request(*args, **options)
+
+
+def test_what_the_engine_cannot_do_is_told_and_ends_nothing() -> None:
+    async def program(_: Any, o: Any) -> str:
+        with pytest.raises(openai.BadRequestError, match="top_p must be in"):
+            await o.ask(Q, top_p=7)
+        with pytest.raises(openai.BadRequestError, match="no grammar could be made"):
+            await o.ask(Q, response_format=FORM)
+        return str((await o.ask(Q)).choices[0].message.content)
+
+    def says(number: int, _: str) -> Turn:
+        return Turn("x", finish_reason="error") if number == 0 else turn("fine")
+
+    engine = Refusing(TOKENIZER, says)
+    play = {"temperature": 0.0}
+    rollout = alone(asking(program, max_retries=0), engine, play=play, max_turns=1)
+    assert (rollout.answer, rollout.status, len(rollout.turns)) == ("fine", Status.COMPLETED, 1)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "hot"}, "temperature: expected a number, got 'hot'"),
+    ({"extra_body": {"top_p": True}}, "top_p: expected a number"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice: expected 'none', 'auto'"),
+    ({"response_format": {"type": "xml"}}, "response_format: expected the type text"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: expected the type text"),
+    ({"extra_body": {"structured_outputs": []}}, "structured_outputs: expected an object of one"),
+]
+
+
+def test_wishes_of_the_wrong_form_are_refused() -> None:
+    async def program(_: Any, o: Any) -> str:
+        for wrong, said in WRONG:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await o.ask(Q, **wrong)
+            assert said in str(caught.value)
+        return str((await o.ask(Q, response_format={"type": "text"})).choices[0].message.content)
+
+    rollout = alone(asking(program, max_retries=0), lambda *_: turn("fine"))
+    assert rollout.answer == "fine"
+    assert not any(name.startswith("unenforced") for name in rollout.stats)
+
+
+def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> None:
+    """Also where its answer goes on in a conversation that is trained on; it obeys."""
+
+    async def program(client: Any, o: Any) -> str:
+        first = (await o.ask(Q)).choices[0].message
+        create = client.chat.completions.create
+        aside = await create(model=FROZEN, messages=Q, temperature=0.2, response_format=FORM)
+        said = aside.choices[0].message
+        await o.ask([*Q, first, {"role": "user", "content": said.content}])
+        await o.ask([*Q, said, {"role": "user", "content": "on"}])
+        for _ in range(2):
+            await create(model=FROZEN, messages=Q)
+        with pytest.raises(openai.BadRequestError, match=f"its 3 turns of {FROZEN}"):
+            await create(model=FROZEN, messages=Q)
+        return "done"
+
+    engine = StubEngine(TOKENIZER, lambda number, _: turn(f"said {number}"))
+    rollout = alone(asking(program), engine, max_turns=3)
+    sampled = [text for row in rows_of(rollout) for is_sampled, text in row if is_sampled]
+    assert sorted(sampled) == [f"said {number}{EOT}" for number in (0, 2, 3)]
+    assert rollout.stats["turns"] == len(rollout.turns) == 3
+    assert (rollout.stats["frozen_turns"], rollout.status) == (3, Status.COMPLETED)
+    frozen = engine.requests[1].options
+    bent = {"structured_outputs": {"json": SCHEMA}}
+    assert (frozen["temperature"], frozen["filters"]) == (0.2, bent)
+    assert engine.requests[4].options["filters"] == {}
