@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import copy
 import os
+import re
 import ssl
 import traceback
 from collections.abc import Mapping, Sequence
@@ -61,14 +62,17 @@ class VerifiersEnv:
     """Its episodes play themselves against the endpoint."""
 
     def __init__(
-        self, load: str, args: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None,
-        *, select: Mapping[str, Any] | None = None, heldout: Mapping[str, Any] | None = None,
-        num_heldout: int = 0,
+        self, load: str, args: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None, *, select: Mapping[str, Any] | None = None,
+        heldout: Mapping[str, Any] | None = None, num_heldout: int = 0,
     ) -> None:  # fmt: skip
         if num_heldout < 0 or (num_heldout and heldout):
             raise ValueError(f"num_heldout: got {num_heldout}, and heldout is {heldout!r}")
         self._num_heldout, self._select = num_heldout, dict(select or {})
-        self._taskset_of = {"train": dict(args or {}), "heldout": {**(args or {}), **(heldout or {})}}
+        self._taskset_of = {
+            "train": dict(args or {}),
+            "heldout": {**(args or {}), **(heldout or {})},
+        }
         self._apart = bool(heldout)
         _package()
         _add_folder_to_path()
@@ -108,6 +112,7 @@ class VerifiersEnv:
 
     def _taken(self, which: str) -> Sequence[Any]:
         from verifiers.v1 import SelectConfig, load_taskset
+        from verifiers.v1.utils.compile import resolve_runtime_config
 
         taskset = self.upstream.taskset
         if which == "heldout":
@@ -116,7 +121,10 @@ class VerifiersEnv:
         taskset = taskset.select(SelectConfig(**self._select))
         if not taskset.bounded:
             raise ValueError("select: the taskset has no end; expected a `limit`")
-        return list(taskset)
+        found, roles = list(taskset), [*_roles(self.upstream).values()]
+        for task in found if len(roles) == 1 else ():
+            resolve_runtime_config(roles[0].runtime, task)  # raises for what it cannot be
+        return found
 
     def reset(self, task: Task) -> VerifiersEpisode:
         """An episode that begins when it is played."""
@@ -261,16 +269,10 @@ def _spec(data: Any) -> dict[str, Any]:
 
 
 def _package() -> None:
-    needed("verifiers", "env.kind = 'verifiers'")
-    from importlib.util import find_spec
-
-    if find_spec("verifiers.v1") is None or find_spec("verifiers.legacy") is not None:
-        from importlib.metadata import version
-
-        raise ValueError(
-            f"the package verifiers is {version('verifiers')}; expected 0.4 or later (its module "
-            "verifiers.v1)"
-        )
+    verifiers = needed("verifiers", "env.kind = 'verifiers'")
+    version = getattr(verifiers, "__version__", "of no version")
+    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [0, 4]:
+        raise ValueError(f"the package verifiers is {version}; expected 0.4 or later")
     needed("verifiers.v1", "env.kind = 'verifiers'")
 
 
@@ -300,15 +302,25 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
     return env
 
 
+def _roles(env: Any) -> dict[str, Any]:
+    """The settings of those who play, by name."""
+    from verifiers.v1 import AgentConfig
+
+    return {name: value for name, value in env.config if isinstance(value, AgentConfig)}
+
+
 def _check_roles(env: Any) -> None:
-    """That the policy plays none that is not to be trained; tells of what nothing isolates.
+    """That harnesses have the machine they need, and that the policy plays none that is not to be
+    trained; tells of what nothing isolates.
 
     Raises:
-        ValueError: names the role.
+        ValueError: names the role, or the harness.
     """
-    from verifiers.v1 import AgentConfig, EvalClientConfig, ModelContext, SubprocessConfig
+    from verifiers.v1 import EvalClientConfig, ModelContext, SubprocessConfig, Task
+    from verifiers.v1.utils.compile import validate_pairing
 
-    roles = {name: value for name, value in env.config if isinstance(value, AgentConfig)}
+    roles = _roles(env)
+    task = type(env.taskset).task_type() if len(roles) == 1 else Task
     agents = env._episode_agents(ModelContext("", EvalClientConfig()), [], None, None)
     asyncio.run_coroutine_threadsafe(env.setup(agents), event_loop("programs")).result()
     for name, role in roles.items():
@@ -318,6 +330,7 @@ def _check_roles(env: Any) -> None:
                 f"env.{name}: a role that is not to be trained needs a model of its own: "
                 f"env.{name}.model and env.{name}.client.base_url"
             )
+        validate_pairing(agent.harness, task, role.runtime)
         if agent.harness.EXECUTES_CODE and isinstance(role.runtime, SubprocessConfig):
             tell(f"verifiers: what {name!r} runs, runs as you, isolated by nothing")
 
