@@ -28,7 +28,7 @@ from agentgrpo.actions import Action, InfrastructureError, Observation
 from agentgrpo.envs.base import AsyncEpisode
 from agentgrpo.extras import needed
 from agentgrpo.types import Task
-from agentgrpo.usercode import event_loop, tell
+from agentgrpo.usercode import calling, event_loop, tell, where_of
 
 KEY = "x-agentgrpo-key"
 """The header of a client's config, never sent, that holds a rollout's key."""
@@ -189,10 +189,10 @@ class VerifiersEpisode(AsyncEpisode):
         env = await self._env.served()
         client = EvalClientConfig(base_url=base_url, headers={KEY: api_key})
         episode = await env.run_episode(self._task, ModelContext(model=model, client=client))
-        if not episode.ok:
+        if not env.complete(episode):
             _raise_of(episode)
         self.environment = played = Played(env, self._task, episode)
-        return str(played.traces[-1].last_reply)
+        return str(played.traces[-1].last_reply) if played.traces else ""
 
     async def step(self, action: Action) -> Observation:
         """Never called: its harness acts."""
@@ -218,8 +218,8 @@ class Played:
 
     @property
     def reward(self) -> float:
-        """What its traces are paid, on the mean where the policy plays several roles."""
-        return sum(float(trace.reward) for trace in self.traces) / len(self.traces)
+        """What its traces are paid, on the mean where the policy plays several times."""
+        return sum(float(trace.reward) for trace in self.traces) / max(len(self.traces), 1)
 
 
 async def compared(environments: Sequence[Played | None], **_: Any) -> list[float]:
@@ -242,6 +242,8 @@ async def compared(environments: Sequence[Played | None], **_: Any) -> list[floa
 def _raise_of(episode: Any) -> None:
     """The first thing that went wrong in an episode."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+    if not errors:
+        raise RuntimeError("the environment says that the episode is not complete")
     first = errors[0]
     said = f"{first.type}: {first.message}"
     if any(error.type in MACHINE for error in errors):
@@ -284,20 +286,25 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
     """
     from verifiers.v1 import AgentConfig, default_harness_id, env_config_type, load_environment
 
-    try:
-        kind = env_config_type(load, settings.get("id", ""))
-        own = default_harness_id(load)
-        for name, field in kind.model_fields.items():
-            if isinstance(field.default, AgentConfig):
-                role = dict(settings.get(name, {}))
-                if "runtime" not in field.default.model_fields_set:
-                    role.setdefault("runtime", {"type": "subprocess"})
-                if field.default.harness is None:
-                    role.setdefault("harness", {"id": "null" if own == "bash" else own})
-                settings[name] = role
-        env = load_environment(kind.model_validate({**settings, "taskset": {**args, "id": load}}))
-    except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"load: {load!r}: {error}") from error
+    with calling(None, f"env.options.load: {load!r}"):
+        try:
+            kind = env_config_type(load, settings.get("id", ""))
+            own = default_harness_id(load)
+            for name, field in kind.model_fields.items():
+                if isinstance(field.default, AgentConfig):
+                    role = dict(settings.get(name, {}))
+                    if "runtime" not in field.default.model_fields_set:
+                        role.setdefault("runtime", {"type": "subprocess"})
+                    if field.default.harness is None:
+                        role.setdefault("harness", {"id": "null" if own == "bash" else own})
+                    settings[name] = role
+            whole = {**settings, "taskset": {**args, "id": load}}
+            env = load_environment(kind.model_validate(whole))
+        except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
+            if where_of(error, _load):  # in code of the user's
+                raise
+            why = f" ({error.__cause__})" if isinstance(error, ModuleNotFoundError) else ""
+            raise ValueError(f"load: {load!r}: {error}{why}") from error
     _check_roles(env)
     return env
 
@@ -333,6 +340,8 @@ def _check_roles(env: Any) -> None:
         validate_pairing(agent.harness, task, role.runtime)
         if agent.harness.EXECUTES_CODE and isinstance(role.runtime, SubprocessConfig):
             tell(f"verifiers: what {name!r} runs, runs as you, isolated by nothing")
+    if not any(getattr(agents, name).trainable for name in roles):
+        raise ValueError(f"env: none of its roles is to be trained: {', '.join(roles)}")
 
 
 def _add_folder_to_path() -> None:

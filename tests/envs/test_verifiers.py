@@ -234,6 +234,18 @@ def test_what_cannot_be_played_is_refused_before_a_model_is_loaded(
         VerifiersEnv(**{"load": "vf_sums", **options}).tasks(split or "train")
 
 
+def test_an_error_in_a_taskset_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "vf_wrong.py").write_text("import json\n\njson.nothing\n")
+    with pytest.raises(UserCodeError, match=r"load.*vf_wrong.*nothing.*vf_wrong\.py:3"):
+        VerifiersEnv("vf_wrong")
+    (tmp_path / "vf_lacks.py").write_text("import no_such_package\n")
+    with pytest.raises(ValueError, match=r"'vf_lacks' not found .*'no_such_package'"):
+        VerifiersEnv("vf_lacks")
+
+
 @pytest.mark.parametrize("package", [None, "0.1.9.post3", "0.3.1"])
 def test_another_package_of_that_name_is_refused(
     package: str | None, monkeypatch: pytest.MonkeyPatch
