@@ -54,7 +54,7 @@ LINES = (
         "quickstart: widest log-probability gap, sampler to learner", "quickstart", "max_dlogp"
     ),
     Line(
-        "quickstart's step of 96 rollouts on two cores that did other work too", "beside_trl",
+        "quickstart's first two steps of 96 rollouts, two quiet cores", "beside_trl",
         "here", "TRL 1.16.0", "TRL 1.16, vLLM colocated",
     ),
     Line(
