@@ -6,7 +6,7 @@ their own server, which records each turn for the rewards; its model is the endp
 under the rollout's key. So agent.kind = "program" plays them, without a command of its own.
 
 One thing is done in another way. The loop of their harness `null`, a chat with tools, is a script
-that they start anew for every rollout, in an environment that uv makes: 1.5 s of CPU each. Here the
+that they start anew for every rollout, in an environment that uv makes: 2 s of CPU each. Here the
 same script runs in this process.
 """
 
