@@ -174,7 +174,7 @@ class _Play:
                 networks_fault(self.env.reset),
                 calling(self.env.reset, task=of[0], rollout=of[1]),
             ):
-                episode = checked_episode(self.env.reset(task))
+                episode: Any = checked_episode(self.env.reset(task))
             launcher = self.launcher or Awaited(episode.play)
             running = launcher.start(task, session, self.endpoint, of[1])
         except InfrastructureError as error:  # of reset()
