@@ -123,7 +123,7 @@ def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
         f"model={tiny.make_agent_dir(tmp_path / 'model')}", "out_dir=run", "steps=2",
         "eval_every=0", "rollout.tasks_per_step=2", "rollout.group_size=4",
         "rollout.max_turn_tokens=24",
-        "engine.max_model_len=1024", "engine.kv_cache_gib=0.0625", "learner.trained_layers=null",
+        "engine.max_model_len=1024", "engine.kv_cache_gib=0.0625", "learner.trained_layers=1",
         "learner.max_tokens=4096",
         'reward.functions=["length", "agentgrpo.envs.verifiers:compared"]',
         'env.options.heldout={split="heldout", size=2}',
