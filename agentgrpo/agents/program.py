@@ -22,6 +22,7 @@ class ProgramAgent(TextAgent):
     Args:
         pool: the sandbox; None where nothing runs in it.
         call_reader: from a parser's name to what reads the calls of a turn.
+        env: what it is played in; one whose episodes play themselves (`plays`) is the program.
         command: the program and its arguments: ["python", "program.py"]. `python` is the session's.
         call: in its place, `module:function`, a coroutine function of this process: it is given
             the task, base_url, api_key and model, and returns the answer.
@@ -43,6 +44,7 @@ class ProgramAgent(TextAgent):
     """Settings that only agents read which the trainer plays turn by turn."""
     pool: Any
     call_reader: Callable[[str], ReadCalls]
+    env: Any = None
     command: Sequence[str] = ()
     call: str = ""
     files: Sequence[Path] = ()
@@ -52,10 +54,13 @@ class ProgramAgent(TextAgent):
     parser: str = "hermes"
 
     def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.call):
+        plays = bool(getattr(self.env, "plays", False))
+        if bool(self.command) + bool(self.call) + plays != 1:
+            given = f"got {list(self.command)!r} and {self.call!r}"
             raise ValueError(
-                f"command: either it or call must be given, got {list(self.command)!r} and "
-                f"{self.call!r}"
+                f"command: expected neither it nor call, as the environment plays itself; {given}"
+                if plays
+                else f"command: either it or call must be given, {given}"
             )
         for path in self.files:
             if not path.exists():
@@ -65,7 +70,7 @@ class ProgramAgent(TextAgent):
     @staticmethod
     def asks_for_pool(options: Mapping[str, Any]) -> bool:
         """Whether a run with these options needs the sandbox."""
-        return not options.get("call") and options.get("sandbox", "session") == "session"
+        return bool(options.get("command")) and options.get("sandbox", "session") == "session"
 
     def parse(self, text: str) -> NoReturn:
         """Never called: what a turn means is the program's affair."""

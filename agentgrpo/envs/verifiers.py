@@ -1,285 +1,459 @@
-"""Environments of the package verifiers: SingleTurnEnv, ToolEnv, StatefulToolEnv, MultiTurnEnv.
+"""Environments of the package verifiers, as it is from version 0.4 on (its module verifiers.v1).
 
-They run as they are: their own `rollout()` plays against a client that looks like OpenAI's and
-whose answers are the policy's turns, so that their stop conditions, set-up, tools and clean-up are
-theirs. What a turn of the environment adds to the conversation is what the policy is shown; the
-reward is that of their rubric.
+They run as they are: an episode is one call of their `Env.run_episode()`, with its harnesses, tool
+servers, judges and rewards, on the event loop of programs. Between a harness and its model stands
+their own server, which records each turn for the rewards; its model is the endpoint of programs,
+under the rollout's key. So agent.kind = "program" plays them, without a command of its own.
 
-The package is the one before its version 0.3, which has other environments under the same name.
+One thing is done in another way. The loop of their harness `null`, a chat with tools, is a script
+that they start anew for every rollout, in an environment that uv makes: 2 s of CPU each. Here the
+same script runs in this process.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import contextlib
-import inspect
-import json
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import os
+import re
+import ssl
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Say, Schema
-from agentgrpo.config.read import load_callable
+from agentgrpo.actions import Action, InfrastructureError, Observation
 from agentgrpo.envs.base import AsyncEpisode
 from agentgrpo.extras import needed
 from agentgrpo.types import Task
+from agentgrpo.usercode import calling, event_loop, tell, where_of
 
-MODEL = "policy"
-OVER = "the policy's budget is spent: this model's maximum context length is reached"
-"""What the environment is told when a rollout ends from our side; it knows the second half."""
+KEY = "x-agentgrpo-key"
+"""The header of a client's config, never sent, that holds a rollout's key."""
+MACHINE = ("InterceptionError", "SandboxError", "ToolsetError", "TunnelError")
+"""Of their errors, those that neither the policy nor the environment's author is to blame for."""
+CLOSING_S = 20.0
 
 
 class VerifiersEnv:
-    """Episodes of one environment; agent.kind = "tools" acts in it.
+    """Episodes of one environment, played by agent.kind = "program".
 
     Args:
-        load: its id, as `verifiers.load_environment` takes it, or `module:function` that returns
-            an environment.
-        args: arguments of either.
-        num_heldout: rows at the end of its dataset that are held out, where it has no eval_dataset.
+        load: the taskset: a module or an installed package, as verifiers' `taskset.id`.
+        args: settings of the taskset.
+        env: settings of the environment besides its taskset: `{ id = "best-of-n", n = 1 }`, or of a
+            role, `{ agent = { max_turns = 8 } }`. A role that says nothing else runs on this
+            machine, by the taskset's own harness or else by `null`.
+        select: which tasks, as verifiers' SelectConfig: `{ shuffle = true, limit = 500 }`.
+        heldout: settings of the taskset that are others for the held-out tasks:
+            `{ split = "test" }`.
+        num_heldout: in its place, tasks at the end that are held out.
 
     Raises:
-        ValueError: there is no such environment, it is no chat environment, its rubric compares the
-            rollouts of a group, it has an eval_dataset besides num_heldout, or the package is
-            missing.
+        ValueError: there is no such taskset or environment, a setting is not one of its, a role is
+            not to be trained and has no model of its own, or the package is missing or older.
     """
 
-    answers = ("tools",)
+    answers: ClassVar[tuple[str, ...]] = ()
     judges = True
-    talks = True
+    plays = True
+    """Its episodes play themselves against the endpoint."""
 
     def __init__(
-        self, load: str, args: Mapping[str, Any] | None = None, *, num_heldout: int = 0
-    ) -> None:
-        self.package = _package()
-        with _signals_kept():
-            self.upstream = _load(self.package, load, dict(args or {}))
-        if getattr(self.upstream, "message_type", "chat") != "chat":
-            raise ValueError(f"load: {load!r} completes texts; expected a chat environment")
-        rubric = self.upstream.rubric
-        compared = [f for f in rubric._get_reward_funcs() if rubric._is_group_func(f)]
-        if compared:
-            raise ValueError(
-                f"load: {load!r}: the reward {compared[0].__name__!r} compares the rollouts of a "
-                "group; here each is judged alone"
-            )
-        if num_heldout < 0 or (num_heldout and self.upstream.eval_dataset is not None):
-            has = "has an eval_dataset" if self.upstream.eval_dataset is not None else "has none"
-            raise ValueError(f"num_heldout: got {num_heldout}, and the environment {has}")
-        self._num_heldout = num_heldout
+        self, load: str, args: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None, *, select: Mapping[str, Any] | None = None,
+        heldout: Mapping[str, Any] | None = None, num_heldout: int = 0,
+    ) -> None:  # fmt: skip
+        if num_heldout < 0 or (num_heldout and heldout):
+            raise ValueError(f"num_heldout: got {num_heldout}, and heldout is {heldout!r}")
+        self._num_heldout, self._select = num_heldout, dict(select or {})
+        self._taskset_of = {
+            "train": dict(args or {}),
+            "heldout": {**(args or {}), **(heldout or {})},
+        }
+        self._apart = bool(heldout)
+        _package()
+        _add_folder_to_path()
+        _play_null_here()
+        self.upstream = _load(load, self._taskset_of["train"], dict(env or {}))
+        self._tasks: dict[str, Sequence[Any]] = {}
+        self._served: asyncio.Task[None] | None = None
+        self._done = asyncio.Event()
+        self._ready: asyncio.Future[None] | None = None
 
-    def tools(self, task: Task) -> Sequence[Schema]:
-        """The task's own tools (its `info`), or the environment's."""
-        info = _info(task.spec)
-        return tuple(info.get("oai_tools") or getattr(self.upstream, "oai_tools", None) or ())
+    # --- tasks
 
     def tasks(self, split: str) -> list[Task]:
-        """The rows of its dataset, or of its eval_dataset for "heldout".
+        """Those of its taskset, in its order.
+
+        A task without a prompt, whose user speaks first, is shown by its description or name.
 
         Raises:
-            ValueError: it has no such dataset.
+            ValueError: there are none, or without end.
         """
         return [
-            Task(id=f"{split}/{i}", messages=tuple(map(_plain, row["prompt"])), spec=dict(row))
-            for i, row in enumerate(self._rows(split))
+            Task(id=f"{split}/{i}", messages=_messages(task.data), spec=_spec(task.data))
+            for i, task in enumerate(self._of_split(split))
         ]
 
-    def _rows(self, split: str) -> Sequence[Mapping[str, Any]]:
-        apart = self.upstream.eval_dataset
-        if split == "heldout" and apart is not None:
-            return list(apart)
-        rows = list(self.upstream.dataset or ())
-        cut = len(rows) - self._num_heldout
-        found = rows[cut:] if split == "heldout" else rows[: max(cut, 0)]
-        if not found:
-            hint = "; env.options.num_heldout sets rows of its dataset aside" if rows else ""
-            raise ValueError(f"data.{split}: the environment has no rows for it{hint}")
+    def _of_split(self, split: str) -> Sequence[Any]:
+        if split not in self._tasks:
+            found = self._taken("heldout" if self._apart and split == "heldout" else "train")
+            cut = len(found) if self._apart else max(len(found) - self._num_heldout, 0)
+            if not self._apart:
+                found = found[cut:] if split == "heldout" else found[:cut]
+            if not found:
+                hint = "; env.options.heldout or num_heldout says which" * (split == "heldout")
+                raise ValueError(f"data.{split}: the taskset has no tasks for it{hint}")
+            self._tasks[split] = found
+        return self._tasks[split]
+
+    def _taken(self, which: str) -> Sequence[Any]:
+        from verifiers.v1 import SelectConfig, load_taskset
+        from verifiers.v1.utils.compile import resolve_runtime_config
+
+        taskset = self.upstream.taskset
+        if which == "heldout":
+            config = self.upstream.config.taskset
+            taskset = load_taskset(type(config)(**{**self._taskset_of[which], "id": config.id}))
+        taskset = taskset.select(SelectConfig(**self._select))
+        if not taskset.bounded:
+            raise ValueError("select: the taskset has no end; expected a `limit`")
+        found, roles = list(taskset), [*_roles(self.upstream).values()]
+        for task in found if len(roles) == 1 else ():
+            resolve_runtime_config(roles[0].runtime, task)  # raises for what it cannot be
         return found
 
     def reset(self, task: Task) -> VerifiersEpisode:
-        """An episode whose environment sets itself up at the first step."""
-        return VerifiersEpisode(self, task)
+        """An episode that begins when it is played."""
+        split, _, number = task.id.rpartition("/")
+        return VerifiersEpisode(self, self._of_split(split)[int(number)])
+
+    # --- what all episodes share
+
+    async def served(self) -> Any:
+        """Their environment, once its tool servers and the server before its model listen."""
+        if self._served is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._served = asyncio.create_task(self._serve(self._ready))
+        assert self._ready is not None
+        await asyncio.shield(self._ready)
+        return self.upstream
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        env = self.upstream
+        try:
+            async with env.serving():
+                tools = env._shared_tools
+                secrets = tuple(s.state_secret for s in tools.values() if s.state_secret)
+                async with _keyed_server()(None, env._requires_tunnel(tools), secrets) as server:
+                    env._interception = server
+                    ready.set_result(None)
+                    await self._done.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    def close(self) -> None:
+        """Stop their servers."""
+        served = self._served
+        if served is not None:
+
+            async def stop() -> None:
+                self._done.set()
+                await asyncio.wait({served}, timeout=CLOSING_S)
+
+            asyncio.run_coroutine_threadsafe(stop(), event_loop("programs")).result()
 
 
 class VerifiersEpisode(AsyncEpisode):
-    """One run of the environment's rollout(), a turn at a time."""
+    """One episode of theirs."""
 
-    def __init__(self, env: VerifiersEnv, task: Task) -> None:
+    def __init__(self, env: VerifiersEnv, task: Any) -> None:
         self._env, self._task = env, task
-        self._client = PolicyClient()
-        self._rollout: asyncio.Task[Any] | None = None
-        self._conversation: list[Mapping[str, Any]] | None = None
+        self.environment: Played | None = None
+        """What was played, once it has been; reward functions in TRL's form may ask for it."""
 
-    async def step(self, action: Action) -> Observation:
-        """Say the turn to the environment; what it adds to the conversation is the answer."""
-        before = await self._begun()
-        if before is None:  # its stop conditions held before the first turn
-            return Observation("", done=True)
-        said = _message(action)
-        self._client.say(said)
-        now = await self._next_request()
-        if now is None:
-            return Observation("", done=True, answer=said.get("content"))
-        if now[: len(before)] != before:
-            raise ValueError(
-                f"task {self._task.id!r}: the environment rewrites the conversation; only what it "
-                "appends can be trained on"
-            )
-        return _observation(action, now[len(before) + 1 :])
-
-    async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`environment`: what the rubric says of the finished rollout.
+    async def play(self, told: Any, *, base_url: str, api_key: str, model: str) -> str:
+        """Play it against the endpoint; the last reply is the answer.
 
         Raises:
-            InfrastructureError: the environment ended with an error of its infrastructure.
+            InfrastructureError: a server or a machine of theirs failed.
+            RuntimeError: the environment or its harness did.
         """
-        asked = await self._begun()
-        if asked is not None and answer is not None:
-            self._client.say({"role": "assistant", "content": answer})
-            asked = await self._next_request()
-        if asked is not None:
-            self._client.end()
-        assert self._rollout is not None
-        state = await self._rollout
-        if isinstance(state.get("error"), self._env.package.InfraError):
-            raise InfrastructureError(repr(state["error"]))
-        score = self._env.upstream.rubric.score_rollout
-        needs = inspect.signature(score).parameters
-        free = contextlib.nullcontext()  # how many are judged at once is not limited here
-        await score(state, **({"score_sem": free} if "score_sem" in needs else {}))
-        return {"environment": float(state["reward"])}
+        from verifiers.v1 import EvalClientConfig, ModelContext
 
-    async def close(self) -> None:
-        """End the environment's rollout, if it runs."""
-        if self._rollout is not None and not self._rollout.done():
-            self._rollout.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._rollout
+        env = await self._env.served()
+        client = EvalClientConfig(base_url=base_url, headers={KEY: api_key})
+        episode = await env.run_episode(self._task, ModelContext(model=model, client=client))
+        if not env.complete(episode):
+            _raise_of(episode)
+        self.environment = played = Played(env, self._task, episode)
+        return str(played.traces[-1].last_reply) if played.traces else ""
 
-    async def _begun(self) -> list[Mapping[str, Any]] | None:
-        """The conversation that waits for the policy's turn; None if the rollout is over."""
-        if self._rollout is None:
-            row = {key: value for key, value in self._task.spec.items() if value is not None}
-            work = self._env.upstream.rollout(row, self._client, MODEL)
-            self._rollout = asyncio.create_task(work)
-            self._rollout.add_done_callback(lambda _: self._client.requests.put_nowait(None))
-            first = await self._next_request()
-            if first is not None and first != list(map(_plain, self._task.messages)):
-                raise ValueError(
-                    f"task {self._task.id!r}: the environment changes the prompt while it sets "
-                    "itself up; the policy was shown the dataset's"
-                )
-        return self._conversation
+    async def step(self, action: Action) -> Observation:
+        """Never called: its harness acts."""
+        raise TypeError("an environment of verifiers acts by itself")
 
-    async def _next_request(self) -> list[Mapping[str, Any]] | None:
-        messages = await self._client.requests.get()
-        if messages is None:
-            assert self._rollout is not None
-            self._rollout.result()  # raises what the environment raised
-        self._conversation = None if messages is None else list(map(_plain, messages))
-        return self._conversation
+    async def finish(self, answer: str | None) -> Mapping[str, float]:
+        """`environment`: what it pays; 0 where it did not come to its end."""
+        return {"environment": 0.0 if self.environment is None else self.environment.reward}
 
 
-class PolicyClient:
-    """What an environment takes for an OpenAI client: its answers are the policy's turns."""
+class Played:
+    """What was played.
 
-    def __init__(self) -> None:
-        self.requests: asyncio.Queue[list[Mapping[str, Any]] | None] = asyncio.Queue()
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
-        self._turn: asyncio.Future[Mapping[str, Any]] | None = None
+    Args:
+        env: of verifiers.
+        task: theirs.
+        episode: theirs, with the traces of its agents.
+    """
 
-    async def _create(self, *, messages: list[Mapping[str, Any]], **_: Any) -> Any:
-        from openai.types.chat import ChatCompletion
+    def __init__(self, env: Any, task: Any, episode: Any) -> None:
+        self.env, self.task, self.episode = env, task, episode
+        self.traces = [trace for trace in episode.traces if trace.agent.trainable]
 
-        self._turn = asyncio.get_running_loop().create_future()
-        self.requests.put_nowait(messages)
-        message = await self._turn
-        reason = "tool_calls" if "tool_calls" in message else "stop"
-        choice = {"index": 0, "finish_reason": reason, "message": message}
-        return ChatCompletion.model_validate(
-            {"id": "", "object": "chat.completion", "created": 0, "model": MODEL}
-            | {"choices": [choice]}
-        )
-
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Answer the request that waits."""
-        assert self._turn is not None
-        self._turn.set_result(message)
-
-    def end(self) -> None:
-        """Tell the environment that waits that there is no room for another turn."""
-        from openai import BadRequestError
-
-        assert self._turn is not None
-        response: Any = SimpleNamespace(text=OVER, status_code=400, request=None, headers={})
-        self._turn.set_exception(BadRequestError(OVER, response=response, body=None))
+    @property
+    def reward(self) -> float:
+        """What its traces are paid, on the mean where the policy plays several times."""
+        return sum(float(trace.reward) for trace in self.traces) / max(len(self.traces), 1)
 
 
-def _message(action: Action) -> dict[str, Any]:
-    if isinstance(action, Say):
-        return {"role": "assistant", "content": action.text}
-    if not isinstance(action, CallTools):
-        raise TypeError(f"verifiers environments answer tool calls and messages, got {action}")
-    calls = [
-        {
-            "id": call.id or f"call_{number}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for number, call in enumerate(action.calls)
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
+async def compared(environments: Sequence[Played | None], **_: Any) -> list[float]:
+    """What the environment pays for more or less when it sees a group's rollouts beside each other.
+
+    For `reward.functions`: its `finalize()`, which compares the attempts of an episode (best-of-n's
+    does), is called with the attempts of the whole group as one episode. A rollout is then worth
+    what its own attempt is paid there.
+    """
+    played = [one for one in environments if one is not None]
+    if not played:
+        return [0.0] * len(environments)
+    first, before = played[0], [0.0 if one is None else one.reward for one in environments]
+    traces = [trace for one in played for trace in one.episode.traces]
+    await first.env.finalize(first.task, first.episode.model_copy(update={"traces": traces}))
+    after = [0.0 if one is None else one.reward for one in environments]
+    return [now - then for now, then in zip(after, before, strict=True)]
 
 
-def _observation(action: Action, added: Sequence[Mapping[str, Any]]) -> Observation:
-    """What the environment appended; what is no call's answer follows the last one's."""
-    texts = [str(message.get("content") or "") for message in added]
-    if not isinstance(action, CallTools):
-        return Observation("\n".join(texts))
-    count = len(action.calls)
-    outputs = [*texts[: count - 1], "\n".join(texts[count - 1 :])]
-    outputs += [""] * (count - len(outputs))
-    return Observation("\n".join(texts), outputs=tuple(outputs))
+def _raise_of(episode: Any) -> None:
+    """The first thing that went wrong in an episode."""
+    errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+    if not errors:
+        raise RuntimeError("the environment says that the episode is not complete")
+    first = errors[0]
+    said = f"{first.type}: {first.message}"
+    if any(error.type in MACHINE for error in errors):
+        raise InfrastructureError(said)
+    raise RuntimeError(f"{said}\n{first.traceback or ''}".strip())
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without the empty columns that a dataset puts into its rows."""
-    return {key: value for key, value in message.items() if value is not None}
+# --- tasks and settings
 
 
-def _info(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    info = spec.get("info") or {}
-    found: Mapping[str, Any] = json.loads(info) if isinstance(info, str) else info
-    return found
+def _messages(data: Any) -> tuple[dict[str, str], ...]:
+    from verifiers.v1.types import content_text
+
+    system = [] if data.system_prompt is None else [("system", data.system_prompt)]
+    if isinstance(data.prompt, list):
+        asked = [(message.role, content_text(message.content)) for message in data.prompt]
+    else:
+        asked = [("user", data.prompt or data.description or data.name or "")]
+    return tuple({"role": role, "content": text} for role, text in (*system, *asked))
 
 
-def _package() -> Any:
+def _spec(data: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = data.model_dump(mode="json", exclude_defaults=True)
+    return spec
+
+
+def _package() -> None:
     verifiers = needed("verifiers", "env.kind = 'verifiers'")
-    if not hasattr(verifiers, "MultiTurnEnv"):
-        version = getattr(verifiers, "__version__", "unknown")
-        raise ValueError(
-            f"the package verifiers is {version}, which has no MultiTurnEnv or lacks a package it "
-            "needs; expected a version before 0.3"
-        )
-    return verifiers
+    version = getattr(verifiers, "__version__", "of no version")
+    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [0, 4]:
+        raise ValueError(f"the package verifiers is {version}; expected 0.4 or later")
+    needed("verifiers.v1", "env.kind = 'verifiers'")
 
 
-def _load(package: Any, load: str, args: dict[str, Any]) -> Any:
-    if ":" in load:
-        return load_callable(load, key="env.options.load")(**args)
-    try:
-        return package.load_environment(load, **args)
-    except (ValueError, RuntimeError) as error:  # what it makes of every failure
-        raise ValueError(f"load: {error}") from error
+def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The environment, its roles at home on this machine.
+
+    Raises:
+        ValueError: see VerifiersEnv.
+    """
+    from verifiers.v1 import AgentConfig, default_harness_id, env_config_type, load_environment
+
+    with calling(None, f"env.options.load: {load!r}"):
+        try:
+            kind = env_config_type(load, settings.get("id", ""))
+            own = default_harness_id(load)
+            for name, field in kind.model_fields.items():
+                if isinstance(field.default, AgentConfig):
+                    role = dict(settings.get(name, {}))
+                    if "runtime" not in field.default.model_fields_set:
+                        role.setdefault("runtime", {"type": "subprocess"})
+                    if field.default.harness is None:
+                        role.setdefault("harness", {"id": "null" if own == "bash" else own})
+                    settings[name] = role
+            whole = {**settings, "taskset": {**args, "id": load}}
+            env = load_environment(kind.model_validate(whole))
+        except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
+            if where_of(error, _load):  # in code of the user's
+                raise
+            why = f" ({error.__cause__})" if isinstance(error, ModuleNotFoundError) else ""
+            raise ValueError(f"load: {load!r}: {error}{why}") from error
+    _check_roles(env)
+    return env
 
 
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Its environments take SIGINT and SIGTERM for themselves, which the run needs."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _roles(env: Any) -> dict[str, Any]:
+    """The settings of those who play, by name."""
+    from verifiers.v1 import AgentConfig
+
+    return {name: value for name, value in env.config if isinstance(value, AgentConfig)}
+
+
+def _check_roles(env: Any) -> None:
+    """That harnesses have the machine they need, and that the policy plays none that is not to be
+    trained; tells of what nothing isolates.
+
+    Raises:
+        ValueError: names the role, or the harness.
+    """
+    from verifiers.v1 import EvalClientConfig, ModelContext, SubprocessConfig, Task
+    from verifiers.v1.utils.compile import validate_pairing
+
+    roles = _roles(env)
+    task = type(env.taskset).task_type() if len(roles) == 1 else Task
+    agents = env._episode_agents(ModelContext("", EvalClientConfig()), [], None, None)
+    asyncio.run_coroutine_threadsafe(env.setup(agents), event_loop("programs")).result()
+    for name, role in roles.items():
+        agent = getattr(agents, name)
+        if not agent.trainable and role.client is None:
+            raise ValueError(
+                f"env.{name}: a role that is not to be trained needs a model of its own: "
+                f"env.{name}.model and env.{name}.client.base_url"
+            )
+        validate_pairing(agent.harness, task, role.runtime)
+        if agent.harness.EXECUTES_CODE and isinstance(role.runtime, SubprocessConfig):
+            tell(f"verifiers: what {name!r} runs, runs as you, isolated by nothing")
+    if not any(getattr(agents, name).trainable for name in roles):
+        raise ValueError(f"env: none of its roles is to be trained: {', '.join(roles)}")
+
+
+def _add_folder_to_path() -> None:
+    """Their tool servers are processes, which find modules where this one does."""
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if os.getcwd() not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *paths])
+
+
+@cache
+def _keyed_server() -> Any:
+    from verifiers.v1.interception import InterceptionServer
+
+    class KeyedServer(InterceptionServer):  # type: ignore[misc]
+        """Their server before a model, with one HTTP client for all rollouts, each with its key."""
+
+        def _client(self, config: Any) -> Any:
+            if KEY not in config.headers:  # a role's own model
+                return super()._client(config)
+            plain = config.model_copy(update={"headers": {}})
+            client = copy.copy(super()._client(plain))
+            client.api_key = config.headers[KEY]
+            return client
+
+    return KeyedServer
+
+
+# --- the harness `null` in this process
+
+
+@cache
+def _play_null_here() -> None:
+    """Let the harness `null` run its script here wherever it would start a process here."""
+    from verifiers.v1.harnesses.null import NullHarness
+    from verifiers.v1.runtimes import SubprocessRuntime
+
+    setup, launch = NullHarness.setup, NullHarness.launch
+
+    async def here(self: Any, runtime: Any) -> None:
+        if not isinstance(runtime, SubprocessRuntime):
+            await setup(self, runtime)
+
+    async def launch_here(
+        self: Any, ctx: Any, trace: Any, runtime: Any, *args: Any, **more: Any
+    ) -> Any:
+        at = _Here(runtime) if isinstance(runtime, SubprocessRuntime) else runtime
+        return await launch(self, ctx, trace, at, *args, **more)
+
+    NullHarness.setup, NullHarness.launch = here, launch_here
+
+
+class _Here:
+    """A runtime of theirs in which their script is a coroutine of this process."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    async def prepare_uv_script(self, script: str, *args: Any, **more: Any) -> list[str]:
+        return []
+
+    async def run_program(self, argv: Sequence[str], env: Mapping[str, str]) -> Any:
+        """Their script's main(), with names of its own: it keeps nothing between two runs."""
+        import openai
+        from verifiers.v1 import ProgramResult
+
+        clients: list[Any] = []
+
+        def client(**options: Any) -> Any:
+            clients.append(openai.AsyncOpenAI(**options))
+            return clients[-1]
+
+        file = "--initial-messages-file="
+        argv = [a.replace(file, f"{file}{self._runtime.workdir}/", 1) for a in argv]
+        names: dict[str, Any] = {"__name__": "verifiers_null"}
+        exec(_script(), names)
+        names |= {
+            "argparse": SimpleNamespace(ArgumentParser=partial(_Parser, argv)),
+            "certifi": SimpleNamespace(where=_certificates),
+            "AsyncOpenAI": client,
+        }
+        try:
+            await names["main"]()
+        except SystemExit as end:
+            return ProgramResult(int(end.code or 0), "", "")
+        except Exception:
+            return ProgramResult(1, "", traceback.format_exc())
+        finally:
+            for one in clients:
+                await one.close()
+        return ProgramResult(0, "", "")
+
+
+@cache
+def _script() -> Any:
+    from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+
+    return compile(CHAT_PROGRAM_SOURCE, "<verifiers' harness null>", "exec")
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Made once: each takes 20 ms."""
+    return ssl.create_default_context()
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, argv: Sequence[str]) -> None:
+        super().__init__()
+        self._argv = argv
+
+    def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
+        return super().parse_args(self._argv)

@@ -1,41 +1,90 @@
 """An environment of the package verifiers: word problems with a calculator as a tool."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
-import verifiers
-from datasets import Dataset
+import verifiers.v1 as vf
 
 from agentgrpo.data import word_problems
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.rewards.answers import last_number
 
-Messages = Sequence[Mapping[str, Any]]
+CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
+SHOTS = [  # SmolLM2's template shows no tools, so they do; another model needs none
+    ("Sue has 12 bags with 31 pens each and finds 14 more. How many?", "12*31+14", "386"),
+    ("What is 20 * 11 - 7?", "20*11-7", "213"),
+]
 
 
-def right(completion: Messages, answer: str) -> float:
-    """Whether the last message is the policy's and its last number the right one."""
-    if not completion or completion[-1]["role"] != "assistant":
-        return 0.0
-    return float(last_number(completion[-1]["content"] or "") == int(answer))
+class ProblemData(vf.TaskData):
+    """What a task is made of; `answer` is for the rewards."""
+
+    answer: str
 
 
-def called(completion: Messages) -> float:
-    """Whether the tool was called."""
-    return float(any(message["role"] == "tool" for message in completion))
+class Problem(vf.Task[ProblemData]):
+    """What an answer is worth."""
+
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        """Whether the last message is the policy's and its last number the right one."""
+        last = trace.messages[-1]
+        said = last.content if last.role == "assistant" and isinstance(last.content, str) else ""
+        return float(last_number(said) == int(self.data.answer))
+
+    @vf.reward(weight=0.1)
+    async def called(self, trace: vf.Trace) -> float:
+        """Whether the tool was called."""
+        return float(any(m.role == "assistant" and m.tool_calls for m in trace.messages))
 
 
-def load_environment(size: int = 400) -> Any:
-    """Questions, the tool, and what an answer is worth."""
-    problems = islice(word_problems.generate("train", [1]), size)
-    rows = [
-        {"question": problem.messages[-1]["content"], "answer": str(problem.spec["answer"])}
-        for problem in problems
-    ]
-    return verifiers.ToolEnv(
-        dataset=Dataset.from_list(rows),
-        tools=[calculate],
-        rubric=verifiers.Rubric(funcs=[right, called], weights=[1.0, 0.1]),
-        max_turns=3,
-    )
+class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
+    """The tools, in a process of their own that all rollouts share."""
+
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def calculate(self, expression: str) -> str:
+        """Calculate an arithmetic expression, such as 12 * (31 + 14)."""
+        return calculate(expression)
+
+
+class ProblemsConfig(vf.TasksetConfig):
+    """Settings: env.options.args, and env.options.heldout for the held-out tasks."""
+
+    split: str = "train"
+    size: int = 400
+
+
+class Problems(vf.Taskset[Problem, ProblemsConfig]):
+    """The tasks."""
+
+    def load(self) -> Iterator[Problem]:
+        """Questions behind two worked examples."""
+        shots: list[vf.Message] = []
+        for question, expression, number in SHOTS:
+            shots += [
+                vf.UserMessage(content=question),
+                vf.AssistantMessage(content=CALL.format(expression)),
+                vf.ToolMessage(tool_call_id="", content=number),
+                vf.AssistantMessage(content=number),
+            ]
+        for problem in islice(word_problems.generate(self.config.split, [1]), self.config.size):
+            asked = vf.UserMessage(content=problem.messages[-1]["content"])
+            data = ProblemData(
+                prompt=[*shots, asked],
+                system_prompt="Use the calculator. Then reply with the number alone.",
+                answer=str(problem.spec["answer"]),
+            )
+            yield Problem(data, self.config.task)
+
+    @classmethod
+    def toolsets(cls, config: ProblemsConfig) -> list[vf.Toolset]:
+        """One server for all tasks."""
+        return [Calculator(vf.SharedToolsetConfig())]
+
+
+__all__ = ["Problems"]
+
+if __name__ == "__main__":  # how verifiers starts the server
+    Calculator.run()

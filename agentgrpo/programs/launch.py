@@ -86,8 +86,8 @@ class Launcher(Protocol):
         """Run it for a task, with a session of the endpoint's."""
 
 
-def launcher_of(agent: ProgramAgent) -> Launcher:
-    """What starts the program that an agent names.
+def launcher_of(agent: ProgramAgent) -> Launcher | None:
+    """What starts the program that an agent names; None: the environment's episodes are it.
 
     Raises:
         ValueError: there is no such function, or it is no coroutine function.
@@ -97,6 +97,8 @@ def launcher_of(agent: ProgramAgent) -> Launcher:
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"agent.options.call: {agent.call!r} must be an async def function")
         return Awaited(function)
+    if not agent.command:
+        return None
     program = agent.command[0]
     if agent.sandbox == "none" and program not in PYTHON and shutil.which(program) is None:
         raise ValueError(f"agent.options.command: there is no program {program!r}")
@@ -164,6 +166,8 @@ class Awaited:
         given = {"base_url": f"{endpoint.url}/v1", "api_key": session.key, "model": MODEL}
         try:
             answer = await self._function(task_json(task), **given)
+        except InfrastructureError:
+            raise
         except asyncio.CancelledError as error:
             return Outcome(None, "was cancelled", error)
         except BaseException as error:

@@ -23,7 +23,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import EpisodeRunner, checked_episode, networks_fault
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
-from agentgrpo.programs.launch import Launcher, Outcome, Running, launcher_of
+from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running, launcher_of
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, Session, Wanted
 from agentgrpo.rollout.decoder import Decoder, Watch, request_seed
@@ -128,7 +128,8 @@ class _Play:
     """One call of play(). Rollout i of task t has the index t * group_size + i."""
 
     engine: Decoder
-    launcher: Launcher
+    launcher: Launcher | None
+    """None: its episodes play themselves."""
     env: Environment
     worlds: EpisodeRunner
     endpoint: Endpoint
@@ -192,8 +193,9 @@ class _Play:
                 networks_fault(self.env.reset),
                 calling(self.env.reset, task=of[0], rollout=of[1]),
             ):
-                episode = checked_episode(self.env.reset(task))
-            running = self.launcher.start(task, session, self.endpoint, of[1])
+                episode: Any = checked_episode(self.env.reset(task))
+            launcher = self.launcher or Awaited(episode.play)
+            running = launcher.start(task, session, self.endpoint, of[1])
         except InfrastructureError as error:  # of reset()
             self.endpoint.end(session)
             rollout = _without_a_turn(session, task, str(error))
@@ -318,6 +320,7 @@ class _Play:
             self.worlds.close(live.episode, self._of(index)).result()
             self._broken(index, live.attempt, rollout)
             return
+        rollout.environment = getattr(live.episode, "environment", None)
         self.finishing[index] = rollout
         finish = self.worlds.finish(live.episode, rollout.answer, self._of(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from agentgrpo import verify
+from agentgrpo import examples, verify
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.records import read_rollout
 from tests import tiny
-from tests.warm import Command
+from tests.warm import ROOT, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(900)]
 CONFIG = """
@@ -112,3 +113,31 @@ def test_a_program_is_trained_and_its_records_are_proven(tmp_path: Path, way: st
     assert all(len(r.rows) >= rows and len(r.turns) == 2 + (rows > 1) for r in rollouts)
     assert report.terms > 0
     assert report.learned == report.terms
+
+
+def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+    """The shipped config with its file, as `agentgrpo examples` writes it."""
+    pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
+    examples.write(tmp_path)
+    overrides = [
+        f"model={tiny.make_agent_dir(tmp_path / 'model')}", "out_dir=run", "steps=2",
+        "eval_every=0", "rollout.tasks_per_step=2", "rollout.group_size=4",
+        "rollout.max_turn_tokens=24",
+        "engine.max_model_len=1024", "engine.kv_cache_gib=0.0625", "learner.trained_layers=1",
+        "learner.max_tokens=4096",
+        'reward.functions=["length", "agentgrpo.envs.verifiers:compared"]',
+        'env.options.heldout={split="heldout", size=2}',
+    ]  # fmt: skip
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    command = Command(
+        "-m", "agentgrpo.train", "verifiers", *overrides, cwd=tmp_path, PYTHONPATH=path
+    )
+    out, err = command.communicate(800)
+    assert command.returncode == 0, out + err
+    report = verify.verify_run(tmp_path / "run")
+    assert report.faults == []
+    assert report.learned == report.terms > 0
+    lines = [x for x in read_lines(tmp_path / "run" / "rollouts.jsonl") if x["split"] == "train"]
+    rollouts = [read_rollout(dict(line)) for line in lines]
+    assert len(rollouts) == 16
+    assert all(len(r.rows) == 1 and "environment" in r.rewards for r in rollouts)

@@ -1,331 +1,290 @@
-"""verifiers' environments against the real package: their own loops, tools and rubrics."""
+"""verifiers' environments against the real package: their own harnesses, tools and rewards."""
 
 from __future__ import annotations
 
-import json
-import signal
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, cast
 
 import pytest
 
-from agentgrpo.actions import CallTools, Finish, InfrastructureError, Reading, Say, ToolCall
-from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import RewardConfig, TrainConfig
+from agentgrpo.actions import CallTools
+from agentgrpo.agents.program import ProgramAgent
+from agentgrpo.config import RewardConfig, RolloutConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.verifiers import VerifiersEnv
-from agentgrpo.registry import make_env, make_reward
-from agentgrpo.rewards.rewards import score
-from agentgrpo.types import Group
-from tests.playing import EOT, play, shown
+from agentgrpo.programs.play import ProgramSampler
+from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.registry import make_agent, make_env, make_reward
+from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.types import Group, Rollout, Status
+from agentgrpo.usercode import UserCodeError
+from tests.playing import CHAT, TOKENIZER, scripted
+from tests.programs.test_play import read_calls, turn
+from tests.rollout.stubs import StubEngine, Turn
+
+pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
+
+ADD = '<tool_call>{"name": "adder_add", "arguments": {"a": 0, "b": 4}}</tool_call>'
+Policy = Callable[[int, str], Turn]
+
+
+@pytest.fixture(autouse=True)
+def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in the folder that the user is in."""
+    folder = Path(__file__).parent / "tasksets"
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., VerifiersEnv]]:
+    envs = []
+
+    def make(load: str = "vf_sums", **options: Any) -> VerifiersEnv:
+        envs.append(VerifiersEnv(load, **options))
+        return envs[-1]
+
+    yield make
+    for env in envs:
+        env.close()
+
+
+def play(
+    env: VerifiersEnv, policy: Policy | StubEngine, *, n: int = 1, timeout_s: float = 60.0,
+    functions: Mapping[str, float] = MappingProxyType({}), **config: Any,
+) -> Group:  # fmt: skip
+    """A scored group of the environment's first task."""
+    engine = policy if isinstance(policy, StubEngine) else scripted(policy)
+    settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
+    agent = ProgramAgent(
+        pool=None, env=env, call_reader=lambda name: read_calls, timeout_s=timeout_s
+    )
+    sampler = ProgramSampler(
+        cast(Any, engine), agent, env, CHAT, RolloutConfig(**settings), max_live=64
+    )
+    try:
+        ((group,), _) = sampler.play(env.tasks("train")[:1], n, seed=0)
+    finally:
+        sampler.close()
+    for rollout in group.rollouts:
+        assert list(rollout_faults(rollout)) == []
+    reward = RewardConfig(functions=functions, format=0.0)
+    Scoring(make_reward(reward, env), reward, TOKENIZER.decode).score([group], step=0)
+    return group
+
+
+def alone(env: VerifiersEnv, policy: Policy, **config: Any) -> Rollout:
+    (rollout,) = play(env, policy, **config).rollouts
+    return rollout
+
+
+def says(*texts: str) -> Policy:
+    return lambda number, prompt: turn(texts[number])
+
+
+def test_a_question_is_asked_as_it_is_and_paid(made: Any) -> None:
+    env = made()
+    task, *_ = env.tasks("train")
+    shown = [("system", "Only the number."), ("user", "Add 0 and 4")]
+    assert [(m["role"], m["content"]) for m in task.messages] == shown
+    assert task.spec["answer"] == "4"
+    prompts = []
+
+    def policy(number: int, prompt: str) -> Turn:
+        prompts.append(prompt)
+        return turn("4" if number % 2 else "5")
+
+    group = play(env, policy, n=4)
+    asked = TOKENIZER.decode(CHAT.prompt_ids([dict(m) for m in task.messages]))
+    assert set(prompts) == {asked}
+    paid = sorted((r.answer, r.reward) for r in group.rollouts)
+    assert paid == [("4", 1.0), ("4", 1.0), ("5", 0.0), ("5", 0.0)]
+
+    assert all(len(r.rows) == 1 and r.status is Status.COMPLETED for r in group.rollouts)
+
+
+@pytest.mark.slow
+def test_tools_are_called_by_its_harness_and_weights_count(made: Any) -> None:
+    env = made(args={"task": {"tools": True}})
+    played = alone(env, says(f"So {ADD}", "4"))
+    assert played.reward == 1.25
+    assert len(played.rows) == 1
+    assert "<|im_start|>tool\n4<|im_end|>" in TOKENIZER.decode(played.token_ids)
+    assert "add" in TOKENIZER.decode(played.token_ids)
+
 
-vf = pytest.importorskip("verifiers", reason="verifiers is in requirements-dev.txt")
-
-ROWS = [{"question": f"Add {i} and 4", "answer": str(i + 4)} for i in range(6)]
-
-
-def dataset(rows: Any = ROWS) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list(rows)
-
-
-def exact(completion: Any, answer: str) -> float:
-    return float(completion[-1]["content"].strip() == answer)
-
-
-def asked_for(completion: Any) -> float:
-    """A second reward, so that weights are seen to count."""
-    return float(any("tool_calls" in m for m in completion))
-
-
-def single(**options: Any) -> Any:
-    """A question, an answer, a rubric."""
-    return vf.SingleTurnEnv(
-        dataset=dataset(), eval_dataset=dataset(ROWS[:2]), system_prompt="Only the number.",
-        rubric=vf.Rubric(funcs=[exact]), **options,
-    )  # fmt: skip
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-
-def tools() -> Any:
-    rubric = vf.Rubric(funcs=[exact, asked_for], weights=[1.0, 0.25])
-    return vf.ToolEnv(dataset=dataset(), tools=[add], rubric=rubric, max_turns=4)
-
-
-class Guessing(vf.MultiTurnEnv):  # type: ignore[misc,name-defined]
-    """Says higher or lower; ends itself when the number is found; keeps its state per rollout."""
-
-    async def setup_state(self, state: Any) -> Any:
-        state["tries"] = 0
-        return state
-
-    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
-        state["tries"] += 1
-        said, secret = int(messages[-1]["content"]), int(state["answer"])
-        if said == secret:
-            state["final_env_response"] = [{"role": "user", "content": "right"}]
-            return state["final_env_response"]
-        return [{"role": "user", "content": "higher" if said < secret else "lower"}]
-
-
-def few_tries(state: Any) -> float:
-    return 1.0 / state["tries"] if state["final_env_response"] else 0.0
-
-
-def guessing() -> Any:
-    rows = [{"question": "Guess.", "answer": "7"}]
-    return Guessing(dataset=dataset(rows), rubric=vf.Rubric(funcs=[few_tries]), max_turns=5)
-
-
-def together() -> Any:
-    def best(states: Any) -> list[float]:
-        return [1.0 for _ in states]
-
-    return vf.SingleTurnEnv(dataset=dataset(), rubric=vf.Rubric(funcs=[best]))
-
-
-class Broken(Guessing):
-    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
-        raise vf.InfraError("no machine")
-
-
-def broken() -> Any:
-    return Broken(dataset=dataset(), rubric=vf.Rubric(funcs=[few_tries]))
-
-
-class Forgetful(Guessing):
-    async def get_prompt_messages(self, state: Any) -> Any:
-        return state["prompt"][: 1 if state["trajectory"] else None]
-
-
-def forgetful() -> Any:
-    rows = [{"prompt": [{"role": "user", "content": c} for c in "ab"], "answer": "7"}]
-    return Forgetful(dataset=dataset(rows), rubric=vf.Rubric(funcs=[few_tries]))
-
-
-class Changing(Guessing):
-    async def setup_state(self, state: Any) -> Any:
-        state["prompt"] = [{"role": "user", "content": "Something else."}]
-        return await super().setup_state(state)
-
-
-def changing() -> Any:
-    rows = [{"question": "Guess.", "answer": "7"}]
-    return Changing(dataset=dataset(rows), rubric=vf.Rubric(funcs=[few_tries]))
-
-
-def env(name: str, **options: Any) -> VerifiersEnv:
-    return VerifiersEnv(f"{__name__}:{name}", **options)
-
-
-def call(**arguments: int) -> CallTools:
-    return CallTools((ToolCall("add", arguments, id="call_0"),))
-
-
-def run(env: VerifiersEnv, *actions: Any, answer: str | None = None) -> tuple[list[Any], Any]:
-    """What each action got, and the rewards."""
-    with EpisodeRunner(1) as runner:
-        episode = env.reset(env.tasks("train")[0])
-        try:
-            told = [runner.step(episode, action).result(20) for action in actions]
-        except BaseException:
-            runner.close(episode).result(20)
-            raise
-        last = told[-1].answer if told and told[-1].done else answer
-        return told, runner.finish(episode, last).result(20)
-
-
-def test_a_question_with_a_rubric() -> None:
-    world = env("single")
-    task, *_ = world.tasks("train")
-    assert [dict(m) for m in task.messages] == [
-        {"role": "system", "content": "Only the number."},
-        {"role": "user", "content": "Add 0 and 4"},
-    ]
-    told, reward = run(world, Say("4"))
-    assert (told[0].done, told[0].answer, reward) == (True, "4", {"environment": 1.0})
-    assert run(world, Say("5"))[1] == {"environment": 0.0}
-    assert run(world)[1] == {"environment": 0.0}, "a rollout that was cut before it said anything"
-    assert run(world, answer="4")[1] == {"environment": 1.0}, "an agent that finishes by itself"
-
-
-def test_tools_are_called_by_the_environment_and_its_weights_count() -> None:
-    world = env("tools")
-    (schema,) = world.tools(world.tasks("train")[0])
-    assert schema["function"]["name"] == "add"
-    assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
-    told, reward = run(world, call(a=0, b=4), Say("4"))
-    assert told[0].outputs == ("4",)
-    assert told[1].done
-    assert reward == {"environment": 1.25}
-    two = CallTools((ToolCall("add", {"a": 1, "b": 1}), ToolCall("nowhere", {})))
-    told, reward = run(world, two, Say("no"))
-    assert told[0].outputs[0] == "2"
-    assert "nowhere" in told[0].outputs[1]
-    assert reward == {"environment": 0.25}
-
-
-def test_its_own_limit_of_turns_ends_the_episode() -> None:
-    told, reward = run(env("tools"), *[call(a=1, b=1)] * 4)
-    assert [t.done for t in told] == [False, False, False, True]
-    assert reward == {"environment": 0.25}
-
-
-def test_turns_with_a_state_per_rollout() -> None:
-    world = env("guessing")
-    told, reward = run(world, Say("3"), Say("9"), Say("7"))
-    assert [t.text for t in told[:2]] == ["higher", "lower"]
-    assert told[2].done
-    assert reward == {"environment": pytest.approx(1 / 3)}
-    assert run(world, Say("7"))[1] == {"environment": 1.0}
-    assert run(world, Say("3"))[1] == {"environment": 0.0}, "cut in the middle"
-
-
-def test_rollouts_run_at_the_same_time_and_share_nothing() -> None:
-    world = env("guessing")
-    task, *_ = world.tasks("train")
-    with EpisodeRunner(1) as runner:
-        one, two = world.reset(task), world.reset(task)
-        assert runner.step(one, Say("3")).result(20).text == "higher"
-        assert runner.step(two, Say("8")).result(20).text == "lower"
-        assert runner.step(one, Say("7")).result(20).done
-        assert runner.finish(one, None).result(20) == {"environment": 0.5}
-        runner.close(two).result(20)
-
-
-def test_a_broken_machine_is_no_reward() -> None:
-    with pytest.raises(InfrastructureError, match="no machine"):
-        run(env("broken"), Say("3"))
-
-
-def test_a_prompt_that_is_changed_at_the_start_is_refused() -> None:
-    """The policy was shown the dataset's: nothing may be trained on that it did not see."""
-    with pytest.raises(ValueError, match="changes the prompt while it sets itself up"):
-        run(env("changing"), Say("3"))
-
-
-def test_a_conversation_that_is_rewritten_is_refused() -> None:
-    with pytest.raises(ValueError, match="rewrites the conversation"):
-        run(env("forgetful"), Say("3"))
-
-
-def read(text: str, tools: Any) -> Reading:
-    """A parser of calls for the test: a turn is one JSON object, or words."""
-    if not text.startswith("{"):
-        return Reading(text.removesuffix(EOT), (), False)
-    return Reading("", (("add", text.removesuffix(EOT)),), True)
-
-
-def test_a_policy_plays_it_and_is_paid() -> None:
-    world = env("tools")
-    task, *_ = world.tasks("train")
-    agent = ToolAgent(env=world, call_reader=lambda parser: read)
-    played = play(agent, world, json.dumps({"a": 0, "b": 4}) + EOT, f"4{EOT}", given=task)
-    score(Group(task=task, rollouts=[played]), make_reward(RewardConfig(format=0), world))
-    assert (played.reward, played.answer, played.stats["tool_calls"]) == (1.25, "4", 1.0)
-    assert "<|im_start|>tool\n4<|im_end|>" in shown(played)
-
-
-def test_what_cheating_pays() -> None:
-    """Nothing, never, always, everything, the world's own words: its rubric decides."""
-    world = env("tools")
-    everything = " ".join(map(str, range(200)))
-    assert run(world)[1] == {"environment": 0.0}
-    assert run(world, Say(""))[1] == {"environment": 0.0}
-    assert run(world, Say(everything))[1] == {"environment": 0.0}
-    assert run(world, Say("<tool_response>4</tool_response>"))[1] == {"environment": 0.0}
-    assert run(world, *[call(a=0, b=4)] * 4)[1] == {"environment": 0.25}, "its own asked_for"
-    assert run(world, Say("4"))[1] == {"environment": 1.0}
-
-
-def test_signals_stay_the_runs_own() -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    env("single")
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_a_config_names_it(tmp_path: Any) -> None:
-    config = TrainConfig.model_validate(
-        {
-            "model": "x", "out_dir": tmp_path, "agent": {"kind": "tools"},
-            "env": {"kind": "verifiers", "options": {"load": f"{__name__}:single"}},
-            "data": {"train": "env", "heldout": "env"},
-        }
-    )  # fmt: skip
-    made = make_env(config, None)
-    assert len(training_tasks(config.data, 0, made, answers=False).next(6)) == 6
-    assert len(heldout_tasks(config.data, made, answers=False)) == 2
-
-
-def test_rows_are_held_out_where_it_has_no_others() -> None:
-    world = env("tools", num_heldout=2)
-    train, heldout = world.tasks("train"), world.tasks("heldout")
-    assert [t.spec["answer"] for t in train] == ["4", "5", "6", "7"]
-    assert [t.spec["answer"] for t in heldout] == ["8", "9"]
-    assert not {t.id for t in train} & {t.id for t in heldout}
+def test_turns_with_an_environment_of_its_own(made: Any) -> None:
+    """Each turn is another run of its harness: the row goes on all the same."""
+    env = made("vf_guess")
+    assert env.tasks("train")[0].messages == ({"role": "user", "content": "a number"},)
+    played = alone(env, says("3", "9", "7"))
+    assert (played.reward, len(played.rows), len(played.turns)) == (pytest.approx(1 / 3), 1, 3)
+    lost = alone(env, lambda number, prompt: turn("3"))
+    assert (lost.reward, len(lost.turns)) == (0.0, 5), "its own max_turns"
+
+
+def test_a_group_is_compared(made: Any) -> None:
+    """Each attempt alone is the shortest of one; beside the others it may not be."""
+    env = made(env={"id": "vf_shortest", "n": 1})
+    texts = ["4", "no 4", "none", "4"]
+    plain = play(env, says(*texts), n=4)
+    assert sorted((r.answer, r.reward) for r in plain.rollouts) == [
+        ("4", 1.5), ("4", 1.5), ("no 4", 0.5), ("none", 0.5),
+    ]  # fmt: skip
+    both = {"agentgrpo.envs.verifiers:compared": 1.0}
+    group = play(env, says(*texts), n=4, functions=both)
+    assert sorted((r.answer, r.reward) for r in group.rollouts) == [
+        ("4", 1.5), ("4", 1.5), ("no 4", 0.0), ("none", 0.0),
+    ]  # fmt: skip
+
+
+def test_a_tasksets_own_harness_asks_the_endpoint(made: Any) -> None:
+    env = made("vf_own")
+    played = alone(env, says("4", "4"))
+    assert (played.reward, len(played.rows)) == (1.0, 2), "two conversations, one rollout"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("load", "task", "said", "status", "error"),
     [
-        ({"load": "no-such-environment"}, "load: .*no-such-environment"),
-        ({"load": f"{__name__}:together"}, "'best' compares the rollouts of a group"),
-        ({"load": f"{__name__}:nowhere"}, "no 'nowhere'"),
+        ("vf_sums", {"broken": "machine"}, "4", Status.INFRA_ERROR, "SandboxError: no machine"),
+        ("vf_sums", {"broken": "reward"}, "4", Status.COMPLETED, None),
+        ("vf_own", {}, "stop", Status.COMPLETED, None),
     ],
 )
-def test_environments_that_cannot_be_played_are_refused(options: Any, message: str) -> None:
+def test_what_fails_ends_its_rollout(
+    made: Any, load: str, task: Any, said: str, status: Status, error: str | None
+) -> None:
+    """A machine's failure is no reward; that of an environment or a harness is 0."""
+    played = alone(made(load, args={"task": task}), lambda number, prompt: turn(said))
+    assert (played.status, played.reward) == (status, 0.0)
+    assert (played.error or "") == (error or "") or error in str(played.error)
+
+
+def test_an_environment_that_fails_in_every_rollout_ends_the_run(made: Any) -> None:
+    env = made(args={"task": {"broken": "reward"}})
+    with pytest.raises(UserCodeError, match="KeyError: 'gold'"):
+        play(env, lambda number, prompt: turn("4"), n=2)
+
+
+def test_budgets_end_it_as_a_model_would(made: Any) -> None:
+    env = made("vf_guess")
+    played = alone(env, lambda number, prompt: turn("3"), max_turns=2)
+    assert (played.status, len(played.turns)) == (Status.TRUNCATED_TURNS, 2)
+    late = alone(env, lambda number, prompt: turn("3 " * 200), max_turn_tokens=8)
+    assert late.status is Status.TRUNCATED_LENGTH
+
+
+def test_one_that_takes_too_long_is_ended(made: Any) -> None:
+    class Slow(StubEngine):
+        def step(self) -> Any:
+            return []
+
+    played = alone(made(), cast(Any, Slow(TOKENIZER, says("4"))), timeout_s=1.0)
+    assert (played.status, played.reward) == (Status.TIMED_OUT, 0.0)
+
+
+def test_a_rollouts_key_is_its_own(made: Any) -> None:
+    """Rollouts share a client, and never a conversation."""
+    env = made("vf_guess")
+
+    def policy(number: int, prompt: str) -> Turn:
+        return turn(str(9 - prompt.count("<|im_start|>assistant")))
+
+    group = play(env, policy, n=16)
+    assert [r.reward for r in group.rollouts] == [pytest.approx(1 / 2)] * 16
+    assert all(len(r.rows) == 1 and len(r.turns) == 2 for r in group.rollouts)
+
+
+def test_held_out_tasks(made: Any) -> None:
+    env = made(num_heldout=2)
+    assert [t.spec["answer"] for t in env.tasks("train")] == ["4", "5", "6", "7"]
+    assert [t.spec["answer"] for t in env.tasks("heldout")] == ["8", "9"]
+    apart = made(select={"limit": 3}, heldout={"first": 50})
+    assert [t.spec["answer"] for t in apart.tasks("train")] == ["4", "5", "6"]
+    assert [t.spec["answer"] for t in apart.tasks("heldout")] == ["54", "55", "56"]
+
+
+@pytest.mark.parametrize(
+    ("options", "split", "message"),
+    [
+        ({}, "heldout", r"data\.heldout: .* no tasks for it; env\.options\.heldout"),
+        ({"num_heldout": 6}, "train", r"data\.train: .* no tasks for it$"),
+        ({"args": {"size": None}}, "train", "select: .* has no end; expected a `limit`"),
+        ({"load": "no-such-tasks"}, "", "load: 'no-such-tasks': taskset 'no-such-tasks' not found"),
+        ({"args": {"sise": 1}}, "", "(?s)load: 'vf_sums': .*sise"),
+        ({"env": {"id": "nowhere"}}, "", "load: 'vf_sums': environment 'nowhere' not found"),
+        ({"env": {"agent": {"harness": {"id": "codex"}}}}, "", "'codex' needs a container"),
+        ({"num_heldout": 2, "heldout": {"first": 9}}, "", "num_heldout: got 2, and heldout is"),
+        (
+            {"load": "vf_guess", "env": {"judged_by": "itself"}}, "",
+            "env.player: a role that is not to be trained needs a model of its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_played_is_refused_before_a_model_is_loaded(
+    options: Any, split: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        VerifiersEnv(**options)
+        VerifiersEnv(**{"load": "vf_sums", **options}).tasks(split or "train")
 
 
-def test_an_id_is_loaded_as_its_own_package_does(
+def test_an_error_in_a_taskset_is_told_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    source = f"from {__name__} import single\ndef load_environment(turns): return single()\n"
-    (tmp_path / "my_sums.py").write_text(source)
-    assert len(VerifiersEnv("my-sums", args={"turns": 1}).tasks("train")) == 6
-    with pytest.raises(ValueError, match=r"load: .*'turns'"):
-        VerifiersEnv("my-sums")
+    (tmp_path / "vf_wrong.py").write_text("import json\n\njson.nothing\n")
+    with pytest.raises(UserCodeError, match=r"load.*vf_wrong.*nothing.*vf_wrong\.py:3"):
+        VerifiersEnv("vf_wrong")
+    (tmp_path / "vf_lacks.py").write_text("import no_such_package\n")
+    with pytest.raises(ValueError, match=r"'vf_lacks' not found .*'no_such_package'"):
+        VerifiersEnv("vf_lacks")
 
 
-@pytest.mark.parametrize(
-    ("package", "message"),
-    [
-        (None, "the package verifiers is not installed"),
-        ("0.4.0", "is 0.4.0, .* a version before 0.3"),
-    ],
-)
+@pytest.mark.parametrize("package", [None, "0.1.9.post3", "0.3.1"])
 def test_another_package_of_that_name_is_refused(
-    package: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+    package: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = None if package is None else ModuleType("verifiers")
     if other is not None:
         vars(other)["__version__"] = package
     monkeypatch.setitem(sys.modules, "verifiers", other)
-    with pytest.raises(ValueError, match=message):
-        env("single")
+    said = f"verifiers is {package}; expected 0.4" if package else "verifiers is not installed"
+    with pytest.raises(ValueError, match=said):
+        VerifiersEnv("vf_sums")
 
 
-def test_what_it_cannot_do_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"data\.heldout: .* no rows for it; env\.options\.num_h"):
-        env("tools").tasks("heldout")
-    with pytest.raises(ValueError, match=r"data\.train: .* no rows for it"):
-        env("tools", num_heldout=6).tasks("train")
-    with pytest.raises(ValueError, match=r"num_heldout: got 2, and .* has an eval_dataset"):
-        env("single", num_heldout=2)
-    with pytest.raises(TypeError, match="answer tool calls and messages"):
-        run(env("tools"), Finish("4"))
+def config(tmp_path: Path, agent: Mapping[str, Any]) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": "x", "out_dir": tmp_path, "agent": agent,
+            "env": {"kind": "verifiers", "options": {"load": "vf_sums", "num_heldout": 2}},
+            "data": {"train": "env", "heldout": "env"},
+        }
+    )  # fmt: skip
+
+
+def test_a_config_names_it(tmp_path: Path) -> None:
+    made = config(tmp_path, {"kind": "program"})
+    env = make_env(made, None)
+    assert len(training_tasks(made.data, 0, env, answers=False).next(4)) == 4
+    assert len(heldout_tasks(made.data, env, answers=False)) == 2
+    make_agent(made, env, call_reader=lambda name: read_calls)
+    for agent, message in (
+        ({"kind": "tools"}, "env.kind 'verifiers' does not answer tools"),
+        ({"kind": "program", "options": {"call": "m:f"}}, "neither it nor call, as the environm"),
+    ):
+        wrong = config(tmp_path, agent)
+        with pytest.raises(ValueError, match=message):
+            make_agent(wrong, env, call_reader=lambda name: read_calls)
+
+
+def test_it_does_nothing_by_itself(made: Any) -> None:
+    env = made()
+    with EpisodeRunner(1) as runner, pytest.raises(TypeError, match="acts by itself"):
+        runner.step(env.reset(env.tasks("train")[0]), CallTools(())).result(20)

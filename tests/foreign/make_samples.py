@@ -5,7 +5,8 @@
 trl/completions_00001.parquet, trl/rollouts.jsonl: one step of TRL 1.16's GRPOTrainer with
 log_completions, record_ids() among its rewards, and a rollout_func that played a tool.
 verifiers/results.jsonl, verifiers/states.jsonl: one evaluation by verifiers 0.1.9, saved by itself
-and by write_states(); behind the client is the tiny model, not a server.
+and by write_states(); behind the client is the tiny model, not a server. For these install
+verifiers==0.1.9.post3: later versions have no such environments.
 prime_rl/ and atif/ are not of their programs, which were not to be had: they follow what is written
 of the formats, verifiers.v1's Episode.to_record() (its commit a60a606), prime-rl's token export
 (its commit 559b447) and Harbor's RFC 0001 in version ATIF-v1.4, with tokens of the tiny model.
