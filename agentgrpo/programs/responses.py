@@ -219,8 +219,8 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
     yield event("in_progress", response={**answer, **nothing})
     for place, item in enumerate(answer["output"]):
         at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
-        begun = {**item, "status": "in_progress"}
-        begun |= {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Any = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        begun = {**item, **empty, "status": "in_progress"}
         yield event("output_item.added", output_index=place, item=begun)
         if item["type"] == "function_call":
             said = item["arguments"]

@@ -67,22 +67,24 @@ def langgraph(make: str, *, responses: bool, stream: bool = False) -> Callable[.
 
     async def play(task: Any, *, base_url: str, api_key: str, model: str) -> Any:
         from langchain_openai import ChatOpenAI
+        from openai import DefaultAsyncHttpxClient
 
-        chat = ChatOpenAI(
-            model=model, base_url=base_url, api_key=api_key, use_responses_api=responses,
-            streaming=stream,
-        )  # fmt: skip
-        if make == "create_agent":
-            from langchain.agents import create_agent
+        async with DefaultAsyncHttpxClient() as http:  # or one is kept for each URL, never closed
+            chat = ChatOpenAI(
+                model=model, base_url=base_url, api_key=api_key, use_responses_api=responses,
+                streaming=stream, http_async_client=http,
+            )  # fmt: skip
+            if make == "create_agent":
+                from langchain.agents import create_agent
 
-            agent = create_agent(chat, [add], system_prompt=SYSTEM)
-        else:
-            from langgraph.prebuilt import create_react_agent
+                agent = create_agent(chat, [add], system_prompt=SYSTEM)
+            else:
+                from langgraph.prebuilt import create_react_agent
 
-            agent = create_react_agent(chat, [add], prompt=SYSTEM)
-        asked = {"messages": [("user", task["question"])]}
-        ended = await agent.ainvoke(asked, {"recursion_limit": 9})
-        return ended["messages"][-1].text
+                agent = create_react_agent(chat, [add], prompt=SYSTEM)
+            asked = {"messages": [("user", task["question"])]}
+            ended = await agent.ainvoke(asked, {"recursion_limit": 9})
+            return ended["messages"][-1].text
 
     return play
 

@@ -41,7 +41,7 @@ def text(message: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def thoughts(message: Any) -> str | None:
+def thoughts(message: Any) -> Any:
     return message.get("reasoning") or message.get("reasoning_content")
 
 

@@ -52,6 +52,7 @@ MUTANTS = [
     Mutant("responses.py", 'None if body.get("store") is False else len(first)', "len(first)"),
     Mutant("responses.py", "*first, *before, *_messages", "*first, *_messages"),
     Mutant("responses.py", "if message.content or not message.calls:", "if message.content:"),
+    Mutant("anthropic.py", "if message.content or not message.calls:", "if message.content:"),
     Mutant("anthropic.py", "objects=True, alone=0", "alone=0"),
     Mutant(
         "anthropic.py",
@@ -69,8 +70,8 @@ MUTANTS = [
     Mutant("session.py", "if asked.alone is not None:", "if False:"),
     Mutant(
         "endpoint.py",
-        "return JSONResponse(api.error(error, code), code, headers)",
-        "return JSONResponse(CHAT.error(error, code), code, headers)",
+        "return answered(api.error(error, code), code, headers)",
+        "return answered(CHAT.error(error, code), code, headers)",
     ),
     Mutant("messages.py", "return type(value) is bool, value", "return value"),
     Mutant("messages.py", "if len(made) < len(pairs):", "if False:"),

@@ -261,6 +261,11 @@ def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> 
         head, _, body = framed(data).rpartition("data: ")
         assert body.endswith("\n\n")
         assert head == (f"event: {data['type']}\n" if "type" in data else "")
+    if path in ("/v1/responses", "/v1/messages"):  # an answer without words is one, too
+        parts = api.whole(said)["output" if path == "/v1/responses" else "content"]
+        calls = len(said.message.calls)
+        words = bool(said.message.content) or not calls
+        assert len(parts) == bool(said.message.reasoning) + words + calls
     if path == "/v1/responses":
         last: Any = list(api.events(said, False))[-1]
         assert last["response"] == api.whole(said)

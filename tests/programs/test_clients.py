@@ -106,7 +106,7 @@ def test_every_client_is_trained_with_a_real_model(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG.format(model=model, count=len(names)))
     told = model / "config.json"  # what the frameworks themselves say is long
     told.write_text(json.dumps({**json.loads(told.read_text()), "max_position_embeddings": 4096}))
-    for file, ask in (("rows", names), ("heldout", ["heldout"])):
+    for file, ask in (("rows", names), ("heldout", names[:1])):
         lines = [f'{{"question": "{name}: 1 + 2?", "answer": "3"}}\n' for name in ask]
         (tmp_path / f"{file}.jsonl").write_text("".join(lines))
     root = str(Path(__file__).parents[2])
