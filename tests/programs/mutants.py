@@ -7,7 +7,9 @@ from tests.mutation import Mutant
 
 FOLDER = "agentgrpo/programs"
 TESTS = {
-    "conversations.py": ["programs/test_conversations.py", "programs/test_play.py"],
+    "conversations.py": [
+        *("programs/test_conversations.py", "programs/test_play.py", "programs/test_apis.py")
+    ],
     "messages.py": ["programs/test_conversations.py"],
     "responses.py": ["programs/test_apis.py", "programs/test_recorded.py"],
     "anthropic.py": ["programs/test_apis.py", "programs/test_recorded.py"],
