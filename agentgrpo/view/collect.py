@@ -245,8 +245,8 @@ class _Columns:
 def _rows(rollout: Rollout) -> list[list[Any]]:
     """Of a rollout of several rows each: how many segments, which turns, and what it shares.
 
-    That is the row, among those whose first turn was earlier, with which it has the most tokens in
-    common, or -1, and how many. [] of a single row, or where turns are not recorded.
+    That is the row, among those whose first turn was earlier, that begins with the most tokens of
+    its prompt, or -1, and how many. [] of a single row, or where turns are not recorded.
     """
     turns = [
         [n for n, t in enumerate(rollout.turns) if t.row == i] for i in range(len(rollout.rows))
@@ -257,7 +257,8 @@ def _rows(rollout: Rollout) -> list[list[Any]]:
     made = []
     for number, row in enumerate(rollout.rows):
         earlier = [n for n in range(len(turns)) if turns[n][0] < turns[number][0]]
-        shared = max(((_shared(ids[number], ids[n]), n) for n in earlier), default=(0, -1))
+        prompt = row[0].token_ids
+        shared = max(((_shared(prompt, ids[n]), n) for n in earlier), default=(0, -1))
         made.append([len(row), turns[number], shared[1] if shared[0] else -1, shared[0]])
     return made
 
