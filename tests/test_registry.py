@@ -253,7 +253,7 @@ def test_a_shipped_kind_says_what_it_does_and_documents_its_options(
     made: Any = class_of(section, kind)
     words = made.acts if section == "agent" else made.answers
     assert set(words) <= {"code", "lines", "tools", "search"}
-    assert words or kind in ("program", "answer")
+    assert words or kind in ("program", "answer", "verifiers")
     for option in options_of(section, made):
         assert option.text, f"{made.__name__}: nothing under Args: about {option.name}"
         assert option.annotation is not Any, f"{made.__name__}: {option.name} has no annotation"

@@ -88,7 +88,8 @@ def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "late.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
-    (tmp_path / "fails.py").write_text("print('so far')\nraise SystemExit('wrong: 3 of 4')\n")
+    said = "print('so far', flush=True)\nraise SystemExit('wrong: 3 of 4')\n"
+    (tmp_path / "fails.py").write_text(said)
     writes = "open(os.environ['BENCH_OUT'] + '/seen.jsonl', 'a').write('{}\\n{}\\n')\n"
     (tmp_path / "ends.py").write_text(f"import os, sys\n{writes}print(sys.argv[1:])\n")
     (tmp_path / "idle.py").write_text("print('done')\n")

@@ -16,9 +16,14 @@ from agentgrpo.machine.hardware import kib_of
 from agentgrpo.types import Metrics
 
 PACKAGE = Path(__file__).parent.parent
-_SAID = ("can't allocate memory", "error: out of memory", "cublas_status_alloc_failed")
-"""What plain RuntimeErrors say of it: torch's on the host; the CUDA driver's, through vLLM's
-sleeping allocator ("CUDA Error: out of memory at ...") and torch; cuBLAS's workspace."""
+_SAID = (
+    "can't allocate memory",
+    "could not create a primitive",
+    "error: out of memory",
+    "cublas_status_alloc_failed",
+)
+"""What plain RuntimeErrors say of it: torch's and oneDNN's on the host; the CUDA driver's, through
+vLLM's sleeping allocator ("CUDA Error: out of memory at ...") and torch; cuBLAS's workspace."""
 
 
 class OutOfMemory(ValueError):

@@ -152,7 +152,9 @@ def unpack(parts: Path, stash: Path) -> None:
             continue
         joined: Any = _Joined(pieces)
         with tarfile.open(fileobj=joined, mode="r|xz") as tar:
-            tar.extractall(site, filter="data")
+            if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, as Debian 12 has it
+                tar.extraction_filter = tarfile.data_filter
+            tar.extractall(site)
         (kept / "done").touch()
 
 

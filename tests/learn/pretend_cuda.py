@@ -270,8 +270,8 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         patch.setattr(torch.cuda, "check_error", lambda status: None)
         patch.setattr(Tensor, "record_stream", lambda x, stream: None)
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        # in a CUDA build of torch AdamW asks this, and there may be no driver to answer
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        # in a CUDA build of torch AdamW asks its stream, and there may be no driver to answer
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         for name in ("synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *_: None)
         for name in ("_exchange_device", "_maybe_exchange_device"):

@@ -202,12 +202,15 @@ with guarded(), stop_after_step(print) as stopping:
     for step in range(2):  # its workers are ended by SIGTERM
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(abs, range(4))
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        print("begun", stopping(), flush=True)
-        while not stopping():
-            time.sleep(0.1)
-        time.sleep(6)  # longer than what is left after a second signal
-        print("saved", flush=True)
+    for number in range(2):  # no Pool, whose lock a worker may hold when Ctrl-C ends it
+        multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(600,), daemon=True
+        ).start()
+    print("begun", stopping(), flush=True)
+    while not stopping():
+        time.sleep(0.1)
+    time.sleep(6)  # longer than what is left after a second signal
+    print("saved", flush=True)
 """
 
 
