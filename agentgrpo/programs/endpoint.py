@@ -39,7 +39,9 @@ HEAD_KIB, HEAD_S = 64, 10.0
 KEEP_ALIVE_S = 5.0
 """Between the comments of a stream that waits for its turn."""
 CONNECTIONS = 128
-"""Of a session of the sandbox, which needs few; all together may have half the descriptors."""
+"""Of a session of the sandbox, which needs few; all together may have half the descriptors, of
+which each session has the same share."""
+DESCRIPTORS = 1 << 16
 STATUS = {
     "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
     "invalid_api_key": 401, "timeout": 408, "not_offered": 404, "thread_not_found": 404,
@@ -68,14 +70,18 @@ class Listening:
 
 @functools.cache
 def descriptors() -> int:
-    """How many connections all clients together may have."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    """How many connections all clients together may have; a low soft limit is raised first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < DESCRIPTORS:
+        soft = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft // 2
 
 
 def connection_class(app: Any) -> Any:
     """HTTP for clients that are not trusted, by uvicorn: what they send has an end.
 
-    Made with `most`, the connections that its listener may have besides those of uvicorn's own.
+    Made with `most()`, the connections that its listener may have now.
     """
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -90,7 +96,7 @@ def connection_class(app: Any) -> Any:
     every: set[Any] = set()
 
     class Connection(HttpToolsProtocol):
-        def __init__(self, *, most: int | None, **more: Any) -> None:
+        def __init__(self, *, most: Callable[[], int], **more: Any) -> None:
             super().__init__(config=config, **more)
             self.logger, self._most = quiet, most
             self._got, self._in_head = 0, True
@@ -99,7 +105,7 @@ def connection_class(app: Any) -> Any:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             every.add(self)
-            if len(every) > descriptors() or len(self.connections) > (self._most or descriptors()):
+            if len(every) > descriptors() or len(self.connections) > self._most():
                 transport.abort()
             self._begin()
 
@@ -153,6 +159,7 @@ class Endpoint:
     """A server on 127.0.0.1, and the sessions that it knows by their keys."""
 
     def __init__(self) -> None:
+        descriptors()
         self._loop = event_loop("endpoint")
         self._sessions: dict[str, Session] = {}
         self._connection: Any = None
@@ -219,9 +226,12 @@ class Endpoint:
         state = ServerState()
         make = functools.partial(
             self._connection, server_state=state, app_state={"session": session},
-            most=None if session is None else CONNECTIONS,
+            most=descriptors if session is None else self._share,
         )  # fmt: skip
         return Listening(await self._loop.create_server(make, sock=listener), state)
+
+    def _share(self) -> int:
+        return min(CONNECTIONS, descriptors() // max(1, len(self._sessions)))
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
@@ -281,9 +291,11 @@ class Endpoint:
         return answered(model_json(session))
 
     async def _count(self, request: Any, session: Session) -> Any:
-        raw = await read_body(request, session)
-        asked = await session.beside(len(raw), lambda: read_count(json_object(raw), session.past))
-        prompt = await session.prompt(asked, len(raw))
+        async with body_of(request, session) as raw:
+            asked = await session.beside(
+                len(raw), lambda: read_count(json_object(raw), session.past)
+            )
+            prompt = await session.prompt(asked, len(raw))
         return answered({"input_tokens": len(prompt.token_ids)})
 
     async def _turn(self, api: Api, request: Any, session: Session) -> Any:
@@ -291,14 +303,22 @@ class Endpoint:
 
         pending = await begun(request, session, api)
         if pending.asked.stream:
-            return StreamingResponse(
+            response = StreamingResponse(
                 _events(api, session, pending), media_type="text/event-stream",
                 headers={"cache-control": "no-cache"},
             )  # fmt: skip
+
+            async def stream(*connection: Any) -> None:
+                with _waiting(pending):  # from now on: a stream is only begun when it is read
+                    await response(*connection)
+
+            return stream
         with _waiting(pending):
             if not await _is_whole(pending.turn, request):
                 return Response(status_code=499)  # nobody is there to read it
-            return answered(api.whole(session.deliver(pending)))
+            said = answered(api.whole(session.deliver(pending)))
+            pending.given = True
+            return said
 
 
 def model_json(session: Session) -> dict[str, Any]:
@@ -330,15 +350,16 @@ async def begun(request: Any, session: Session, api: Api) -> Pending:
     Raises:
         BadRequest: it cannot be answered.
     """
-    raw = await read_body(request, session)
-    session.require_size(len(raw))
-    asked = await session.beside(len(raw), lambda: api.read(json_object(raw), session.past))
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
+    async with body_of(request, session) as raw:
+        session.require_size(len(raw), of_turn=True)
+        asked = await session.beside(len(raw), lambda: api.read(json_object(raw), session.past))
+        return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
 
 
-async def read_body(request: Any, session: Session) -> bytes:
-    """The body of a request.
+@contextlib.asynccontextmanager
+async def body_of(request: Any, session: Session) -> AsyncIterator[bytes]:
+    """The body of a request, which counts among what the rollout sends at once until it is read.
 
     Raises:
         BadRequest: it is too large, or does not come to its end; or the rollout sends too much.
@@ -349,19 +370,22 @@ async def read_body(request: Any, session: Session) -> bytes:
         raise too_large
     raw = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                raw += piece
-                session.receiving += len(piece)
-                if len(raw) > BODY_MIB << 20:
-                    raise too_large
-                if session.receiving > RECEIVED_MIB << 20:
-                    raise BadRequest(f"a rollout may send {RECEIVED_MIB} MiB at once", "rate_limit")
-    except TimeoutError:
-        raise BadRequest(f"the body did not come within {BODY_S:g} s", "timeout") from None
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    raw += piece
+                    session.receiving += len(piece)
+                    if len(raw) > BODY_MIB << 20:
+                        raise too_large
+                    if session.receiving > RECEIVED_MIB << 20:
+                        most = f"a rollout may send {RECEIVED_MIB} MiB at once"
+                        raise BadRequest(most, "rate_limit")
+        except TimeoutError:
+            late = f"the body did not come within {BODY_S:g} s"
+            raise BadRequest(late, "timeout") from None
+        yield bytes(raw)
     finally:
         session.receiving -= len(raw)
-    return bytes(raw)
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:
@@ -405,18 +429,18 @@ async def _is_whole(turn: asyncio.Future[Any], request: Any) -> bool:
 
 async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator[str]:
     """A stream: comments while the turn is sampled, then all of it."""
-    with _waiting(pending):
-        while not pending.turn.done():
-            await asyncio.wait({pending.turn}, timeout=KEEP_ALIVE_S)
-            yield ": waiting\n\n"
-        try:
-            reply = session.deliver(pending)
-        except (BadRequest, InfrastructureError) as error:
-            status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
-            yield framed({**api.error(error, status), "type": "error"})
-            return
-        for data in api.events(reply, pending.asked.usage_in_stream):
-            yield framed(data)
+    while not pending.turn.done():
+        await asyncio.wait({pending.turn}, timeout=KEEP_ALIVE_S)
+        yield ": waiting\n\n"
+    try:
+        reply = session.deliver(pending)
+    except (BadRequest, InfrastructureError) as error:
+        status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
+        yield framed({**api.error(error, status), "type": "error"})
+        return
+    for data in api.events(reply, pending.asked.usage_in_stream):
+        yield framed(data)
+    pending.given = True
 
 
 def framed(data: Mapping[str, Any] | str) -> str:

@@ -25,8 +25,11 @@ TOO_MANY = 64
 """Requests of a rollout that may wait for their turns at once."""
 BYTES = 64
 """Of a request, for each token that the engine takes: more are not even counted in tokens."""
+TOO_LONG = "context_length_exceeded"
 UNENFORCED = "unenforced_"
 """How the counts of what is not obeyed begin."""
+AGAIN_S = 0.05
+"""For a client that asks again, until the connection that it gave up is noticed."""
 HERE = 16 << 10
 """Bytes of a request that is read and shown to the model on the endpoint's own thread."""
 Result = TypeVar("Result")
@@ -59,6 +62,8 @@ class Pending:
     """Clients that wait for it."""
     reply: Reply | None = None
     """Once it was delivered."""
+    given: bool = False
+    """Whether a client was there until its answer was written whole."""
 
 
 @dataclass(eq=False)
@@ -139,27 +144,40 @@ class Session:
 
         return await self.beside(size, work)
 
-    def require_size(self, size: int) -> None:
+    def require_size(self, size: int, *, of_turn: bool = False) -> None:
         """Refuse what is not worth being read, let alone counted in tokens.
 
         Raises:
             BadRequest: a request has more bytes.
         """
         if size > BYTES * self.max_model_len:
+            if of_turn:
+                self.refused = self.ended_by or Status.TRUNCATED_LENGTH
             raise self._too_long(f"your request has {size} bytes")
 
     async def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.
 
-        A client that lost its connection asks again: what it was never given is not sampled twice.
+        A client that lost its connection asks again: what no client was given is not sampled
+        twice.
 
         Raises:
             BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
+        try:
+            return await self._begin(asked, body, retried=retried)
+        except BadRequest as error:
+            if error.code == TOO_LONG and not asked.frozen:
+                self.refused = self.ended_by or Status.TRUNCATED_LENGTH
+            raise
+
+    async def _begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
         prompt = await self.prompt(asked, len(body))
         digest = hashlib.blake2b(body, digest_size=16).digest()
+        if retried:
+            await asyncio.sleep(AGAIN_S)
         old = self._latest.get(digest)
-        if old is not None and (retried or (old.reply is None and not old.waiting)):
+        if old is not None and not old.waiting and not old.given:
             self.stats["repeated_requests"] += 1
             return old
         if self._over:
@@ -206,7 +224,7 @@ class Session:
             raise self._too_long(f"the rollout has had its {turns} turns of {FROZEN}")
         if self.ended_by is None and turns >= self.config.max_turns:
             self.ended_by = Status.TRUNCATED_TURNS
-        if self.ended_by is not None:
+        if self.ended_by is Status.TIMED_OUT or (self.ended_by is not None and not frozen):
             cut = f"a turn was cut after {self.config.max_turn_tokens} tokens, as all are"
             why = {
                 Status.TRUNCATED_TURNS: f"the rollout has had its {turns} turns",
@@ -215,17 +233,16 @@ class Session:
             raise self._too_long(why.get(self.ended_by, cut))
         if length >= limit:
             raise self._too_long(f"your messages resulted in {length} tokens")
-        self.refused = None
+        if not frozen:
+            self.refused = None
         return min(self.config.max_turn_tokens, limit - length)
 
     def _too_long(self, why: str) -> BadRequest:
         """What a request is told that is not answered for its length, or a budget's."""
-        self.refused = self.ended_by or Status.TRUNCATED_LENGTH
         return BadRequest(
             f"This model's maximum context length is {self.max_model_len} tokens. However, {why}.",
-            "context_length_exceeded",
-            "messages",
-        )
+            TOO_LONG, "messages",
+        )  # fmt: skip
 
     def _ask(
         self, prompt: Prompt, most: int, stop: tuple[str, ...], place: tuple[str, int],

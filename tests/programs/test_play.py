@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from agentgrpo.programs import play as play_module
 from agentgrpo.programs.conversations import NOT_CARRIED_OUT
 from agentgrpo.programs.launch import Awaited, Launcher, Process, Sandboxed, launcher_of
 from agentgrpo.programs.play import ProgramSampler
+from agentgrpo.programs.requests import FROZEN
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Rollout, Status
@@ -263,6 +265,58 @@ def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled(
     assert not caplog.records
 
 
+def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OpenAI's client counts its retries of a 429 as of any failure."""
+    monkeypatch.setattr("agentgrpo.programs.session.TOO_MANY", 2)
+
+    async def program(client: Any, o: Any) -> str:
+        asked = [o.ask([{"role": "user", "content": "Q"}]) for _ in range(5)]
+        said = await asyncio.gather(*asked)
+        return str(len({one.id for one in said}))
+
+    rollout = alone(asking(program, max_retries=9), lambda *_: Turn(f"x{EOT}", steps=3))
+    assert (rollout.answer, len(rollout.turns)) == ("5", 5)
+    assert "repeated_requests" not in rollout.stats
+
+
+def test_a_judge_is_asked_behind_a_turn_that_was_cut() -> None:
+    """And what it is refused is no reason for which the program may have failed."""
+
+    async def program(client: Any, o: Any) -> str:
+        await o.ask([{"role": "user", "content": "Q"}])
+        with pytest.raises(openai.BadRequestError, match="a turn was cut"):
+            await o.ask([{"role": "user", "content": "more"}])
+        judged = await client.chat.completions.create(
+            model=FROZEN, messages=[{"role": "user", "content": "good?"}]
+        )
+        return str(judged.choices[0].message.content)
+
+    says = [Turn("x" * 9), turn("yes")]
+    rollout = alone(asking(program), lambda number, _: says[number], max_turn_tokens=5)
+    assert (rollout.answer, rollout.status) == ("yes", Status.TRUNCATED_LENGTH)
+
+    async def fails(client: Any, o: Any) -> str:
+        await o.ask([{"role": "user", "content": "Q"}])
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(
+                model=FROZEN, messages=[{"role": "user", "content": "x" * 2000}]
+            )
+        raise ValueError(o.task)
+
+    async def now_and_then(task: Any, **given: Any) -> Any:
+        tried.append(task)
+        return await asking(fails if len(tried) == 1 else lambda c, o: o.ask(Q))(task, **given)
+
+    Q = [{"role": "user", "content": "Q"}]
+    tried: list[Any] = []
+    engine = scripted(lambda *_: turn("x"), max_model_len=1000)
+    rollouts = played(now_and_then, engine, n=2)[0][0].rollouts
+    assert sum(r.stats.get("program_failed", 0) for r in rollouts) == 1
+    assert {r.status for r in rollouts} == {Status.COMPLETED}
+
+
 def test_what_nobody_was_given_is_in_no_row() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": "first"}])
@@ -472,10 +526,15 @@ def test_what_a_parser_raises_for_is_a_malformed_turn(monkeypatch: pytest.Monkey
     assert (rollout.answer, rollout.stats["malformed"], len(rollout.rows)) == ("x", 1, 1)
 
 
-def test_equal_requests_at_once_are_each_a_turn() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_requests_at_once_are_each_a_turn(stream: bool) -> None:
     async def program(client: Any, o: Any) -> str:
-        same = [o.ask([{"role": "user", "content": "Q"}]) for _ in range(9)]
-        ended = await asyncio.gather(*same, return_exceptions=True)
+        async def one(_: int) -> None:
+            said = await o.ask([{"role": "user", "content": "Q"}], stream=stream)
+            if stream:
+                assert [part async for part in said]
+
+        ended = await asyncio.gather(*map(one, range(9)), return_exceptions=True)
         return str(sum(isinstance(one, Exception) for one in ended))
 
     rollout = alone(asking(program), lambda *_: Turn(f"x{EOT}", steps=3), max_turns=3)
