@@ -108,6 +108,15 @@ def test_a_question_is_asked_as_it_is_and_paid(made: Any) -> None:
     assert all(len(r.rows) == 1 and r.status is Status.COMPLETED for r in group.rollouts)
 
 
+@pytest.mark.parametrize(
+    ("said", "paid"),
+    [("", 0.0), (" ".join(map(str, range(200))), 0.0), (f"{ADD} 4", 0.0), ("4", 1.0)],
+)
+def test_what_cheating_pays(made: Any, said: str, paid: float) -> None:
+    """Nothing, everything, a call of a tool that there is not: its own rewards decide."""
+    assert alone(made(), says(said), max_turn_tokens=2000).reward == paid
+
+
 @pytest.mark.slow
 def test_tools_are_called_by_its_harness_and_weights_count(made: Any) -> None:
     env = made(args={"task": {"tools": True}})

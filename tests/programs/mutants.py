@@ -77,7 +77,10 @@ MUTANTS = [
     ),
     Mutant("messages.py", "return type(value) is bool, value", "return value"),
     Mutant("messages.py", "if len(made) < len(pairs):", "if False:"),
-    Mutant("session.py", "(retried or (old.reply is None and not old.waiting))", "retried"),
+    Mutant("session.py", "not old.waiting and not old.given", "retried"),
+    Mutant("session.py", "not old.waiting and not old.given", "True"),
+    Mutant("session.py", "and not frozen):", "):"),
+    Mutant("endpoint.py", "with _waiting(pending):  # from now on", "if True:  #"),
     Mutant("session.py", "if cut and most >= pending.budget:", "if cut:"),
     Mutant(
         "session.py",
@@ -119,7 +122,7 @@ MUTANTS = [
     Mutant("endpoint.py", "asyncio.timeout(BODY_S)", "asyncio.timeout(None)"),
     Mutant("endpoint.py", "self.loop.call_later(HEAD_S, self.transport.abort)", "None"),
     Mutant("endpoint.py", "for connection in [*self.state.connections]:", "for connection in []:"),
-    Mutant("endpoint.py", "len(self.connections) > (self._most or descriptors())", "False"),
+    Mutant("endpoint.py", "len(self.connections) > self._most()", "False"),
     Mutant("launch.py", "(threading._shutdown, atexit._run_exitfuncs, ", "("),
     Mutant(
         "launch.py",
