@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -46,6 +47,9 @@ _ADAPTER = LoRARequest("policy", 1, "in memory")
 def device_of_engines() -> Literal["cpu", "cuda"]:
     """Where they run in this process."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+SHAPE = "structured_outputs"
 
 
 class State(Enum):
@@ -266,7 +270,7 @@ class Engine:
         Raises:
             ValueError: request_id is in flight already; prompt and max_tokens exceed max_model_len
                 (vLLM would cut max_tokens silently); the engine has no adapters to do without; or
-                vLLM refuses the filters.
+                vLLM refuses the temperature or the filters.
         """
         self._require_room(request_id, len(prompt_ids), max_tokens)
         if reference and not self.lora_rank:
@@ -274,8 +278,8 @@ class Engine:
         engine, inputs = self._engine, self._engine.input_processor
         with _filters_fault(filters):
             bent = dict[str, Any](filters)
-            if shape := bent.get("structured_outputs"):
-                bent["structured_outputs"] = StructuredOutputsParams(**shape)
+            if shape := bent.get(SHAPE):
+                bent[SHAPE] = StructuredOutputsParams(**shape)
             asked = inputs.process_inputs(
                 request_id,
                 tokens_input(prompt_ids.tolist()),
@@ -298,7 +302,9 @@ class Engine:
         text = make_text(engine.renderer.tokenizer, asked) if stop else None
         ids = asked.prompt_token_ids
         assert ids is not None, "vLLM was given ids"
-        request = Request(request_id, asked.request_id, ids, text, top_logprobs, on_token)
+        request = Request(
+            request_id, asked.request_id, ids, text, top_logprobs, on_token, SHAPE in filters
+        )
         engine.engine_core.add_request(asked)
         self._in_flight[request_id] = self._running_as[asked.request_id] = request
 
@@ -538,9 +544,11 @@ class Engine:
 
 @contextlib.contextmanager
 def _filters_fault(filters: Mapping[str, Any]) -> Iterator[None]:
-    """What vLLM refuses of filters is a ValueError; its own errors are none in all versions."""
+    """What vLLM refuses of a request is a ValueError; its own errors are none."""
     try:
         yield
+    except VLLMClientError as error:
+        raise ValueError(f"filters: {error}" if filters else str(error)) from error
     except Exception as error:
         if not filters:
             raise

@@ -29,6 +29,7 @@ class Request:
         prompt_ids: as vLLM was given them.
         text: vLLM's detokenizer, which finds stop strings; None where there are none to find.
         top_logprobs, on_token: as in Engine.add_request().
+        shaped: by a grammar, which may leave no token to sample: the request ends as an "error".
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Request:
     text: Any
     top_logprobs: int
     on_token: Callable[[int], bool] | None = None
+    shaped: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     num_cached_tokens: int | None = None
@@ -68,16 +70,19 @@ class Request:
                 self.finish_reason, self.stop_reason = "stop", found
         if self.on_token is not None and any(map(self.on_token, output.new_token_ids)):
             self.finish_reason, self.stop_reason = "stop", None
+        if self.shaped and said is not None and not np.isfinite(self.logprobs[-1:]).all():
+            self.finish_reason, self.stop_reason = "error", None
         return bool(self.finish_reason)
 
     def completion(self) -> Completion:
         """What it came to.
 
         Raises:
-            FloatingPointError: a sampled token's log-probability is nan or infinite.
+            FloatingPointError: a sampled token's log-probability is nan or infinite, and no grammar
+                is to blame.
         """
         logprobs = np.frombuffer(self.logprobs, np.float32)
-        if not np.isfinite(logprobs).all():
+        if not self.shaped and not np.isfinite(logprobs).all():
             at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
             raise FloatingPointError(
                 f"request {self.request_id!r}: the sampler gave its token {at} the log-probability "

@@ -176,7 +176,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
     kind = choice.get("type", "auto")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in CHOICES:
+    if not isinstance(kind, str) or kind not in CHOICES:
         raise BadRequest(
             f"tool_choice.type: expected auto, any, none or tool, got {kind!r:.80}",
             param="tool_choice.type",

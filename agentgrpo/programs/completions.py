@@ -43,6 +43,10 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
         (text,) = text
     if not isinstance(text, str) or not text:
         raise BadRequest(f"prompt: expected one text, got {text!r:.80}", param="prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"prompt: is no Unicode text: {error}", param="prompt") from None
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
     chat = {"max_tokens": MAX_TOKENS, **chat, "logprobs": body.get("logprobs") is not None}
     return replace(read_chat(chat, past, ()), text=text)

@@ -14,6 +14,7 @@ import logging
 import resource
 import secrets
 import socket
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.requests import CHAT, MODEL, Api
 from agentgrpo.programs.responses import RESPONSES
 from agentgrpo.programs.session import Pending, Session
-from agentgrpo.usercode import event_loop
+from agentgrpo.usercode import event_loop, tell
 
 BODY_MIB, BODY_S = 8, 60.0
 """What a request's body may have, and how long it may take to come."""
@@ -257,7 +258,10 @@ class Endpoint:
         from starlette.requests import ClientDisconnect
         from starlette.responses import Response
 
+        told = False
+
         async def respond(request: Any) -> Any:
+            nonlocal told
             try:
                 return await answer(request, self._session_of(request))
             except ClientDisconnect:
@@ -268,6 +272,13 @@ class Endpoint:
                 return answered(api.error(error, code), code, headers)
             except InfrastructureError as error:
                 return answered(api.error(error, 500), 500, {"x-should-retry": "false"})
+            except Exception as error:  # a fault of ours, of this request alone
+                said = f"the endpoint failed at {request.url.path}: {type(error).__name__}: {error}"
+                if not told:
+                    told = True
+                    tell("".join([*traceback.format_exception(error), said]))
+                fault = InfrastructureError(said)
+                return answered(api.error(fault, 500), 500, {"x-should-retry": "false"})
 
         return respond
 

@@ -291,8 +291,9 @@ class _Play:
         self.stats.prompt_tokens += len(wanted.token_ids)
         if turn.finish_reason in ("stop", "length"):
             wanted.told(turn)
-        elif "structured_outputs" in wanted.sampling:
-            wanted.told(BadRequest("no grammar could be made of the form that is asked for"))
+        elif wanted.sampling:
+            bent = ", ".join(sorted(wanted.sampling))
+            wanted.told(BadRequest(f"nothing could be sampled with what is asked for: {bent}"))
         else:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self.live[index].broken = said

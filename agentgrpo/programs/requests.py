@@ -8,7 +8,6 @@ completions.py) write their requests as those of chat completions, which are rea
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +15,11 @@ from typing import Any
 from agentgrpo.programs.messages import BadRequest, Message, read_messages
 from agentgrpo.types import Completion
 
-NUMBERS = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty",
-)  # fmt: skip
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
+}  # fmt: skip
+"""With their least and greatest values: vLLM's, and of penalties what leaves logits finite."""
 BENT = (*NUMBERS, "seed", "logit_bias", "response_format", "structured_outputs")
 """Keys that bend what is sampled: the run's own sampling is the one that is trained on."""
 NEVER = ("seed", "logit_bias")
@@ -154,7 +154,7 @@ def read_chat(
     choice = body.get("tool_choice")
     tools = _tools(body.get("tools"))
     options = body.get("stream_options") or {}
-    bent, sampling = bending(body, choice, body.get("response_format"))
+    bent, sampling = bending(body, choice, body.get("response_format"), tools)
     return Asked(
         messages=tuple(read_messages(body.get("messages")) if messages is None else messages),
         tools=() if choice == "none" else tools,
@@ -179,7 +179,7 @@ def _require_model(body: Mapping[str, Any]) -> None:
 
 
 def bending(
-    body: Mapping[str, Any], choice: Any, shape: Any
+    body: Mapping[str, Any], choice: Any, shape: Any, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What of a request bends the distribution: `bent` and `sampling` of Asked.
 
@@ -187,14 +187,15 @@ def bending(
         body: has numbers by OpenAI's names.
         choice: of a tool: "auto", "none", "required" or one that is named as OpenAI names it.
         shape: of the answer, a response_format as in a chat completion.
+        tools: of which one may be chosen.
 
     Raises:
-        BadRequest: one of them has the wrong form.
+        BadRequest: one of them has the wrong form, or a number is out of its range.
     """
     bent = {name: body[name] for name in BENT if body.get(name) is not None}
     sampling = {name: _number(name, bent[name]) for name in NUMBERS if name in bent}
     if choice not in (None, "auto", "none"):
-        bent["tool_choice"] = _choice(choice)
+        bent["tool_choice"] = _choice(choice, tools)
     shaped = body.get("structured_outputs")
     if shaped is not None and not (isinstance(shaped, Mapping) and len(shaped) == 1):
         raise BadRequest(
@@ -210,20 +211,28 @@ def bending(
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRequest(f"{name}: expected a number, got {value!r:.80}", param=name)
+    (least, most), whole = NUMBERS[name], name == "top_k"
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most or (name == "top_p" and not value):
+        kind = "a whole number" if whole else "a number"
+        above = "above 0 and at most 1" if name == "top_p" else f"from {least} to {most}"
+        raise BadRequest(f"{name}: expected {kind} {above}, got {value!r:.80}", param=name)
     return value
 
 
-def _choice(choice: Any) -> Any:
+def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+    if choice == "required":
+        return choice
     function = choice.get("function") if isinstance(choice, Mapping) else None
-    named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-    if choice != "required" and not named:
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
         raise BadRequest(
             "tool_choice: expected 'none', 'auto', 'required' or a function by its name, got "
             f"{choice!r:.80}", param="tool_choice",
         )  # fmt: skip
-    return choice
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise BadRequest(f"tool_choice: none of the tools is {name!r:.80}", param="tool_choice")
+    return {"type": "function", "function": {"name": name}}
 
 
 def _shaped(shape: Any) -> dict[str, Any] | None:
@@ -281,6 +290,16 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
                 f"tools[{place}]: expected a function with a name, got {tool!r:.80}",
                 param=f"tools[{place}]",
             )
+        described, shape = function.get("description"), function.get("parameters")
+        if tool.get("type", "function") != "function":
+            wrong = f"type: only functions are offered, got {tool['type']!r:.80}"
+        elif not isinstance(described, str | None):
+            wrong = f"function.description: expected text, got {described!r:.80}"
+        elif not isinstance(shape, Mapping | None):
+            wrong = f"function.parameters: expected an object, got {shape!r:.80}"
+        else:
+            continue
+        raise BadRequest(f"tools[{place}].{wrong}", param=f"tools[{place}]")
     return tuple(given)
 
 

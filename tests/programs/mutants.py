@@ -14,7 +14,7 @@ TESTS = {
     "responses.py": ["programs/test_apis.py", "programs/test_recorded.py"],
     "anthropic.py": ["programs/test_apis.py", "programs/test_recorded.py"],
     "completions.py": ["programs/test_apis.py"],
-    "requests.py": ["programs/test_apis.py"],
+    "requests.py": ["programs/test_apis.py", "programs/test_sampling.py"],
     "session.py": [
         *("programs/test_apis.py", "programs/test_sampling.py", "programs/test_bad_input.py"),
         "programs/test_play.py",
@@ -110,7 +110,14 @@ MUTANTS = [
         "play.py", "filters = {**self.filters, **wanted.sampling}", "filters = {**wanted.sampling}"
     ),
     Mutant("play.py", "            if not wanted.sampling:\n", "            if True:\n"),
-    Mutant("play.py", 'elif "structured_outputs" in wanted.sampling:', "elif False:"),
+    Mutant("play.py", "elif wanted.sampling:", "elif False:"),
+    Mutant(
+        "requests.py", "if not number or not least <= value <= most or", "if not number or False or"
+    ),
+    Mutant(
+        "requests.py", 'if all(tool["function"]["name"] != name for tool in tools):', "if False:"
+    ),
+    Mutant("endpoint.py", "except Exception as error:", "except ZeroDivisionError as error:"),
     Mutant("session.py", "if self.obeys or asked.frozen:", "if True:"),
     Mutant("session.py", "if self.obeys or asked.frozen:", "if self.obeys:"),
     Mutant(

@@ -22,6 +22,7 @@ from agentgrpo.programs.endpoint import APIS, framed
 from agentgrpo.programs.messages import Call
 from agentgrpo.programs.messages import Message as Said
 from agentgrpo.programs.requests import Reply
+from agentgrpo.programs.session import Session
 from agentgrpo.types import Completion, Status
 from tests.playing import CHAT, EOT, TOKENIZER, scripted
 from tests.programs.test_conversations import completed
@@ -304,6 +305,9 @@ BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("messages", {"stop_sequences": [1]}, 400, "stop_sequences: expected texts", None),
     ("messages", {"tools": [{"type": "bash_1"}]}, 400, "tools[0].type: only tools", None),
     ("messages", {"tool_choice": {"type": "x"}}, 400, "tool_choice.type: expected auto", None),
+    ("messages", {"tool_choice": {"type": []}}, 400, "tool_choice.type: expected auto", None),
+    ("messages", {"tool_choice": {"type": {}}}, 400, "tool_choice.type: expected auto", None),
+    ("messages", {"tool_choice": {"type": "tool", "name": "x"}}, 400, "none of the tools", None),
     ("messages", {"thread": {"type": "continue", "previous_message_id": "msg_9"}}, 404,
      "no thread that ends with 'msg_9'", None),
     ("messages", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400,
@@ -365,6 +369,30 @@ def test_what_the_engine_gives_up_is_told_in_a_stream() -> None:
 
     rollout = alone(program(use), lambda *_: Turn(f"x{EOT}", finish_reason="abort"))
     assert rollout.status is Status.INFRA_ERROR
+
+
+def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def use(c: Any) -> str:
+        def fail(*_: Any) -> Any:
+            raise TypeError("unhashable")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "_sampling", fail)
+            for _ in range(2):
+                with pytest.raises(openai.InternalServerError) as one:
+                    await c.openai.responses.create(**GOOD["responses"])
+            with pytest.raises(anthropic.InternalServerError) as two:
+                await c.anthropic.messages.create(**GOOD["messages"])
+        told: Any = one.value.body, two.value.body
+        assert (told[0]["type"], told[1]["error"]["type"]) == ("server_error", "api_error")
+        assert "/v1/responses: TypeError: unhashable" in told[0]["message"]
+        return str((await c.openai.responses.create(**GOOD["responses"])).output_text)
+
+    rollout = alone(program(use), lambda *_: turn("fine"))
+    assert (rollout.answer, rollout.status, len(rollout.turns)) == ("fine", Status.COMPLETED, 1)
+    assert capfd.readouterr().err.count("Traceback") == 2  # once for each route
 
 
 def test_a_call_that_anthropic_has_no_form_for_is_text() -> None:

@@ -96,6 +96,12 @@ ATTACKS: dict[str, tuple[Attack, int | tuple[int, ...]]] = {
     "half of a surrogate pair": (
         lambda raw: raw.send(raw.whole(json.dumps({**GOOD, "\ud800": 1}).encode())), 400,
     ),
+    "half of one in a text to go on from": (
+        lambda raw: raw.send(
+            raw.whole(b'{"model":"policy","prompt":"\\ud800"}', path="/v1/completions")
+        ),
+        400,
+    ),
     "no UTF-8": (lambda raw: raw.send(raw.whole(b'{"model": "\xff\xfe"}')), 400),
     "no key": (lambda raw: Raw(raw.port, "").send(Raw(raw.port, "").whole(STREAM)), 401),
     "a key of nobody's": (

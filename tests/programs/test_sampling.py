@@ -80,16 +80,16 @@ class Refusing(StubEngine):
     """As vLLM, of what it has no grammar for, or no such number."""
 
     def add_request(self, *args: Any, **options: Any) -> None:
-        if options["filters"].get("top_p", 1) > 1:
-            raise ValueError("top_p must be in (0, 1], got 7.")
+        if "regex" in options["filters"].get("structured_outputs", {}):
+            raise ValueError("filters: no such regex")
         super().add_request(*args, **options)
 
 
 def test_what_the_engine_cannot_do_is_told_and_ends_nothing() -> None:
     async def program(_: Any, o: Any) -> str:
-        with pytest.raises(openai.BadRequestError, match="top_p must be in"):
-            await o.ask(Q, top_p=7)
-        with pytest.raises(openai.BadRequestError, match="no grammar could be made"):
+        with pytest.raises(openai.BadRequestError, match="no such regex"):
+            await o.ask(Q, extra_body={"structured_outputs": {"regex": "("}})
+        with pytest.raises(openai.BadRequestError, match="asked for: structured_outputs"):
             await o.ask(Q, response_format=FORM)
         return str((await o.ask(Q)).choices[0].message.content)
 
@@ -103,13 +103,36 @@ def test_what_the_engine_cannot_do_is_told_and_ends_nothing() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": "hot"}, "temperature: expected a number, got 'hot'"),
-    ({"extra_body": {"top_p": True}}, "top_p: expected a number"),
+    ({"temperature": "hot"}, "temperature: expected a number from 0 to 2, got 'hot'"),
+    ({"extra_body": {"top_p": True}}, "top_p: expected a number above 0 and at most 1, got True"),
+    ({"temperature": 2.1}, "temperature: expected a number from 0 to 2, got 2.1"),
+    ({"extra_body": {"temperature": 10**400}}, "temperature: expected a number from 0 to 2"),
+    ({"top_p": 0}, "top_p: expected a number above 0 and at most 1, got 0"),
+    ({"presence_penalty": -3}, "presence_penalty: expected a number from -2 to 2, got -3"),
+    ({"frequency_penalty": 3}, "frequency_penalty: expected a number from -2 to 2, got 3"),
+    *(
+        ({"extra_body": {name: wrong}}, f"{name}: expected a {said}, got {wrong!r}"[:90])
+        for name, wrong, said in (
+            ("top_k", 10**400, f"whole number from -1 to {2**31 - 1}"),
+            ("top_k", 2.5, f"whole number from -1 to {2**31 - 1}"),
+            ("min_p", -0.1, "number from 0 to 1"),
+            ("repetition_penalty", 1e-40, "number from 0.01 to 100"),
+        )
+    ),
+    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+     "tool_choice: none of the tools is 'sub'"),
+    ({"tools": [ADD], "tool_choice": {"type": "x", "function": {"name": "add"}}},
+     "tool_choice: expected 'none', 'auto'"),
+    ({"tools": [{**ADD, "type": "x"}]}, "tools[0].type: only functions are offered, got 'x'"),
+    ({"tools": [{"function": {"name": "f", "parameters": []}}]},
+     "tools[0].function.parameters: expected an object, got []"),
+    ({"tools": [{"function": {"name": "f", "description": 3}}]},
+     "tools[0].function.description: expected text, got 3"),
     ({"tool_choice": {"type": "function"}}, "tool_choice: expected 'none', 'auto'"),
     ({"response_format": {"type": "xml"}}, "response_format: expected the type text"),
     ({"response_format": {"type": "json_schema"}}, "response_format: expected the type text"),
     ({"extra_body": {"structured_outputs": []}}, "structured_outputs: expected an object of one"),
-]
+]  # fmt: skip
 
 
 def test_wishes_of_the_wrong_form_are_refused() -> None:
