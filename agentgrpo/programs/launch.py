@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from agentgrpo.actions import InfrastructureError, as_json
 from agentgrpo.agents.program import ProgramAgent
@@ -55,6 +56,7 @@ TAIL = 2000
 PYTHON = ("python", "python3")
 MOST = 1 << 20
 """Bytes of an answer or of output that are read, from the end."""
+UNREADABLE = "wrote no answer that can be read"
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 
@@ -213,7 +215,9 @@ class Process:
 
     def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
         """Start it."""
-        folder = tempfile.TemporaryDirectory(prefix="agentgrpo-program-")
+        folder = tempfile.TemporaryDirectory(
+            prefix="agentgrpo-program-", ignore_cleanup_errors=True
+        )
         place = Path(folder.name)
         for path in self._files:
             (shutil.copytree if path.is_dir() else shutil.copy)(path, place / path.name)
@@ -224,47 +228,71 @@ class Process:
             **kept, **variables(endpoint.url, session.key),
             "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
         }  # fmt: skip
-        out, err = place / ".stdout", place / ".stderr"
         head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
-        with open(place / TASK_FILE, "rb") as task_in, open(out, "wb") as o, open(err, "wb") as e:
-            process = subprocess.Popen(
-                [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
-                stdin=task_in, stdout=o, stderr=e,
-            )  # fmt: skip
-        return _Process(process, folder)
+        with contextlib.ExitStack() as undo:
+            out, err = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            with open(place / TASK_FILE, "rb") as task_in:
+                process = subprocess.Popen(
+                    [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
+                    stdin=task_in, stdout=out, stderr=err,
+                )  # fmt: skip
+            undo.pop_all()
+        return _Process(process, folder, out, err)
 
 
 class _Process:
-    """Its output goes to files: what it leaves running may hold a pipe for ever."""
+    """Its output goes to files: what it leaves running may hold a pipe for ever.
+
+    They have no name, so that nothing the program does to its folder is done to them.
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]
-    ) -> None:
-        self._process, self._folder = process, folder
+        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str],
+        out: IO[bytes], err: IO[bytes],
+    ) -> None:  # fmt: skip
+        self._process, self._folder, self._out, self._err = process, folder, out, err
         self.outcome: Future[Outcome] = _on_thread(self._wait)
 
     def _wait(self) -> Outcome:
-        place = Path(self._folder.name)
-        try:
-            code = self._process.wait()
-            answer = place / ANSWER_FILE
-            said = _tail(answer) if answer.is_file() else last_line(_tail(place / ".stdout"))
-            err = _tail(place / ".stderr")[-TAIL:].strip()
-        finally:
-            self.stop()  # and what it has left behind
-            self._folder.cleanup()
-        return Outcome(said, f"exited with {code}: {err}" if code else "")
+        with self._out, self._err:
+            try:
+                code = self._process.wait()
+                answer = _answer_at(Path(self._folder.name) / ANSWER_FILE)
+                said, wrong = answer or (last_line(_tail(self._out.fileno())), "")
+                err = _tail(self._err.fileno())[-TAIL:].strip()
+            finally:
+                self.stop()  # and what it has left behind
+                with contextlib.suppress(RecursionError):  # of folders in folders in folders
+                    self._folder.cleanup()
+        return Outcome(said, f"exited with {code}: {err}" if code else wrong)
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _tail(path: Path) -> str:
-    """The end of a file, as text."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST))
-        return file.read().decode("utf-8", "replace")
+def _answer_at(path: Path) -> tuple[str | None, str] | None:
+    """As _answer_in(), of a file here: nothing that is put in its place is waited for."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return None, f"{UNREADABLE}: {error.strerror}"
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return None, f"{UNREADABLE}: {ANSWER_FILE} is no regular file"
+        return _tail(file), ""
+    except OSError as error:
+        return None, f"{UNREADABLE}: {error.strerror}"
+    finally:
+        os.close(file)
+
+
+def _tail(file: int) -> str:
+    """The end of an open file, as text; where its writers stand is not moved."""
+    read = os.pread(file, MOST, max(0, os.fstat(file).st_size - MOST))
+    return read.decode("utf-8", "replace")
 
 
 # --- in the sandbox
@@ -339,7 +367,7 @@ def _answer_in(jail: Any) -> tuple[str | None, str] | None:
         except (SandboxInfraError, SandboxNotFoundException):
             raise
         except SandboxException as error:
-            return None, f"wrote no answer that can be read: {error}"
+            return None, f"{UNREADABLE}: {error}"
 
 
 def _failure(done: StepResult) -> str:
