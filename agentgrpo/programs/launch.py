@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,7 +36,7 @@ from agentgrpo.programs.session import Session
 from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool
 from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.listener import PORT, listener_in
-from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.types import Task
 from agentgrpo.usercode import event_loop, said_of, tell, where_of
 
@@ -57,6 +58,15 @@ PYTHON = ("python", "python3")
 MOST = 1 << 20
 """Bytes of an answer or of output that are read, from the end."""
 UNREADABLE = "wrote no answer that can be read"
+NOT_FOUND = ("126", "127")
+"""Exit codes of a shell and of env that could not start a command."""
+RAISED = re.compile(
+    r"Traceback \(most recent call last\)|^(Syntax|Indentation|Tab)Error: "
+    r"|^\S+: (can't open file|No module named|Error while finding module) ", re.MULTILINE,
+)  # fmt: skip
+"""What Python says when nothing has caught an exception, or when it cannot begin."""
+NO_ROOM = ("MemoryError", "BlockingIOError")
+"""Exceptions of the session's limits."""
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 
@@ -70,6 +80,9 @@ class Outcome:
     """What went wrong, if something did: the end of its traceback."""
     error: BaseException | None = None
     """Where it was raised in this process."""
+    own: bool = False
+    """It failed of itself: an exception of Python's that nothing caught, or a start that failed. A
+    signal, a limit or an answer that cannot be read may be what the policy's code has done."""
 
 
 class Running(Protocol):
@@ -171,10 +184,11 @@ class Awaited:
         except InfrastructureError:
             raise
         except asyncio.CancelledError as error:
-            return Outcome(None, "was cancelled", error)
+            return Outcome(None, "was cancelled", error, own=True)
         except BaseException as error:
             where = where_of(error, self._function)
-            return Outcome(None, f"{said_of(error)}{f' (at {where})' if where else ''}", error)
+            said = f"{said_of(error)}{f' (at {where})' if where else ''}"
+            return Outcome(None, said, error, own=True)
         return Outcome(_as_answer(answer))
 
 
@@ -259,12 +273,12 @@ class _Process:
                 code = self._process.wait()
                 answer = _answer_at(Path(self._folder.name) / ANSWER_FILE)
                 said, wrong = answer or (last_line(_tail(self._out.fileno())), "")
-                err = _tail(self._err.fileno())[-TAIL:].strip()
+                err = _tail(self._err.fileno())
             finally:
                 self.stop()  # and what it has left behind
                 with contextlib.suppress(RecursionError):  # of folders in folders in folders
                     self._folder.cleanup()
-        return Outcome(said, f"exited with {code}: {err}" if code else wrong)
+        return _exited(str(code), err, said, wrong)
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -353,7 +367,13 @@ class Sandboxed:
         if done.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(done.detail)
         said, wrong = answer or (last_line(done.stdout), "")
-        return Outcome(said, _failure(done) or wrong)
+        if done.error is not None:  # nothing of that name, or no room for a process
+            full = done.error.name in NO_ROOM
+            return Outcome(said, f"{done.error.name}: {done.error.value}", own=not full)
+        if done.status is not StepStatus.OK:
+            told = f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
+            return Outcome(said, told)
+        return _exited(done.value or "0", done.stderr, said, wrong)
 
 
 def _answer_in(jail: Any) -> tuple[str | None, str] | None:
@@ -370,13 +390,15 @@ def _answer_in(jail: Any) -> tuple[str | None, str] | None:
             return None, f"{UNREADABLE}: {error}"
 
 
-def _failure(done: StepResult) -> str:
-    if done.error is not None:  # nothing of that name, or no room for a process
-        return f"{done.error.name}: {done.error.value}"
-    if done.status is not StepStatus.OK:
-        return f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
-    code = done.value or "0"
-    return "" if code == "0" else f"exited with {code}: {done.stderr[-TAIL:].strip()}"
+def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
+    """The end of a program; a code below 0 is a signal's. `wrong`: with its answer."""
+    if code == "0":
+        return Outcome(answer, wrong)
+    stderr = stderr.strip()
+    last = stderr.rpartition("\n")[2]
+    own = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
+    told = f"exited with {code}: {stderr[-TAIL:]}"
+    return Outcome(answer, told, own=code.isdecimal() and bool(own))
 
 
 def _run(command: Sequence[str]) -> str:

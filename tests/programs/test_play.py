@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -665,6 +666,59 @@ def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
     subprocess.run(["rm", "-rf", tmp_path / "programs"], check=True)  # what is too deep for Python
     assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == ATTACKS[attack]
     assert rollout.status is Status.COMPLETED
+
+
+OWN = "raise KeyError('x')"
+FAILED = {
+    OWN: True,
+    "import nosuch": True,
+    "os.execvp('sh', ['sh', '-c', 'nosuch-program'])": True,
+    "os.execv(sys.executable, ['python', 'nosuch.py'])": True,
+    "os.execv(sys.executable, ['python', '-m', 'nosuch'])": True,
+    "os.execv(sys.executable, ['python', '-c', 'a b'])": True,
+    "os.kill(os.getpid(), 9)": False,
+    "raise MemoryError": False,
+    "sys.exit(3)": False,
+    "os.mkdir('answer.txt')": False,
+    "import traceback\ntry: nosuch\nexcept NameError: traceback.print_exc()\n"
+    "os.kill(os.getpid(), 15)": False,
+}
+"""How all programs of a step end, and whether that ends the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", FAILED)
+def test_a_run_ends_where_all_programs_fail_of_themselves(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    made = Process(["python", "agent.py"], [file], {})
+    ends = pytest.raises(UserCodeError, match="exited with") if FAILED[ending] else nullcontext()
+    with ends:
+        (group,), _ = played(made, lambda *_: turn("x"), n=2)
+        assert [r.stats["program_failed"] for r in group.rollouts] == [1, 1]
+
+
+LIMITS = {
+    "while True: os.write(1, b'x' * 65536)": False,
+    "held = []\nwhile True: held.append(bytearray(1 << 26))": False,
+    "os.kill(os.getppid(), 9)": False,
+    "open('answer.txt', 'w').close(); os.chmod('answer.txt', 0)": False,
+    OWN: True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("ending", LIMITS)
+def test_a_limit_of_the_session_ends_no_run(
+    tmp_path: Path, jails: SandboxPool, ending: str
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    made = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
+    with pytest.raises(UserCodeError, match="KeyError") if LIMITS[ending] else nullcontext():
+        (group,), _ = played(made, lambda *_: turn("x"), n=2)
+        assert {r.status for r in group.rollouts} == {Status.COMPLETED}
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
