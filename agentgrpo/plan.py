@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from agentgrpo import parallel
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine import hardware
@@ -89,16 +90,23 @@ def to_be_evaluated(config: TrainConfig, stage: Stage) -> Iterator[Check]:
 
 
 def played(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator[Check]:
-    """Tasks, their prompts measured, and the room for what is played of them."""
-    r, prompts = config.rollout, [prompt_length(stage.agent, stage.chat, t) for t in tasks]
+    """Tasks, their prompts measured, and the room for what is played of them.
+
+    Nothing is measured for a program: what it asks, and in how many conversations, is its own.
+    """
+    r, kind = config.rollout, config.agent.kind
+    turns = f"agent {kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
     yield said("data", f"{config.data.train}; {len(stage.heldout)} held-out tasks")
+    if isinstance(stage.agent, ProgramAgent):
+        yield said("rollouts", f"{turns} in all")
+        return
+    prompts = [prompt_length(stage.agent, stage.chat, task) for task in tasks]
     longest = max(prompts)
     yield said("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
     budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens
     yield said(
         "rollouts",
-        f"agent {config.agent.kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens and "
-        f"observations of {r.max_observation_tokens}: {budget} tokens after the prompt",
+        f"{turns} and observations of {r.max_observation_tokens}: {budget} tokens after the prompt",
     )
     room = config.engine.max_model_len - longest
     yield Check(

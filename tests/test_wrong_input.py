@@ -127,6 +127,21 @@ def test_a_dry_run_says_what_the_command_would_continue_from(
         saved.touch()
 
 
+def test_a_dry_run_measures_no_prompts_of_a_program(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ['agent.options.command=["python","c.toml"]', "agent.options.sandbox=none"]
+    given = ["train", "c.toml", "--dry-run"]
+    for more, measured in (([], True), (["agent.kind=program", *options], False)):
+        status = cli.main([*given, *more])
+        told = capsys.readouterr().out
+        assert status == 0
+        lines = {line.split()[0] for line in told.splitlines() if line.startswith("  ")}
+        assert {"data", "rollouts"} <= lines
+        assert ("prompts" in lines) is measured
+        assert ("after the prompt" in told, "observations" in told) == (measured, measured)
+
+
 @pytest.mark.parametrize("command", ALL)
 def test_every_command_has_a_dry_run_that_writes_nothing(
     place: Path, command: str, capsys: pytest.CaptureFixture[str], said: Said

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os.path
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -424,11 +425,11 @@ class ChatTemplate:
         template, and written as given.
         """
         text = self._rendered(messages, tools, prompt=prompt)
-        apart, given = _told_apart(messages)
+        apart, given = _told_apart(messages, text)
         if not given:
             return text
         text = self._rendered(apart, tools, prompt=prompt)
-        return re.sub("|".join(given), lambda m: given[m[0]], text)
+        return _MADE_ID.sub(lambda m: given.get(m[0], m[0]), text)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
@@ -501,18 +502,32 @@ def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
     return messages
 
 
-def _told_apart(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-    """The messages, no id of a call there twice; and the given id for each that was put in."""
+_MADE_ID = re.compile(r"id[0-9]{7}")
+"""Nine letters and digits: Mistral's templates ask for these."""
+
+
+def _unsaid_ids(messages: Sequence[Message], text: str) -> Iterator[str]:
+    """Ids of calls, each once, that neither the messages nor their text have; read at the first."""
+    said = {*_MADE_ID.findall(repr(messages)), *_MADE_ID.findall(text)}
+    yield from (name for n in range(10**7) if (name := f"id{n:07d}") not in said)
+
+
+def _told_apart(messages: Sequence[Message], text: str) -> tuple[list[Message], dict[str, str]]:
+    """The messages, no id of a call there twice; and the given id for each that was put in.
+
+    It takes time in proportion to the messages, whatever ids a program gives. `text` is the
+    messages as rendered: nothing in it is taken for an id that was put in.
+    """
     used: set[str] = set()
-    answered: dict[str, list[str]] = {}  # a given id: its calls of the last turn
+    answered: dict[str, deque[str]] = {}  # a given id: its calls of the last turn
     given: dict[str, str] = {}
+    unsaid = _unsaid_ids(messages, text)
 
     def own(name: str) -> str:
         if name not in used:
             used.add(name)
             return name
-        said = repr(messages)  # nine letters and digits: Mistral's templates ask for these
-        made = next(t for n in range(10**7) if (t := f"id{n:07d}") not in said and t not in given)
+        made = next(unsaid)
         given[made] = name
         return made
 
@@ -523,15 +538,15 @@ def _told_apart(messages: Sequence[Message]) -> tuple[list[Message], dict[str, s
             calls = []
             for call in message.get("tool_calls") or ():
                 if name := call.get("id"):
-                    answered.setdefault(name, []).append(own(name))
+                    answered.setdefault(name, deque()).append(own(name))
                     call = call | {"id": answered[name][-1]}
                 calls.append(call)
             message = {**message, "tool_calls": calls} if calls else message
         elif name := message.get("tool_call_id"):
             if name not in answered:
-                answered[name] = [own(name)]
-            first, *others = answered[name]
-            answered[name] = others or [first]
+                answered[name] = deque([own(name)])
+            calls_left = answered[name]
+            first = calls_left.popleft() if len(calls_left) > 1 else calls_left[0]
             message = {**message, "tool_call_id": first}
         told.append(message)
     return told, given

@@ -12,9 +12,11 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from agentgrpo.actions import InfrastructureError, as_json
 from agentgrpo.agents.program import ProgramAgent
@@ -34,7 +36,7 @@ from agentgrpo.programs.session import Session
 from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool
 from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.listener import PORT, listener_in
-from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.types import Task
 from agentgrpo.usercode import event_loop, said_of, tell, where_of
 
@@ -55,6 +57,16 @@ TAIL = 2000
 PYTHON = ("python", "python3")
 MOST = 1 << 20
 """Bytes of an answer or of output that are read, from the end."""
+UNREADABLE = "wrote no answer that can be read"
+NOT_FOUND = ("126", "127")
+"""Exit codes of a shell and of env that could not start a command."""
+RAISED = re.compile(
+    r"Traceback \(most recent call last\)|^(Syntax|Indentation|Tab)Error: "
+    r"|^\S+: (can't open file|No module named|Error while finding module) ", re.MULTILINE,
+)  # fmt: skip
+"""What Python says when nothing has caught an exception, or when it cannot begin."""
+NO_ROOM = ("MemoryError", "BlockingIOError")
+"""Exceptions of the session's limits."""
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 
@@ -68,6 +80,9 @@ class Outcome:
     """What went wrong, if something did: the end of its traceback."""
     error: BaseException | None = None
     """Where it was raised in this process."""
+    own: bool = False
+    """It failed of itself: an exception of Python's that nothing caught, or a start that failed. A
+    signal, a limit or an answer that cannot be read may be what the policy's code has done."""
 
 
 class Running(Protocol):
@@ -169,10 +184,11 @@ class Awaited:
         except InfrastructureError:
             raise
         except asyncio.CancelledError as error:
-            return Outcome(None, "was cancelled", error)
+            return Outcome(None, "was cancelled", error, own=True)
         except BaseException as error:
             where = where_of(error, self._function)
-            return Outcome(None, f"{said_of(error)}{f' (at {where})' if where else ''}", error)
+            said = f"{said_of(error)}{f' (at {where})' if where else ''}"
+            return Outcome(None, said, error, own=True)
         return Outcome(_as_answer(answer))
 
 
@@ -213,7 +229,9 @@ class Process:
 
     def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
         """Start it."""
-        folder = tempfile.TemporaryDirectory(prefix="agentgrpo-program-")
+        folder = tempfile.TemporaryDirectory(
+            prefix="agentgrpo-program-", ignore_cleanup_errors=True
+        )
         place = Path(folder.name)
         for path in self._files:
             (shutil.copytree if path.is_dir() else shutil.copy)(path, place / path.name)
@@ -224,47 +242,71 @@ class Process:
             **kept, **variables(endpoint.url, session.key),
             "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
         }  # fmt: skip
-        out, err = place / ".stdout", place / ".stderr"
         head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
-        with open(place / TASK_FILE, "rb") as task_in, open(out, "wb") as o, open(err, "wb") as e:
-            process = subprocess.Popen(
-                [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
-                stdin=task_in, stdout=o, stderr=e,
-            )  # fmt: skip
-        return _Process(process, folder)
+        with contextlib.ExitStack() as undo:
+            out, err = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            with open(place / TASK_FILE, "rb") as task_in:
+                process = subprocess.Popen(
+                    [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
+                    stdin=task_in, stdout=out, stderr=err,
+                )  # fmt: skip
+            undo.pop_all()
+        return _Process(process, folder, out, err)
 
 
 class _Process:
-    """Its output goes to files: what it leaves running may hold a pipe for ever."""
+    """Its output goes to files: what it leaves running may hold a pipe for ever.
+
+    They have no name, so that nothing the program does to its folder is done to them.
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]
-    ) -> None:
-        self._process, self._folder = process, folder
+        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str],
+        out: IO[bytes], err: IO[bytes],
+    ) -> None:  # fmt: skip
+        self._process, self._folder, self._out, self._err = process, folder, out, err
         self.outcome: Future[Outcome] = _on_thread(self._wait)
 
     def _wait(self) -> Outcome:
-        place = Path(self._folder.name)
-        try:
-            code = self._process.wait()
-            answer = place / ANSWER_FILE
-            said = _tail(answer) if answer.is_file() else last_line(_tail(place / ".stdout"))
-            err = _tail(place / ".stderr")[-TAIL:].strip()
-        finally:
-            self.stop()  # and what it has left behind
-            self._folder.cleanup()
-        return Outcome(said, f"exited with {code}: {err}" if code else "")
+        with self._out, self._err:
+            try:
+                code = self._process.wait()
+                answer = _answer_at(Path(self._folder.name) / ANSWER_FILE)
+                said, wrong = answer or (last_line(_tail(self._out.fileno())), "")
+                err = _tail(self._err.fileno())
+            finally:
+                self.stop()  # and what it has left behind
+                with contextlib.suppress(RecursionError):  # of folders in folders in folders
+                    self._folder.cleanup()
+        return _exited(str(code), err, said, wrong)
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _tail(path: Path) -> str:
-    """The end of a file, as text."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST))
-        return file.read().decode("utf-8", "replace")
+def _answer_at(path: Path) -> tuple[str | None, str] | None:
+    """As _answer_in(), of a file here: nothing that is put in its place is waited for."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return None, f"{UNREADABLE}: {error.strerror}"
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return None, f"{UNREADABLE}: {ANSWER_FILE} is no regular file"
+        return _tail(file), ""
+    except OSError as error:
+        return None, f"{UNREADABLE}: {error.strerror}"
+    finally:
+        os.close(file)
+
+
+def _tail(file: int) -> str:
+    """The end of an open file, as text; where its writers stand is not moved."""
+    read = os.pread(file, MOST, max(0, os.fstat(file).st_size - MOST))
+    return read.decode("utf-8", "replace")
 
 
 # --- in the sandbox
@@ -325,7 +367,13 @@ class Sandboxed:
         if done.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(done.detail)
         said, wrong = answer or (last_line(done.stdout), "")
-        return Outcome(said, _failure(done) or wrong)
+        if done.error is not None:  # nothing of that name, or no room for a process
+            full = done.error.name in NO_ROOM
+            return Outcome(said, f"{done.error.name}: {done.error.value}", own=not full)
+        if done.status is not StepStatus.OK:
+            told = f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
+            return Outcome(said, told)
+        return _exited(done.value or "0", done.stderr, said, wrong)
 
 
 def _answer_in(jail: Any) -> tuple[str | None, str] | None:
@@ -339,16 +387,18 @@ def _answer_in(jail: Any) -> tuple[str | None, str] | None:
         except (SandboxInfraError, SandboxNotFoundException):
             raise
         except SandboxException as error:
-            return None, f"wrote no answer that can be read: {error}"
+            return None, f"{UNREADABLE}: {error}"
 
 
-def _failure(done: StepResult) -> str:
-    if done.error is not None:  # nothing of that name, or no room for a process
-        return f"{done.error.name}: {done.error.value}"
-    if done.status is not StepStatus.OK:
-        return f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
-    code = done.value or "0"
-    return "" if code == "0" else f"exited with {code}: {done.stderr[-TAIL:].strip()}"
+def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
+    """The end of a program; a code below 0 is a signal's. `wrong`: with its answer."""
+    if code == "0":
+        return Outcome(answer, wrong)
+    stderr = stderr.strip()
+    last = stderr.rpartition("\n")[2]
+    own = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
+    told = f"exited with {code}: {stderr[-TAIL:]}"
+    return Outcome(answer, told, own=code.isdecimal() and bool(own))
 
 
 def _run(command: Sequence[str]) -> str:

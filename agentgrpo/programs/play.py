@@ -401,7 +401,9 @@ class _Play:
             self.watch.ended(self.groups[task])
 
     def _require_some_ran(self) -> None:
-        """A program that fails in every rollout is no policy's fault.
+        """A program that fails of itself in every rollout is no policy's fault.
+
+        What the policy's code may have done to it (Outcome.own) is told, and ends nothing.
 
         Raises:
             UserCodeError: with what the first one said.
@@ -409,7 +411,7 @@ class _Play:
         if not self.failures:
             return
         first = self.failures[0]
-        if len(self.failures) >= len(self.played) and len(self.played) > 1:
+        if sum(outcome.own for outcome in self.failures) >= len(self.played) > 1:
             raise UserCodeError("agent.kind 'program'", first.failed) from first.error
         failed = f"{len(self.failures)} of {len(self.played)} programs failed"
         tell(f"{failed}; the first {first.failed}")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from agentgrpo.models import chat as chat_module
 from agentgrpo.models import encoding
 from agentgrpo.models.chat import ChatTemplate, Keep
 from agentgrpo.models.encoding import TextEncoder
@@ -331,6 +333,35 @@ def test_the_arguments_of_calls_are_an_object_or_a_string_as_the_template_has_it
     chat = ChatTemplate(tokenizer)
     ids = chat.observation_ids([{"role": "tool", "content": "42"}], last_id=chat.end_of_turn_id)
     assert tokenizer.decode(ids) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("turns", "calls"), [(2000, 1), (1, 2000)], ids=["turns", "calls"])
+def test_ids_given_again_are_put_back_in_one_pass(
+    turns: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are; and what a message says is no id that was put in."""
+    form = Mock(wraps=chat_module._MADE_ID)
+    monkeypatch.setattr(chat_module, "_MADE_ID", form)
+    named = "{% for c in m['tool_calls'] or () %}{{ c['id'] }} {% endfor %}{{ m['tool_call_id'] }}"
+    tokenizer = make_tokenizer(CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}" + named))
+    chat = ChatTemplate(tokenizer)
+    said = "id0000000 id0000002 id00000019 idid0000004"
+
+    def prompt(ids: Sequence[str]) -> str:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": said}]
+        for turn in range(turns):
+            mine = ids[turn * calls : (turn + 1) * calls]
+            function = {"name": "f", "arguments": "{}"}
+            made = [{"type": "function", "id": i, "function": function} for i in mine]
+            messages.append({"role": "assistant", "content": "", "tool_calls": made})
+            messages += [{"role": "tool", "content": "r", "tool_call_id": i} for i in mine]
+        return str(tokenizer.decode(chat.prompt_ids(messages)))
+
+    own = prompt([f"call_{number:05d}" for number in range(2000)])
+    assert not form.mock_calls
+    again = prompt(["call_00000"] * 2000)
+    assert len(form.mock_calls) <= 3, "twice read, once put back"
+    assert again == re.sub("call_[0-9]{5}", "call_00000", own)
 
 
 @pytest.mark.slow

@@ -99,9 +99,12 @@ MUTANTS = [
     ),
     Mutant(
         "play.py",
-        "if len(self.failures) >= len(self.played) and len(self.played) > 1:",
+        "if sum(outcome.own for outcome in self.failures) >= len(self.played) > 1:",
         "if False:",
     ),
+    Mutant("play.py", "sum(outcome.own for outcome in self.failures)", "len(self.failures)"),
+    Mutant("launch.py", "own=code.isdecimal() and bool(own)", "own=True"),
+    Mutant("launch.py", " and not last.startswith(NO_ROOM)", ""),
     Mutant("play.py", "stop=wanted.stop,", "stop=(),"),
     Mutant(
         "play.py", "        self.endpoint.end(live.session)\n        rollout =", "        rollout ="

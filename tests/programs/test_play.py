@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -692,6 +695,89 @@ def test_an_answer_that_is_no_file_is_the_programs_doing(
     rollout = alone(launcher, lambda *_: turn("x"))
     assert (rollout.answer, rollout.status) == (None, Status.COMPLETED)
     assert rollout.stats["program_failed"] == 1
+
+
+ATTACKS = {
+    "[os.remove(f) for f in os.listdir() if f != 'kept']": ("noise", 0.0),
+    "import shutil; shutil.rmtree(os.getcwd())": ("noise", 0.0),
+    "os.mkfifo('.stdout'); os.mkfifo('.stderr')": ("noise", 0.0),
+    "open('.stdout', 'w').write('mine'); os.chmod('.', 0o500)": ("noise", 0.0),
+    "import shutil; d = os.getcwd(); shutil.rmtree(d); open(d, 'w').close()": (None, 1.0),
+    "os.mkfifo('answer.txt')": (None, 1.0),
+    "os.mkdir('answer.txt')": (None, 1.0),
+    "os.symlink('answer.txt', 'answer.txt')": (None, 1.0),
+    "os.symlink('/proc/self/mem', 'answer.txt')": (None, 1.0),
+    "for _ in range(3000): os.mkdir('d'); os.chdir('d')": ("noise", 0.0),
+}
+"""What a program without a sandbox does to its own folder: its answer, and whether it failed."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
+    tmp_path: Path, attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "programs"))
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", attack))
+    rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"))
+    subprocess.run(["rm", "-rf", tmp_path / "programs"], check=True)  # what is too deep for Python
+    assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == ATTACKS[attack]
+    assert rollout.status is Status.COMPLETED
+
+
+OWN = "raise KeyError('x')"
+FAILED = {
+    OWN: True,
+    "import nosuch": True,
+    "os.execvp('sh', ['sh', '-c', 'nosuch-program'])": True,
+    "os.execv(sys.executable, ['python', 'nosuch.py'])": True,
+    "os.execv(sys.executable, ['python', '-m', 'nosuch'])": True,
+    "os.execv(sys.executable, ['python', '-c', 'a b'])": True,
+    "os.kill(os.getpid(), 9)": False,
+    "raise MemoryError": False,
+    "sys.exit(3)": False,
+    "os.mkdir('answer.txt')": False,
+    "import traceback\ntry: nosuch\nexcept NameError: traceback.print_exc()\n"
+    "os.kill(os.getpid(), 15)": False,
+}
+"""How all programs of a step end, and whether that ends the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", FAILED)
+def test_a_run_ends_where_all_programs_fail_of_themselves(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    made = Process(["python", "agent.py"], [file], {})
+    ends = pytest.raises(UserCodeError, match="exited with") if FAILED[ending] else nullcontext()
+    with ends:
+        (group,), _ = played(made, lambda *_: turn("x"), n=2)
+        assert [r.stats["program_failed"] for r in group.rollouts] == [1, 1]
+
+
+LIMITS = {
+    "while True: os.write(1, b'x' * 65536)": False,
+    "held = []\nwhile True: held.append(bytearray(1 << 26))": False,
+    "os.kill(os.getppid(), 9)": False,
+    "open('answer.txt', 'w').close(); os.chmod('answer.txt', 0)": False,
+    OWN: True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("ending", LIMITS)
+def test_a_limit_of_the_session_ends_no_run(
+    tmp_path: Path, jails: SandboxPool, ending: str
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    made = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
+    with pytest.raises(UserCodeError, match="KeyError") if LIMITS[ending] else nullcontext():
+        (group,), _ = played(made, lambda *_: turn("x"), n=2)
+        assert {r.status for r in group.rollouts} == {Status.COMPLETED}
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])

@@ -205,6 +205,7 @@ MUTANTS = [
     Mutant("models/chat.py", "forms if results", "forms[:1] if results"),
     Mutant("models/chat.py", "forms if results", "forms[1:] if results"),
     Mutant("models/chat.py", 'yield "text", _turn(mark)', "return"),
+    Mutant("models/chat.py", 'f"id{n:07d}") not in said', 'f"id{n:07d}")'),
     Mutant("models/chat.py", "**self._options,", ""),
     # text
     Mutant("models/encoding.py", "m[0][0] + mark + m[0][1:]", "m[0]"),
