@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from agentgrpo.config import EngineConfig
 from agentgrpo.engine.engine import Engine
+from agentgrpo.engine.requests import Request
 from agentgrpo.engine.tool_parsers import tool_call_reader
 from agentgrpo.types import Completion, Float32, Int32
 from tests.tiny import VOCAB
@@ -332,6 +334,22 @@ def test_a_form_is_kept_to_and_one_that_there_is_not_is_refused(
     (turn,) = ask(engine, prompt(5), max_tokens=64, request_seed=1, filters=filters)
     assert tokenizer.decode(turn.token_ids).startswith(begins)
     assert not engine.num_in_flight
+
+
+@pytest.mark.parametrize("shaped", [True, False])
+def test_a_grammar_that_leaves_no_token_ends_its_request_alone(shaped: bool) -> None:
+    """All logits are -inf then, and what is sampled has the log-probability nan."""
+    request = Request("0", "0-1", [1], None, 0, shaped=shaped)
+    said = SimpleNamespace(logprobs=np.array([[math.nan]], np.float32))
+    output = SimpleNamespace(
+        new_token_ids=[7], new_logprobs=said, prefill_stats=None, finish_reason=None
+    )
+    assert request.take(output) is shaped
+    if shaped:
+        assert request.completion().finish_reason == "error"
+    else:
+        with pytest.raises(FloatingPointError, match="its token 0"):
+            request.completion()
 
 
 def test_entropies_are_those_of_the_policy(engine: Engine, oracle: Score) -> None:
