@@ -210,7 +210,7 @@ def bending(
     return bent, {**sampling, **({"structured_outputs": shaped} if shaped else {})}
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> Any:
     (least, most), whole = NUMBERS[name], name == "top_k"
     number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not number or not least <= value <= most or (name == "top_p" and not value):
