@@ -107,7 +107,7 @@ class UserConfig(Section):
     """Column of the data: what the user says or knows, a text or a list of texts."""
     max_replies: Positive = 8
     """Of a rollout. What is said to the user after that ends it, as if they left."""
-    temperature: NotNegativeNumber = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Of a model's words; 0 is greedy."""
     max_tokens: Positive = 64
     """Of one reply of a model."""
@@ -241,7 +241,7 @@ class RolloutConfig(Section):
     """Groups sampled before any refill."""
     group_size: Annotated[int, Field(ge=2, le=10**6)] = 8
     """Rollouts per task, at least 2: one alone has nothing to be compared with."""
-    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Of sampling in training; evaluations have their own (EvaluationConfig). vLLM knows none
     between 0 and 0.01."""
     max_turns: Positive = 3
@@ -352,7 +352,7 @@ class EvaluationConfig(Section):
     by up to -log(top_p) from what the learner computes. So they are for evaluation only.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that have this much probability together."""

@@ -49,8 +49,8 @@ class FlywheelConfig(Section):
     """One is chosen at random and takes the place of a wrong answer."""
     marks: Annotated[tuple[str, ...], Field(min_length=1)] = ("<code>", "Answer:")
     """What a turn does begins with the first of these; the thought is what comes before."""
-    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
-    critic_temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    critic_temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     max_reply_tokens: Positive = 512
     """Of the reflector and the critic."""
     concurrency: Positive = 16
@@ -145,7 +145,7 @@ class MeasuresConfig(Section):
     """Endpoint that votes on redundant tool calls; empty: conciseness is not measured."""
     attempts: Positive = 1
     """Rollouts of each held-out task."""
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """0 is greedy."""
     pass_k: tuple[Positive, ...] = ()
     """pass@k and pass^k for these k, at most `attempts`."""

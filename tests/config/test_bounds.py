@@ -83,7 +83,7 @@ def test_no_number_is_taken_that_nobody_can_mean(key: str) -> None:
         ("learner.learning_rate=-1e-6", "learning_rate"),
         ("learner.learning_rate=30", "learning_rate"),
         ("engine.kv_cache_gib=0", "kv_cache_gib"),
-        ("rollout.temperature=1000", "temperature"),
+        ("rollout.temperature=2.1", "temperature"),
         ('endpoints={ a = { kind = "http", model = "m", url = "http://h:99999/v1" } }', "Port out"),
         ('endpoints={ a = { kind = "http", model = "m", url = "http://h:-1/v1" } }', "Port"),
         ('endpoints={ a = { kind = "http", model = "m", url = "h:80/v1" } }', "expected http://"),
