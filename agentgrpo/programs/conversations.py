@@ -105,6 +105,8 @@ class Conversations:
             BadRequest: the model's chat template cannot show it.
         """
         root = json_key(json.dumps(list(tools)))
+        for message in messages:
+            _ = message.key  # made here, beside the others where that takes long; kept for said()
         node = self._roots.get(root)
         after, known = None, 0
         for place, message in enumerate(messages, 1):

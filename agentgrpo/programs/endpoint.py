@@ -450,6 +450,7 @@ async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator
         yield framed({**api.error(error, status), "type": "error"})
         return
     for data in api.events(reply, pending.asked.usage_in_stream):
+        await asyncio.sleep(0)  # others have their turn, and a client that left is noticed
         yield framed(data)
     pending.given = True
 

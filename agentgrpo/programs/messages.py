@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 ROLES = {
@@ -43,7 +44,7 @@ class Call:
         return self.id, self.name, json_key(self.arguments)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     """A message of a conversation."""
 
@@ -55,7 +56,7 @@ class Message:
     """Which call a tool's message answers."""
     name: str = ""
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         """Equal for messages that mean the same; what clients leave out (reasoning) is no part."""
         calls = tuple(call.key for call in self.calls)

@@ -22,8 +22,8 @@ TESTS = {
     "endpoint.py": [
         *("programs/test_apis.py", "programs/test_bad_input.py", "programs/test_play.py")
     ],
-    "play.py": ["programs/test_sampling.py", "programs/test_play.py"],
-    "launch.py": ["programs/test_play.py"],
+    "play.py": ["programs/test_sampling.py", "programs/test_play.py", "programs/test_sandboxed.py"],
+    "launch.py": ["programs/test_play.py", "programs/test_sandboxed.py"],
 }
 MUTANTS = [
     Mutant(
@@ -133,6 +133,16 @@ MUTANTS = [
     Mutant("endpoint.py", "self.loop.call_later(HEAD_S, self.transport.abort)", "None"),
     Mutant("endpoint.py", "for connection in [*self.state.connections]:", "for connection in []:"),
     Mutant("endpoint.py", "len(self.connections) > self._most()", "False"),
+    Mutant("endpoint.py", "descriptors() // max(1, len(self._sessions))", "descriptors()"),
+    Mutant("endpoint.py", "        session.receiving -= len(raw)", "        pass"),
+    Mutant(
+        "endpoint.py",
+        "        yield bytes(raw)\n",
+        "        session.receiving -= len(raw)\n        yield bytes(raw)\n        session.receiving += len(raw)\n",
+    ),
+    Mutant("endpoint.py", "        await asyncio.sleep(0)  #", "        pass  #"),
+    Mutant("conversations.py", "_ = message.key  #", "pass  #"),
+    Mutant("messages.py", "    @cached_property\n", "    @property\n"),
     Mutant("launch.py", "(threading._shutdown, atexit._run_exitfuncs, ", "("),
     Mutant(
         "launch.py",

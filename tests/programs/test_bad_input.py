@@ -6,17 +6,22 @@ Each plays beside a rollout that asks as it should, and asks once itself in the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
+import socket
+import struct
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 
 from agentgrpo.programs import endpoint
 from agentgrpo.programs.conversations import Conversations
+from agentgrpo.programs.messages import BadRequest
 from agentgrpo.types import Status
 from tests.playing import scripted
 from tests.programs.test_play import asking, played, turn
@@ -175,6 +180,38 @@ def test_it_is_told_and_nobody_else_notices(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_a_stream_whose_client_left_writes_nothing_to_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asyncio warns of the fifth write to a connection that is known to be lost."""
+    clients: list[socket.socket] = []
+
+    def events(_: Any, usage: bool) -> Any:
+        yield "1"
+        while clients:  # on the endpoint's thread, so that it is between two writes
+            client = clients.pop()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        yield from map(str, range(2, 30))
+
+    chat = dataclasses.replace(endpoint.APIS[CHAT_PATH], events=events)
+    monkeypatch.setitem(endpoint.APIS, CHAT_PATH, chat)
+
+    async def program(client: Any, o: Any) -> str:
+        url = urlsplit(str(client.base_url))
+        cut = socket.create_connection(("127.0.0.1", url.port or 0))
+        cut.sendall(Raw(0, client.api_key).whole(STREAM))
+        clients.append(cut)
+        while clients:
+            await asyncio.sleep(0.01)
+        return str((await o.ask(GOOD["messages"])).choices[0].message.content)
+
+    with caplog.at_level(logging.WARNING):
+        groups, _ = played(asking(program), lambda *_: turn("fine"))
+    assert groups[0].rollouts[0].answer == "fine"
+    assert not caplog.records
+
+
 def test_a_large_request_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is shown to the model on another thread; here that waits for the other rollout."""
     answered, whole = threading.Event(), Conversations.prompt
@@ -199,18 +236,19 @@ def test_a_large_request_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert waited == [True]
 
 
-def test_connections_have_a_number_and_end_with_their_rollout() -> None:
-    """As of a session of the sandbox, which has a listener of its own."""
-    import socket
-
+@pytest.mark.parametrize(("sessions", "most"), [(1, endpoint.CONNECTIONS), (5, 60)])
+def test_connections_have_a_number_and_end_with_their_rollout(
+    monkeypatch: pytest.MonkeyPatch, sessions: int, most: int
+) -> None:
+    """As of a session of the sandbox, which has a listener of its own; all share alike."""
+    monkeypatch.setattr(endpoint, "descriptors", lambda: 300)
     made = endpoint.Endpoint()
-    session: Any = type("Session", (), {"key": "k", "max_model_len": 99})()
+    for _ in range(sessions):
+        session = made.open(lambda key: cast(Any, SimpleNamespace(key=key, max_model_len=99)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         listening = made.listen(listener.dup(), session).result()
-        clients = [
-            socket.create_connection(("127.0.0.1", port)) for _ in range(endpoint.CONNECTIONS + 9)
-        ]
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(most + 9)]
         ask = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
         refused = [client for client in clients if not _answers(client, ask)]
         assert len(refused) == 9
@@ -220,6 +258,32 @@ def test_connections_have_a_number_and_end_with_their_rollout() -> None:
         for client in clients:
             client.close()
     made.close()
+
+
+def test_a_body_counts_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only until it is there: large ones are read one at a time."""
+    monkeypatch.setattr(endpoint, "RECEIVED_MIB", 1)
+    session: Any = SimpleNamespace(receiving=0)
+
+    def request() -> Any:
+        async def stream() -> Any:
+            for _ in range(3):
+                yield bytes(200 << 10)
+
+        return SimpleNamespace(headers={}, stream=stream)
+
+    async def two_at_once() -> None:
+        async with endpoint.body_of(request(), session) as raw:
+            assert session.receiving == len(raw) == 600 << 10
+            with pytest.raises(BadRequest, match="may send 1 MiB at once"):
+                async with endpoint.body_of(request(), session):
+                    pass
+            assert session.receiving == len(raw)
+        async with endpoint.body_of(request(), session):
+            pass
+        assert session.receiving == 0
+
+    asyncio.run(two_at_once())
 
 
 def _answers(client: Any, ask: bytes) -> bool:

@@ -1,0 +1,251 @@
+"""Programs in sessions of the sandbox and as processes: what they reach, leave and break."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from agentgrpo.programs.launch import Launcher, Process, Sandboxed, launcher_of
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.types import Status
+from agentgrpo.usercode import UserCodeError
+from tests.programs.test_play import alone, played, turn
+
+PROGRAM = """
+import json, os, sys
+from openai import OpenAI
+
+task = json.loads(sys.stdin.buffer.read())
+assert task == json.load(open(os.environ["AGENTGRPO_TASK"]))
+client = OpenAI()
+said = client.chat.completions.create(
+    model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": task["question"]}]
+).choices[0].message.content
+print("noise")
+{ending}
+"""
+ENDINGS = [
+    ('print(f"Answer: {said}")', "Answer: x", 0.0),
+    ('open("answer.txt", "w").write(said + "!"); print("not this")', "x!", 0.0),
+    ('print("so"); sys.exit(3)', "so", 1.0),
+    ('raise SystemExit("why")', "noise", 1.0),
+    ("import helper; print(helper.NAME)", "beside", 0.0),
+    ('open("answer.txt", "w").write("kept"); os._exit(7)', "kept", 1.0),
+    ("sys.stdout.flush(); os.kill(os.getpid(), 9)", "noise", 1.0),
+    (
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()",
+        "late", 0.0,
+    ),
+    ("import atexit; atexit.register(print, 'at exit')", "at exit", 0.0),
+    (
+        "import multiprocessing\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, 2]))",
+        "[1, 2]", 0.0,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def jails() -> Any:
+    from agentgrpo.sandbox import Limits, Template
+
+    site = Path(openai.__file__).parents[1]
+    with SandboxPool(
+        template=Template(site_dirs=(str(site),)), limits=Limits(memory_mib=512), min_idle=1
+    ) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("where", ["session", "process"])
+@pytest.mark.parametrize(("ending", "answer", "failed"), ENDINGS)
+def test_a_file_of_the_users_with_openais_client(
+    tmp_path: Path, jails: SandboxPool, where: str, ending: str, answer: str, failed: float
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "agent.py").write_text(PROGRAM.replace("{ending}", ending))
+    (folder / "helper.py").write_text("NAME = 'beside'")
+    command = ["python", "mine/agent.py"]
+    made: Launcher = (
+        Sandboxed(jails, command, [folder], {}, 60.0)
+        if where == "session"
+        else Process(command, [folder], {})
+    )
+    rollout = alone(made, lambda *_: turn("x"))
+    assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == (answer, failed)
+    assert rollout.status is Status.COMPLETED
+    assert not list(Path.cwd().glob("answer.txt"))
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+def test_a_session_reaches_the_endpoint_and_nothing_else(
+    tmp_path: Path, jails: SandboxPool
+) -> None:
+    """Neither the port on the host's loopback nor another rollout's key is of any use in it."""
+    file = tmp_path / "agent.py"
+    file.write_text(
+        PROGRAM.replace(
+            "{ending}",
+            "import socket\n"
+            "try: socket.create_connection(('127.0.0.1', int(os.environ['OUTSIDE'])), 2)\n"
+            "except OSError as error: print(type(error).__name__)\n"
+            "else: print('reached')",
+        )
+    )
+    from agentgrpo.programs.endpoint import Endpoint
+
+    outside = Endpoint()
+    env = {"OUTSIDE": str(outside.port), "OPENAI_API_KEY": "sk-another"}
+    made = Sandboxed(jails, ["python", "agent.py"], [file], env, 60.0)
+    rollout = alone(made, lambda *_: turn("x"))
+    outside.close()
+    assert (rollout.answer, len(rollout.turns)) == ("ConnectionRefusedError", 1)
+
+
+@pytest.mark.slow
+def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:1")
+    file, pid = tmp_path / "agent.py", tmp_path / "pid"
+    ending = (
+        "import subprocess\n"
+        "left = subprocess.Popen(['sleep', '99'], stdout=subprocess.DEVNULL,\n"
+        "                        stderr=subprocess.DEVNULL)\n"
+        f"open({str(pid)!r}, 'w').write(str(left.pid))\n"
+        "print(os.environ.get('HTTPS_PROXY'), os.environ['MINE'])"
+    )
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    rollout = alone(Process(["python", "agent.py"], [file], {"MINE": "m"}), lambda *_: turn("x"))
+    assert rollout.answer == "None m"
+    status = Path("/proc", pid.read_text(), "stat")
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        time.sleep(0.01)  # it was killed: it goes
+
+
+@pytest.mark.slow
+def test_a_daemon_that_holds_the_output_holds_nothing_up(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    ending = (
+        "import subprocess\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print('done')"
+    )
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"), timeout_s=30)
+    assert (rollout.answer, rollout.status) == ("done", Status.COMPLETED)
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("made", ["os.mkfifo('answer.txt')", "os.mkdir('answer.txt')"])
+def test_an_answer_that_is_no_file_is_the_programs_doing(
+    tmp_path: Path, jails: SandboxPool, made: str
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", made))
+    launcher = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
+    rollout = alone(launcher, lambda *_: turn("x"))
+    assert (rollout.answer, rollout.status) == (None, Status.COMPLETED)
+    assert rollout.stats["program_failed"] == 1
+
+
+ATTACKS = {
+    "[os.remove(f) for f in os.listdir() if f != 'kept']": ("noise", 0.0),
+    "import shutil; shutil.rmtree(os.getcwd())": ("noise", 0.0),
+    "os.mkfifo('.stdout'); os.mkfifo('.stderr')": ("noise", 0.0),
+    "open('.stdout', 'w').write('mine'); os.chmod('.', 0o500)": ("noise", 0.0),
+    "import shutil; d = os.getcwd(); shutil.rmtree(d); open(d, 'w').close()": (None, 1.0),
+    "os.mkfifo('answer.txt')": (None, 1.0),
+    "os.mkdir('answer.txt')": (None, 1.0),
+    "os.symlink('answer.txt', 'answer.txt')": (None, 1.0),
+    "os.symlink('/proc/self/mem', 'answer.txt')": (None, 1.0),
+    "for _ in range(3000): os.mkdir('d'); os.chdir('d')": ("noise", 0.0),
+}
+"""What a program without a sandbox does to its own folder: its answer, and whether it failed."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
+    tmp_path: Path, attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "programs"))
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", attack))
+    rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"))
+    subprocess.run(["rm", "-rf", tmp_path / "programs"], check=True)  # what is too deep for Python
+    assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == ATTACKS[attack]
+    assert rollout.status is Status.COMPLETED
+
+
+OWN = "raise KeyError('x')"
+FAILED = {
+    OWN: True,
+    "import nosuch": True,
+    "os.execvp('sh', ['sh', '-c', 'nosuch-program'])": True,
+    "os.execv(sys.executable, ['python', 'nosuch.py'])": True,
+    "os.execv(sys.executable, ['python', '-m', 'nosuch'])": True,
+    "os.execv(sys.executable, ['python', '-c', 'a b'])": True,
+    "os.kill(os.getpid(), 9)": False,
+    "raise MemoryError": False,
+    "sys.exit(3)": False,
+    "os.mkdir('answer.txt')": False,
+    "import traceback\ntry: nosuch\nexcept NameError: traceback.print_exc()\n"
+    "os.kill(os.getpid(), 15)": False,
+}
+"""How all programs of a step end, and whether that ends the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", FAILED)
+def test_a_run_ends_where_all_programs_fail_of_themselves(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    made = Process(["python", "agent.py"], [file], {})
+    ends = pytest.raises(UserCodeError, match="exited with") if FAILED[ending] else nullcontext()
+    with ends:
+        (group,), _ = played(made, lambda *_: turn("x"), n=2)
+        assert [r.stats["program_failed"] for r in group.rollouts] == [1, 1]
+
+
+LIMITS = {
+    "while True: os.write(1, b'x' * 65536)": False,
+    "held = []\nwhile True: held.append(bytearray(1 << 26))": False,
+    "os.kill(os.getppid(), 9)": False,
+    "open('answer.txt', 'w').close(); os.chmod('answer.txt', 0)": False,
+    OWN: True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("ending", LIMITS)
+def test_a_limit_of_the_session_ends_no_run(
+    tmp_path: Path, jails: SandboxPool, ending: str
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    made = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
+    with pytest.raises(UserCodeError, match="KeyError") if LIMITS[ending] else nullcontext():
+        (group,), _ = played(made, lambda *_: turn("x"), n=2)
+        assert {r.status for r in group.rollouts} == {Status.COMPLETED}
+
+
+@pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
+def test_options_of_the_sessions_interpreter_are_refused(command: list[str]) -> None:
+    agent: Any = SimpleNamespace(call="", command=command, sandbox="session", pool=None)
+    with pytest.raises(ValueError, match=r"agent\.options\.command: after `python` expected"):
+        launcher_of(agent)
