@@ -11,7 +11,7 @@ DEV    := $(VENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
 # processes of the tests, each with an engine of its own: a GPU has room for one
 JOBS   ?= $(if $(filter gpu,$(SET)),0,2)
-TEST   := $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+TEST   := AGENTGRPO_PACKAGES_REQUIRED=1 $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 NAME_cpu  := CPU
 NAME_gpu  := GPU

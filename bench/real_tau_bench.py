@@ -14,13 +14,12 @@ import ast
 import hashlib
 import importlib.metadata
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.models.models import cache_dir
+from bench.cached import made_once
 
 COMMIT = "59a200c6d575d595120f1cb70fea53cef0632f6b"
 """Of sierra-research/tau-bench, 2026-03-18."""
@@ -56,17 +55,16 @@ def folder() -> Path:
         ValueError: what was put together is not the repository's.
         PackageNotFoundError: a package of requirements-dev.txt is missing.
     """
-    made = cache_dir() / f"tau_bench-{COMMIT[:7]}"
-    if not made.is_dir():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as partial:
-            _put_together(Path(partial) / "tau_bench")
-            for domain, expected in SHA256.items():
-                found = digest(Path(partial) / "tau_bench", domain)
-                if found != expected:
-                    raise ValueError(f"{domain}: expected the sha256 {expected}, got {found}")
-            shutil.copytree(partial, made, dirs_exist_ok=True)
-    return made
+
+    def make(place: Path) -> Path:
+        package = place / "made" / "tau_bench"
+        _put_together(package)
+        for domain, expected in SHA256.items():
+            if (found := digest(package, domain)) != expected:
+                raise ValueError(f"{domain}: expected the sha256 {expected}, got {found}")
+        return package.parent
+
+    return made_once(cache_dir() / f"tau_bench-{COMMIT[:7]}", make)
 
 
 def digest(package: Path, domain: str) -> str:

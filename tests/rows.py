@@ -7,6 +7,7 @@ skips what needs that. Any other lack is a package's, which `make` installs: a s
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,14 @@ def refuse_skip(report: Any, *, needs_gpu: bool = False) -> None:
     if file != isolation.__file__:
         report.outcome = "failed"
         report.longrepr = f"what a row promises was not tested: {reason}"
+
+
+def refuse_missing(report: Any) -> None:
+    """Make a skip for want of a package a failure, where all of them were installed."""
+    required = os.environ.get("AGENTGRPO_PACKAGES_REQUIRED")
+    if not required or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    *_, reason = report.longrepr
+    if re.search(r"could not import|requirements-\w+\.txt", reason):
+        report.outcome = "failed"
+        report.longrepr = f"make has installed every package, and yet: {reason}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from agentgrpo.run.atomic import read_lines
 from bench import harness
+from bench.cached import made_once
 
 
 def test_an_extension_older_than_its_sources_makes_no_row(
@@ -57,3 +61,31 @@ def test_a_copy_without_git_writes_rows_of_the_commit_it_is_told(
     rows = [(row["commit"], row["p50"]) for row in read_lines(written)]
     assert rows == [("abc1234", 1.0), ("abc1234", 2.0)]
     assert not (tmp_path / "copy/bench").exists(), "nothing beside the code"
+
+
+def test_a_folder_of_the_cache_is_made_by_one(tmp_path: Path) -> None:
+    """Of those that ask at once; one that failed is made by the next."""
+    began = threading.Barrier(4)
+    made: list[Path] = []
+
+    def make(place: Path) -> Path:
+        made.append(place)
+        time.sleep(0.2)  # the others come meanwhile
+        if len(made) == 1:
+            raise ValueError("of the first")
+        (place / "inner").mkdir()
+        (place / "inner" / "file").touch()
+        return place / "inner"
+
+    def ask(_: int) -> str:
+        began.wait(20)
+        try:
+            return next(p.name for p in made_once(tmp_path / "a" / "b", make).iterdir())
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = sorted(threads.map(ask, range(4)))
+    assert answers == ["file", "file", "file", "of the first"]
+    assert len(made) == 2
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [".b.lock", "b"]

@@ -164,7 +164,8 @@ class VerifiersEnv:
 
             async def stop() -> None:
                 self._done.set()
-                await asyncio.wait({served}, timeout=CLOSING_S)
+                if not (await asyncio.wait({served}, timeout=CLOSING_S))[0]:
+                    tell(f"verifiers: a server of the environment runs on after {CLOSING_S:g} s")
 
             asyncio.run_coroutine_threadsafe(stop(), event_loop("programs")).result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from agentgrpo import examples, verify
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.records import read_rollout
+from agentgrpo.types import Rollout
 from tests import tiny
 from tests.warm import ROOT, Command
 
@@ -90,29 +92,83 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_program_is_trained_and_its_records_are_proven(tmp_path: Path, way: str) -> None:
-    options, sandbox, rows = WAYS[way]
-    model = tiny.make_agent_dir(tmp_path / "model")
-    text = CONFIG.format(model=model, options=options, sandbox=sandbox)
-    (tmp_path / "c.toml").write_text(text)
-    (tmp_path / "mine.py").write_text(FILE if way == "session" else MODULE)
+def write(folder: Path, way: str) -> None:
+    """A user's folder: a config, a program, tasks and a model."""
+    options, sandbox, _ = WAYS[way]
+    model = tiny.make_agent_dir(folder / "model")
+    (folder / "c.toml").write_text(CONFIG.format(model=model, options=options, sandbox=sandbox))
+    (folder / "mine.py").write_text(FILE if way == "session" else MODULE)
     lines = "".join(f'{{"question": "1+{i}?", "answer": "{1 + i}"}}\n' for i in range(12))
-    (tmp_path / "rows.jsonl").write_text(lines)
-    command = Command("-m", "agentgrpo.train", "c.toml", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    (folder / "rows.jsonl").write_text(lines)
+
+
+def ran(folder: Path, *arguments: str) -> str:
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    command = Command(*arguments, cwd=folder, PYTHONPATH=path)
     out, err = command.communicate(800)
     assert command.returncode == 0, out + err
+    return out
+
+
+def trained_on(run: Path) -> list[Rollout]:
+    lines = read_lines(run / "rollouts.jsonl")
+    return [read_rollout(dict(line)) for line in lines if line["split"] == "train"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_is_trained_and_its_records_are_proven(tmp_path: Path, way: str) -> None:
+    write(tmp_path, way)
+    ran(tmp_path, "-m", "agentgrpo.train", "c.toml")
     report = verify.verify_run(tmp_path / "run")
     assert report.faults == []
-    rollouts = [
-        read_rollout(dict(line))
-        for line in read_lines(tmp_path / "run" / "rollouts.jsonl")
-        if line["split"] == "train"
-    ]
+    rollouts, rows = trained_on(tmp_path / "run"), WAYS[way][2]
     assert len(rollouts) == 16
     assert all(len(r.rows) >= rows and len(r.turns) == 2 + (rows > 1) for r in rollouts)
     assert report.terms > 0
     assert report.learned == report.terms
+
+
+def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
+    """Stages, fine-tuning on what they played, an evaluation of that, and a Trainer of it."""
+    write(tmp_path, "call")
+    ran(
+        tmp_path, "-m", "agentgrpo.recipe.curriculum", "c.toml", "out_dir=stages", "save_every=1",
+        "data.heldout=rows.jsonl",
+        *(f"curriculum.{x}" for x in ("stages=1", "candidates=4", "chunk=4", "group_size=2")),
+        *(f"curriculum.{x}" for x in ("select=2", 'selection="random"', "steps=[1]")),
+    )  # fmt: skip
+    pool = read_lines(tmp_path / "stages/stage_0/pool.jsonl")
+    assert [len(read_rollout(dict(line)).turns) for line in pool] == [2] * 8
+    rl = tmp_path / "stages/stage_0/rl"
+    report = verify.verify_run(rl)
+    assert report.faults == []
+    assert report.learned == report.terms > 0
+    selected = {line["question"][0]["content"] for line in read_lines(rl.parent / "tasks.jsonl")}
+    assert {r.task.messages[0]["content"] for r in trained_on(rl)} <= selected
+
+    ran(
+        tmp_path, "-m", "agentgrpo.recipe.sft", "c.toml", "out_dir=tuned", "sft.keep=all",
+        "sft.epochs=1", "sft.batch_size=4", f"sft.data={rl / 'rollouts.jsonl'}",
+        "sft.learning_rate=1e-3",
+    )  # fmt: skip
+    steps = read_lines(tmp_path / "tuned/sft/metrics.jsonl")
+    sampled = sum(r.num_sampled for r in trained_on(rl))
+    assert sum(row["sft/num_tokens"] for row in steps) == sampled
+    checkpoint = sorted((tmp_path / "tuned/sft/checkpoints").iterdir())[-1]
+
+    said = ran(tmp_path, "-m", "agentgrpo.recipe.evaluate", "c.toml", f"model={checkpoint}")
+    measured = json.loads(said[said.index("{") :])
+    assert measured["tasks"] == 2
+
+    lines = (
+        "from agentgrpo import Trainer",
+        f"with Trainer('c.toml', model={str(checkpoint)!r}, out_dir='mine') as trainer:",
+        "    for one in trainer.generate(['1+1?', '2+2?'], 2, temperature=1.0):",
+        "        print('made', [(r.answer, len(r.turns)) for r in one])",
+    )
+    (tmp_path / "use.py").write_text("\n".join(lines))
+    said = ran(tmp_path, "use.py")
+    assert said.count("made [('2', 2), ('2', 2)]") == 2
 
 
 def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
@@ -128,16 +184,10 @@ def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
         'reward.functions=["length", "agentgrpo.envs.verifiers:compared"]',
         'env.options.heldout={split="heldout", size=2}',
     ]  # fmt: skip
-    path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    command = Command(
-        "-m", "agentgrpo.train", "verifiers", *overrides, cwd=tmp_path, PYTHONPATH=path
-    )
-    out, err = command.communicate(800)
-    assert command.returncode == 0, out + err
+    ran(tmp_path, "-m", "agentgrpo.train", "verifiers", *overrides)
     report = verify.verify_run(tmp_path / "run")
     assert report.faults == []
     assert report.learned == report.terms > 0
-    lines = [x for x in read_lines(tmp_path / "run" / "rollouts.jsonl") if x["split"] == "train"]
-    rollouts = [read_rollout(dict(line)) for line in lines]
+    rollouts = trained_on(tmp_path / "run")
     assert len(rollouts) == 16
     assert all(len(r.rows) == 1 and "environment" in r.rewards for r in rollouts)

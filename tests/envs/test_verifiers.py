@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from agentgrpo.actions import CallTools
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import RewardConfig, RolloutConfig, TrainConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.envs import verifiers
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.verifiers import VerifiersEnv
 from agentgrpo.programs.play import ProgramSampler
@@ -21,7 +23,7 @@ from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.types import Group, Rollout, Status
-from agentgrpo.usercode import UserCodeError
+from agentgrpo.usercode import UserCodeError, event_loop
 from tests.playing import CHAT, TOKENIZER, scripted
 from tests.programs.test_play import read_calls, turn
 from tests.rollout.stubs import StubEngine, Turn
@@ -106,6 +108,21 @@ def test_a_question_is_asked_as_it_is_and_paid(made: Any) -> None:
     assert paid == [("4", 1.0), ("4", 1.0), ("5", 0.0), ("5", 0.0)]
 
     assert all(len(r.rows) == 1 and r.status is Status.COMPLETED for r in group.rollouts)
+
+
+def test_a_server_that_does_not_stop_is_told_of(
+    made: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    env, loop = made(), event_loop("programs")
+    monkeypatch.setattr(verifiers, "CLOSING_S", 0.01)
+
+    async def start() -> None:
+        env._served = asyncio.create_task(asyncio.sleep(60))
+
+    asyncio.run_coroutine_threadsafe(start(), loop).result()
+    env.close()
+    assert "a server of the environment runs on after 0.01 s" in capfd.readouterr().err
+    loop.call_soon_threadsafe(env._served.cancel)
 
 
 @pytest.mark.parametrize(
