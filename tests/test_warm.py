@@ -31,3 +31,12 @@ def test_a_command_has_its_status_streams_and_environment(tmp_path: Path) -> Non
     ran = run(str(tmp_path / "s.py"), "given", MARK="own")
     assert (ran.returncode, ran.stdout) == (1, "own given\n")
     assert "ValueError: broken" in ran.stderr
+
+
+def test_a_module_of_another_package_is_started_as_it_asks(tmp_path: Path) -> None:
+    """As vLLM does with a model that it does not know yet: an empty cache of its own."""
+    (tmp_path / "s.py").write_text(
+        "import subprocess, sys\nasked = [sys.executable, '-m', 'json.tool', '--compact']\n"
+        "print(subprocess.run(asked, input='[1, 2]', capture_output=True, text=True).stdout)\n"
+    )
+    assert run(str(tmp_path / "s.py")).stdout.strip() == "[1,2]"

@@ -160,7 +160,7 @@ def _main(arguments: tuple[str, ...]) -> int:
 
 def _run_own(command: list[str], **options: Any) -> Any:
     """The subprocess.run() of a command: what it starts of this package is a fork of it."""
-    if command[0] != sys.executable:
+    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("agentgrpo."):
         return run_another(command, **options)
     sys.stdout.flush()
     if child := os.fork():

@@ -11,7 +11,7 @@ from agentgrpo.sandbox.guest.wire import Malformed, decode, encode
 from agentgrpo.sandbox.host_tools import MAX_REFUSED, HostCall, HostCalls, HostFailed
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import MAX_FIELDS, Ending, RawStep, Stream
-from agentgrpo.sandbox.result import StepStatus
+from agentgrpo.sandbox.result import CLOSED, StepStatus
 
 SOON = 1e-6
 
@@ -43,7 +43,7 @@ class Conversation:
         self.told: list[HostCall] = []
         """Those and the refused ones, in order."""
         self.over: tuple[StepStatus, str] | None = None
-        """What ends the session: a failure of the machine, or too many refused calls."""
+        """What ends the session: a failure of the machine, too many refused calls, its close()."""
 
     @property
     def refused(self) -> int:
@@ -78,6 +78,9 @@ class Conversation:
             return None
         except HostFailed as error:
             self.over = StepStatus.INFRA_ERROR, str(error)
+            return None
+        if self._session.closing:  # which may not have ended the interpreter yet
+            self.over = StepStatus.EXIT, CLOSED
             return None
         self._late |= time.monotonic() >= self._deadline
         self.told.append(call)

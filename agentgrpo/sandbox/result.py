@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from agentgrpo.sandbox.host_tools import HostCall
 
+CLOSED = "the session was closed"
+"""The detail of a step that ran when it was."""
+
 
 class StepStatus(StrEnum):
     """How a step ended.

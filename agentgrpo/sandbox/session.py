@@ -22,12 +22,11 @@ from agentgrpo.sandbox.host_tools import HostCall, HostCalls, within_a_call_of
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import Ending, RawStep, how_it_ended, show_answer, show_output
 from agentgrpo.sandbox.program import Orders
-from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
+from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
 from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
-CLOSED = "the session was closed"
 EXCHANGE = (b"put", b"ask", b"get")
 CALLING = (b"run", b"cell", b"push", b"ask")
 """Requests that run code of the session's, which may call functions of the host."""

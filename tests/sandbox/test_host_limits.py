@@ -13,6 +13,7 @@ from agentgrpo.sandbox import (
     SandboxPool,
     StepResult,
 )
+from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.guest.wire import encode
 from agentgrpo.sandbox.host_tools import HostFailed
 from agentgrpo.sandbox.outcome import Ending, RawStep
@@ -86,7 +87,13 @@ def test_no_call_is_made_when_the_step_has_no_time_left(pool: SandboxPool) -> No
 
 
 @pytest.mark.slow
-def test_closing_a_session_does_not_wait_for_a_call(pool: SandboxPool) -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_closing_a_session_does_not_wait_for_a_call(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """Nor for the interpreter's end, before which that could say that the call has failed."""
+    if not killed:
+        monkeypatch.setattr(Channels, "signal", lambda self: True)
     session = pool.acquire(host=tools(call_s=50).begin())
     ended: list[StepResult] = []
     thread = threading.Thread(target=lambda: ended.append(session.step("hang()", timeout_s=50)))
