@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -14,9 +15,11 @@ import openai
 import pytest
 
 from agentgrpo.programs.launch import Launcher, Process, Sandboxed, launcher_of
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import Limits, SandboxPool, Template
+from agentgrpo.sandbox.zygote import LADDER, Rung
 from agentgrpo.types import Status
 from agentgrpo.usercode import UserCodeError
+from tests.isolation import need_isolation
 from tests.programs.test_play import alone, played, turn
 
 PROGRAM = """
@@ -54,14 +57,15 @@ ENDINGS = [
 ]  # fmt: skip
 
 
+def pool_of(**settings: Any) -> SandboxPool:
+    template = Template(site_dirs=(str(Path(openai.__file__).parents[1]),))
+    limits = Limits(memory_mib=512)
+    return SandboxPool(template=template, limits=limits, min_idle=1, **settings)
+
+
 @pytest.fixture(scope="module")
 def jails() -> Any:
-    from agentgrpo.sandbox import Limits, Template
-
-    site = Path(openai.__file__).parents[1]
-    with SandboxPool(
-        template=Template(site_dirs=(str(site),)), limits=Limits(memory_mib=512), min_idle=1
-    ) as pool:
+    with pool_of() as pool:
         yield pool
 
 
@@ -90,10 +94,12 @@ def test_a_file_of_the_users_with_openais_client(
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-def test_a_session_reaches_the_endpoint_and_nothing_else(
-    tmp_path: Path, jails: SandboxPool
-) -> None:
+@pytest.mark.parametrize("rung", LADDER, ids=str)
+def test_a_session_reaches_the_endpoint_and_nothing_else(tmp_path: Path, rung: Rung) -> None:
     """Neither the port on the host's loopback nor another rollout's key is of any use in it."""
+    if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
+        pytest.skip("zygote-root needs root")
+    need_isolation(rung)
     file = tmp_path / "agent.py"
     file.write_text(
         PROGRAM.replace(
@@ -108,8 +114,9 @@ def test_a_session_reaches_the_endpoint_and_nothing_else(
 
     outside = Endpoint()
     env = {"OUTSIDE": str(outside.port), "OPENAI_API_KEY": "sk-another"}
-    made = Sandboxed(jails, ["python", "agent.py"], [file], env, 60.0)
-    rollout = alone(made, lambda *_: turn("x"))
+    with pool_of(rungs=[rung]) as pool:
+        made = Sandboxed(pool, ["python", "agent.py"], [file], env, 60.0)
+        rollout = alone(made, lambda *_: turn("x"))
     outside.close()
     assert (rollout.answer, len(rollout.turns)) == ("ConnectionRefusedError", 1)
 
