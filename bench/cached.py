@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import tempfile
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+
+class NotToBeHad(Exception):
+    """A file that this machine cannot get; says which and why."""
 
 
 def made_once(folder: Path, make: Callable[[Path], Path]) -> Path:
@@ -14,13 +19,32 @@ def made_once(folder: Path, make: Callable[[Path], Path]) -> Path:
     Args:
         folder: what it will be called.
         make: given an empty folder, puts files there; returns the folder that becomes `folder`.
+
+    Raises:
+        NotToBeHad: make() does; or did, asked by another process of the same run of the tests,
+            all of which must find the same.
     """
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    with folder.with_name(f".{folder.name}.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-                make(Path(partial)).rename(folder)
+        if folder.is_dir():
+            return folder
+        lock.seek(0)
+        failed_in, _, why = lock.read().partition("\n")
+        if run and failed_in == run:
+            raise NotToBeHad(why)
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
+        try:
+            make(partial).rename(folder)
+        except NotToBeHad as error:
+            lock.truncate(0)
+            lock.write(f"{run}\n{error}")
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return folder

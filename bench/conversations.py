@@ -35,8 +35,9 @@ from tokenizers import Tokenizer
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.encoding import TextEncoder
 from agentgrpo.types import Int32
+from bench.cached import NotToBeHad
 from bench.harness import append_row
-from bench.real_templates import MODELS, Model, NotToBeHad, models_in
+from bench.real_templates import MODELS, Model, models_in
 
 PIECES = (
     "", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", " hello", "42", "1234567", "it's", "'", '"',

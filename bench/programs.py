@@ -12,8 +12,8 @@ http, programs      the endpoint's thread: reading, rendering, encoding, decodin
 and in milliseconds of wall time:
 
 wall                of each turn, all of it
-start               a program in a session with openai preloaded, from nothing to its end, which
-                    asks once
+start               a program in a session that preloads as config `program` does, from nothing to
+                    its end, which asks once
 start: begin        of one alone: its session, listener and files
 """
 
@@ -212,7 +212,8 @@ def starts() -> dict[str, list[float]]:
     from tests.playing import CHAT, EOT, scripted, tasks
     from tests.rollout.stubs import Turn
 
-    config = SandboxConfig(site_dirs=("own",), preload=("openai",), memory_mib=512, max_live=16)
+    preload = ("openai", "openai.resources.chat.chat")
+    config = SandboxConfig(site_dirs=("own",), preload=preload, memory_mib=512, max_live=16)
     with tempfile.TemporaryDirectory() as folder, open_sandbox(config) as pool:
         file, command = Path(folder) / "agent.py", ["python", "agent.py"]
         file.write_text(PROGRAM)

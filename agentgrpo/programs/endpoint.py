@@ -449,10 +449,10 @@ async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator
         status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
         yield framed({**api.error(error, status), "type": "error"})
         return
+    pending.given = True  # who cuts it from here on and asks again wants another turn
     for data in api.events(reply, pending.asked.usage_in_stream):
         await asyncio.sleep(0)  # others have their turn, and a client that left is noticed
         yield framed(data)
-    pending.given = True
 
 
 def framed(data: Mapping[str, Any] | str) -> str:

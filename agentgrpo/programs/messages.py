@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 ROLES = {
@@ -56,9 +55,18 @@ class Message:
     """Which call a tool's message answers."""
     name: str = ""
 
-    @cached_property
+    @property
     def key(self) -> Hashable:
-        """Equal for messages that mean the same; what clients leave out (reasoning) is no part."""
+        """Equal for messages that mean the same; what clients leave out (reasoning) is no part.
+
+        Made once, and without functools.cached_property, whose lock is one for all messages.
+        """
+        made: Hashable = self.__dict__.get("_key")
+        if made is None:
+            made = self.__dict__["_key"] = self._make_key()
+        return made
+
+    def _make_key(self) -> Hashable:
         calls = tuple(call.key for call in self.calls)
         name = "" if self.role == "tool" else self.name  # filled in from the call, or made up
         return self.role, self.content, calls, self.call_id, name

@@ -79,14 +79,14 @@ class Conversation:
         except HostFailed as error:
             self.over = StepStatus.INFRA_ERROR, str(error)
             return None
-        if self._session.closing:  # which may not have ended the interpreter yet
-            self.over = StepStatus.EXIT, CLOSED
-            return None
         self._late |= time.monotonic() >= self._deadline
         self.told.append(call)
         if made:
             self.calls.append(call)
-        elif self.refused > MAX_REFUSED:
+        if self._session.closing:  # which may not have ended the interpreter yet
+            self.over = StepStatus.EXIT, CLOSED
+            return None
+        if not made and self.refused > MAX_REFUSED:
             status = StepStatus.TIMEOUT_KILLED if self.raw[1] else StepStatus.PROTOCOL_ERROR
             self.over = status, f"more than {MAX_REFUSED} calls over the budget"
             return None

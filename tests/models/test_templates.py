@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from agentgrpo.models.chat import ChatTemplate
+from bench.cached import NotToBeHad
 from bench.conversations import SPELLED, TOOLS, Judge, Seen
-from bench.real_templates import MODELS, NotToBeHad
+from bench.real_templates import MODELS
 
 NAMES = [model.name for model in MODELS]
 NO_TOKEN, NOT_SHOWN = "must end an assistant turn with a special", "does not show an assistant turn"

@@ -142,7 +142,8 @@ MUTANTS = [
     ),
     Mutant("endpoint.py", "        await asyncio.sleep(0)  #", "        pass  #"),
     Mutant("conversations.py", "_ = message.key  #", "pass  #"),
-    Mutant("messages.py", "    @cached_property\n", "    @property\n"),
+    Mutant("messages.py", 'self.__dict__["_key"] = self', "self"),
+    Mutant("endpoint.py", "    pending.given = True  # who cuts", "    pass  # who cuts"),
     Mutant("launch.py", "(threading._shutdown, atexit._run_exitfuncs, ", "("),
     Mutant(
         "launch.py",

@@ -180,7 +180,7 @@ def test_it_is_told_and_nobody_else_notices(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_stream_whose_client_left_writes_nothing_to_the_log(
+def test_a_stream_whose_client_left_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Asyncio warns of the fifth write to a connection that is known to be lost."""
@@ -200,15 +200,18 @@ def test_a_stream_whose_client_left_writes_nothing_to_the_log(
     async def program(client: Any, o: Any) -> str:
         url = urlsplit(str(client.base_url))
         cut = socket.create_connection(("127.0.0.1", url.port or 0))
-        cut.sendall(Raw(0, client.api_key).whole(STREAM))
         clients.append(cut)
+        cut.sendall(Raw(0, client.api_key).whole(STREAM))
         while clients:
             await asyncio.sleep(0.01)
+        assert await Raw(url.port or 0, client.api_key).send(Raw(0, client.api_key).whole(STREAM))
         return str((await o.ask(GOOD["messages"])).choices[0].message.content)
 
     with caplog.at_level(logging.WARNING):
         groups, _ = played(asking(program), lambda *_: turn("fine"))
-    assert groups[0].rollouts[0].answer == "fine"
+    (rollout,) = groups[0].rollouts
+    assert rollout.answer == "fine"
+    assert len(rollout.turns) == 3, "who cuts a stream and asks again is not given the same turn"
     assert not caplog.records
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -245,3 +247,22 @@ def test_what_a_conversation_says_is_compared_once_a_request(
     talk.said(prompt, row, Message("assistant", calls=(Call("new", "f", "[99]"),)))
     assert before == len(calls)
     assert read[before:] == ["[99]"]
+
+
+def test_a_large_message_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even another one's key, which is read on the endpoint's own loop."""
+    entered, read = threading.Event(), threading.Event()
+
+    def slow(text: str) -> Any:
+        entered.set()
+        return read.wait(20)
+
+    monkeypatch.setattr("agentgrpo.programs.messages.json_key", slow)
+    large = Message("assistant", calls=(Call("c", "f", "[1]"),))
+    with ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(lambda: large.key)
+        assert entered.wait(20)
+        other = threads.submit(lambda: Message("user", "hi").key)
+        assert other.result(20) is not None
+        assert not waits.done()
+        read.set()

@@ -105,6 +105,7 @@ def test_closing_a_session_does_not_wait_for_a_call(
     thread.join()
     assert time.monotonic() - began < LATE
     assert ended[0].detail == "the session was closed"
+    assert [call.name for call in ended[0].host_calls] == ["hang"]
 
 
 def test_a_function_cannot_step_the_session_that_calls_it(pool: SandboxPool) -> None:

@@ -46,7 +46,11 @@ function route() {
   if (app.view === "steps") drawSteps(app.runs, main, (run, step) => {
     app.slot = run.slot;
     location.hash = `rollouts/${run.slot}`;
-    requestAnimationFrame(() => { const list = app.lists[run.slot]; list.set("chunk", String(run.rollouts.find((r) => r.split === "train" && r.step === step)?.chunk ?? "")); if (list.shown[0]) list.pick(list.shown[0]); });
+    route();  // hashchange comes later
+    const list = app.lists[run.slot];
+    if (!list) return;
+    list.set("chunk", String(run.rollouts.find((r) => r.split === "train" && r.step === step)?.chunk ?? ""));
+    if (list.shown[0]) list.pick(list.shown[0]);
   });
   if (app.view === "rollouts") {
     drawRollouts();
