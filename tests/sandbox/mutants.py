@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant("host_tools.py", "self._hold(-held[0], -held[1])", "pass"),
     Mutant("host_tools.py", 'and first.kind == "refused":', "and False:"),
     Mutant("host_tools.py", "except NotYet:  #", "except NotYet if not future.done() else ():  #"),
-    Mutant("calls.py", "elif self.refused > MAX_REFUSED:", "elif False:"),
+    Mutant("calls.py", "if not made and self.refused > MAX_REFUSED:", "elif False:"),
     Mutant("session.py", "if not whole:", "if False:"),
     Mutant("loop.py", "                put((tag, error))", "                pass"),
     Mutant("loop.py", "                    self._drop(tag)", "                    pass"),
