@@ -207,7 +207,7 @@ def test_bounds_hold(bare_pool: SandboxPool) -> None:
         code = "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass"
         started = time.monotonic()
         assert session.step(code, 0.2).status is StepStatus.TIMEOUT_KILLED
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 30  # of a busy machine; else its own time, half an hour
     for code, wanted in (
         ("while True: print('x' * 1000)", {StepStatus.OUTPUT_LIMIT}),
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", {StepStatus.OOM, StepStatus.ERROR}),
