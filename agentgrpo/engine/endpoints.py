@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -182,7 +183,7 @@ class Server(ABC):
         import httpx2
         import openai
 
-        c, read = self.config, self._read
+        c, mine = self.config, weakref.ref(self)
 
         class Client(openai.DefaultAsyncHttpxClient):
             """Gives a try c.timeout_s in all; httpx gives it to each read."""
@@ -195,22 +196,24 @@ class Server(ABC):
                 except TimeoutError as error:
                     said = f"timed out: no whole answer within {c.timeout_s:g} s"
                     raise httpx2.ReadTimeout(said, request=request) from error
-                if response.is_success:
+                if response.is_success and (server := mine()):  # it is: it has asked
                     try:
-                        read(request, response)
+                        server._read(request, response)
                     except BadAnswer as error:  # as what makes the client try again
                         LOG.warning("endpoint %s: %s", c.url, error)
                         raise httpx2.RequestError(str(error)) from error
                 return response
 
         try:
-            return openai.AsyncOpenAI(
+            client = openai.AsyncOpenAI(
                 base_url=c.url, api_key="none", timeout=None, max_retries=c.retries,
                 http_client=Client(follow_redirects=False),
             )  # fmt: skip
         # a proxy of the environment without its package, certificates that are not there, a bad URL
         except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
             raise InfrastructureError(f"endpoint {c.url}: {error}") from error
+        weakref.finalize(self, _close, client).atexit = False
+        return client
 
 
 class HttpEndpoint(Server, Endpoint):
@@ -288,6 +291,11 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="endpoints", daemon=True).start()
     return loop
+
+
+def _close(client: openai.AsyncOpenAI) -> None:
+    """Of an endpoint that nobody has any more: its connections, which it keeps for the next."""
+    asyncio.run_coroutine_threadsafe(client.close(), _loop())
 
 
 def _clean(request: httpx2.Request, config: EndpointConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import socket
@@ -73,6 +74,30 @@ def endpoint(where: Any, **options: Any) -> HttpEndpoint:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's waits between two tries are its own."""
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+
+
+def test_an_endpoint_that_nobody_has_keeps_no_connection() -> None:
+    said = json.dumps({"choices": [{"index": 0, "message": {"content": "hi"}}]}).encode()
+    ended = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+            connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(said), said))
+            while connection.recv(1 << 16):  # of the request's body
+                pass
+            ended.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        asked = endpoint(listener.getsockname()[1])
+        assert asked.complete(USER) == ["hi"]
+        assert not ended.is_set()
+        del asked
+        gc.collect()
+        assert ended.wait(20)
 
 
 def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
