@@ -36,7 +36,7 @@ def training_tasks(
     Raises:
         ValueError, FileNotFoundError: the source cannot be read; names the key, or file and line.
     """
-    _refuse_unread(config)
+    require_read(config)
     if config.train == "word_problems":
         return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
     rows = _rows(config, "train", env, answers=answers, seed=seed)
@@ -49,7 +49,7 @@ def heldout_tasks(
     config: DataConfig, env: Environment | None = None, *, answers: bool = True
 ) -> list[Task]:
     """The tasks of every evaluation, in order; arguments and errors as of training_tasks()."""
-    _refuse_unread(config)
+    require_read(config)
     if config.heldout_source == "word_problems":
         source = word_problems.generate("heldout", config.heldout_levels)
         return list(islice(source, config.num_heldout))
@@ -59,8 +59,12 @@ def heldout_tasks(
     return _rows(config, "heldout", env, answers=answers).rows[: config.num_heldout]
 
 
-def _refuse_unread(config: DataConfig) -> None:
-    """Refuse settings of sources that are not read."""
+def require_read(config: DataConfig) -> None:
+    """That all settings are read by one of the two sources.
+
+    Raises:
+        ValueError: one is set that does nothing; names the key.
+    """
     train, heldout = (
         name not in NAMES and is_from_hub(name) for name in (config.train, config.heldout_source)
     )

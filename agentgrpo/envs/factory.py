@@ -70,9 +70,11 @@ class FactoryEnv:
         return self.begin(Task(id=id, messages=(asked,), spec=dict(row)))
 
     def begin(self, task: Task) -> Task:
-        """The task with what reset says of it at the end of its last message."""
+        """The task with what reset says of it at the end of its last message, once."""
         opening = _reset(self._first, task.spec)
         *before, last = task.messages
+        if opening and last["content"].endswith(opening):  # a curriculum reads begun tasks again
+            return task
         content = "\n\n".join(text for text in (last["content"], opening) if text)
         return replace(task, messages=(*before, {**last, "content": content}))
 

@@ -35,8 +35,10 @@ from typing import Any
 from agentgrpo import train
 from agentgrpo.build import Parts, Player, build, build_player
 from agentgrpo.command import Work
-from agentgrpo.config import TrainConfig
+from agentgrpo.config import DataConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.hub import is_from_hub
+from agentgrpo.data.sources import NAMES, require_read
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
@@ -115,18 +117,26 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
         ValueError: the recipe's settings do not fit; or see start_model().
     """
     require_stages(recipe)
-    folder, heldout = folder_of(recipe, stage), recipe.data.heldout_source
-    kept = {
-        key: value
-        for key, value in recipe.data.model_dump(exclude_unset=True).items()
-        if key not in ("levels", "promote_at", "question", "answer", "id")  # of its own source
-    }
+    return _run_of(recipe, stage, start_model(recipe, stage), steps_of(recipe, stage))
+
+
+def _run_of(recipe: RecipeConfig, stage: int, model: str, steps: int) -> TrainConfig:
+    folder, data = folder_of(recipe, stage), recipe.data
+    ours = {"levels", "promote_at", "id", "split"}  # only the recipe's own source reads them
+    if not is_from_hub(data.heldout_source):
+        ours.add("subset")
+    kept = data.model_dump(exclude_unset=True, exclude=ours)
+    if data.train in NAMES:  # columns are those of the held-out file
+        kept.pop("columns", None)
+    elif data.columns is not None and data.id is not None:
+        kept["columns"] = (*data.columns, data.id)
+    train = {"train": str(folder / "tasks.jsonl"), "heldout": data.heldout_source}
     return recipe.of_run(
-        model=start_model(recipe, stage),
+        model=model,
         out_dir=str(folder / "rl"),
-        steps=steps_of(recipe, stage),
+        steps=steps,
         seed=recipe.seed + stage,
-        data={**kept, "train": str(folder / "tasks.jsonl"), "heldout": heldout},
+        data={**kept, **train},
     )
 
 
@@ -159,7 +169,8 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
         groups += group_chunk
     quality = quality_by("answer", weight=recipe.reward.answer)
     chosen = _selected(recipe, stage, groups, quality)
-    write_lines(folder / "tasks.jsonl", [_row(groups[index].task) for index in chosen])
+    rows = [_row(recipe.data, groups[index].task) for index in chosen]
+    write_lines(folder / "tasks.jsonl", rows)
     seen = [contrast(group, quality) for group in groups]
     summary = {
         "model": player.model,
@@ -230,9 +241,13 @@ def _chunks(
         yield groups
 
 
-def _row(task: Task) -> dict[str, Any]:
-    """A line that JsonlTasks reads back as the task (under an id of its own)."""
-    return {**task.spec, "question": [dict(message) for message in task.messages]}
+def _row(data: DataConfig, task: Task) -> dict[str, Any]:
+    """A line that is read back as the task (under an id of its own), by the recipe's columns."""
+    asked: Any = [dict(message) for message in task.messages]
+    if task.is_text and len(asked) == 1:
+        asked = asked[0]["content"]
+    answer = {data.answer: task.spec["answer"]} if "answer" in task.spec else {}
+    return {**task.spec, **answer, data.question: asked}
 
 
 def difficulty_pools(recipe: RecipeConfig, tasks: Tasks) -> Tasks:
@@ -310,11 +325,14 @@ def stages(recipe: RecipeConfig) -> Iterator[Check]:
     """What the stages would do.
 
     Raises:
-        ValueError: their settings do not fit.
+        ValueError: their settings do not fit, or the run of a stage would refuse them.
     """
     require_stages(recipe)
     c = recipe.curriculum
-    numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
+    steps_each = [steps_of(recipe, stage, c.select) for stage in range(c.stages)]
+    for stage, steps in enumerate(steps_each):
+        require_read(_run_of(recipe, stage, recipe.model, steps).data)
+    numbers = ", ".join(map(str, steps_each))
     steps = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
     yield said(
         "stages",

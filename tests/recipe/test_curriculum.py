@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import WordProblemTasks
 from agentgrpo.recipe.curriculum import (
     difficulty_pools,
@@ -319,6 +320,73 @@ def test_a_split_of_each_stages_own_tasks_is_refused(tmp_path: Path) -> None:
     table["data"] = {"train": "x.jsonl", "heldout": "split"}
     with pytest.raises(ValueError, match=r"data\.heldout: 'split' would be of each stage's own"):
         training_config(RecipeConfig.model_validate(table), 0)
+
+
+COLUMNS: dict[str, Any] = {"heldout": "b.jsonl", "question": "prompt", "answer": "gold"}
+HUB = {"train": "owner/name", "split": "train[:9]", "subset": "main"}
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {**COLUMNS, "train": "a.jsonl", "id": "uid", "columns": ["level"]},
+        {**COLUMNS, "train": "env", "columns": ["unit"]},
+        {**COLUMNS, **HUB},
+        {**HUB, "heldout": "owner/other", "heldout_split": "dev"},
+        {**HUB, "heldout": "word_problems", "heldout_levels": [2]},
+    ],
+)
+def test_a_stage_reads_what_was_selected_and_what_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], is_text: bool
+) -> None:
+    """By the recipe's own columns, and without settings of a source that it does not read."""
+    monkeypatch.chdir(tmp_path)
+    held = {"prompt": "Q?", "gold": "4", "uid": "h", "level": 1, "unit": "m"}
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(held) + "\n")
+    table = make_recipe(tmp_path / "out").model_dump(exclude_unset=True)
+    recipe = RecipeConfig.model_validate({**table, "data": data})
+    assert [*stages(recipe)]
+    gold = {"gold": "4"} if data["train"] == "a.jsonl" else {}
+    asked = {"role": "user", "content": "Q?"}
+    made = [
+        Task(
+            id=f"t/{n}", messages=(asked,), is_text=is_text,
+            spec={**gold, "answer": "4", "uid": n, "level": 1},
+        )
+        for n in range(10)
+    ]  # fmt: skip
+    given = iter(made)
+    stream: Any = SimpleNamespace(
+        next=lambda count: [next(given) for _ in range(count)],
+        feedback=lambda groups: None,
+        state_dict=dict,
+    )
+    chosen = select(recipe, 0, Player(), stream)["selected"]  # type: ignore[arg-type]
+    config = training_config(recipe, 0).data
+    rows: Any = training_tasks(config, 0)
+    expected = [task for task in made if task.id in chosen]
+    assert [task.messages for task in rows.rows] == [task.messages for task in expected]
+    assert [task.is_text for task in rows.rows] == [is_text] * len(chosen)
+    assert all(
+        task.spec.items() <= read.spec.items()
+        for task, read in zip(expected, rows.rows, strict=True)
+    )
+    if data["heldout"] == "b.jsonl":
+        (task,) = heldout_tasks(config)
+        assert (task.messages, task.spec["answer"]) == ((asked,), "4")
+    else:
+        assert config.subset == ("main" if data["heldout"] == "owner/other" else None)
+
+
+def test_what_the_run_of_a_later_stage_would_refuse_is_said_before_the_first(
+    tmp_path: Path,
+) -> None:
+    table = make_recipe(tmp_path).model_dump(exclude_unset=True)
+    last = RecipeConfig.model_validate({**table, "seed": 2**31 - 1})
+    with pytest.raises(ValueError, match="seed"):
+        [*stages(last)]
 
 
 @pytest.mark.parametrize("by_kind", [False, True])
