@@ -126,6 +126,7 @@ def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
 
 
 OWN = f"env.kind={__name__}:Echo"
+PROGRAM = ["agent.kind=program", "agent.options.call=x:y"]
 SEARCH = ["agent.kind=tools", "env.kind=search", "env.options.corpus=[]"]
 CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
 
@@ -182,6 +183,22 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         (
             ["agent.options.shots=[[{role='usr', content='x'}]]"],
             r"agent\.options\.shots\.0\.0\.role: .*'user', .*got 'usr'",
+        ),
+        (
+            [*PROGRAM, "agent.options.system_prompt=S"],
+            r"agent\.options\.system_prompt: ProgramAgent does not take it",
+        ),
+        (
+            [*PROGRAM, "agent.options.shots=[[{role='user', content='x'}]]"],
+            r"agent\.options\.shots: ProgramAgent does not take it",
+        ),
+        *(
+            ([*PROGRAM, f"agent.options.{option}"], f"options.{name}: .* does nothing without comm")
+            for name, option in (
+                ("files", "files=['/etc/hosts']"),
+                ("variables", "variables={A='b'}"),
+                ("sandbox", "sandbox=none"),
+            )
         ),
         (
             [*SEARCH, "agent.options.parallel_calls=perhaps"],

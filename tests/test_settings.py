@@ -44,6 +44,7 @@ def test_the_page_is_the_codes() -> None:
 
 def test_kinds_bounds_and_defaults_are_in_the_page() -> None:
     page = as_markdown()
+    assert "<factory>" not in page
     for row in (
         "| `model` | text | must be given |",
         "| `group_size` | whole number ≥ 2, ≤ 1000000 | `8` |",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import Field
 
 from agentgrpo.actions import Action, Message, Observation, ReadCalls
-from agentgrpo.agents.text import TextAgent
+from agentgrpo.agents.text import Shots, TextAgent
 from agentgrpo.types import Task
 
 
@@ -50,8 +50,10 @@ class ProgramAgent(TextAgent):
     files: Sequence[Path] = ()
     sandbox: Literal["session", "none"] = "session"
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] | None = None
     parser: str = "hermes"
+    system_prompt: str | None = field(default=None, init=False)  # no options: nothing reads them
+    shots: Shots = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         plays = bool(getattr(self.env, "plays", False))
@@ -62,6 +64,10 @@ class ProgramAgent(TextAgent):
                 if plays
                 else f"command: either it or call must be given, {given}"
             )
+        own = self.sandbox != "session"
+        for name, value in (("files", self.files), ("variables", self.variables), ("sandbox", own)):
+            if value and not self.command:
+                raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
         for path in self.files:
             if not path.exists():
                 raise ValueError(f"files: {path} does not exist")

@@ -119,7 +119,7 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
         raise ValueError(f"agent.options.command: there is no program {program!r}")
     if agent.sandbox == "none":
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
-        return Process(agent.command, agent.files, agent.variables)
+        return Process(agent.command, agent.files, agent.variables or {})
     script = [*agent.command[1:2]]
     if program in PYTHON and (not script or (script[0][:1] == "-" and script[0] != "-m")):
         raise ValueError(
@@ -131,7 +131,8 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
             "agent.options.sandbox: without namespaces (sandbox.allow_degraded) a session has no "
             'network of its own; use sandbox = "none" or call'
         )
-    return Sandboxed(agent.pool, agent.command, agent.files, agent.variables, agent.timeout_s)
+    given = agent.variables or {}
+    return Sandboxed(agent.pool, agent.command, agent.files, given, agent.timeout_s)
 
 
 def task_json(task: Task) -> dict[str, Any]:
