@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from statistics import fmean
 
@@ -72,8 +72,8 @@ class TaskRow:
     attempts: int
     solved: int
     """Attempts of a quality of SOLVED_AT or more."""
-    columns: Mapping[str, float]
-    """Means over the attempts, by name."""
+    columns: Mapping[str, float | None]
+    """Means over the attempts, by name; None: too few of them were valid for this k."""
 
 
 COLUMNS: dict[str, Callable[[Rollout, float], float]] = {
@@ -129,10 +129,7 @@ def measure_tasks(
         groups: scored, one per task.
         quality: of a rollout's answer.
         concise: 1.0 or 0.0 for a rollout, for the measure `conciseness`.
-        ks: for which pass@k and pass^k are wanted; at most the number of rollouts of any task.
-
-    Raises:
-        ValueError: a k is larger than the number of valid rollouts of a task.
+        ks: for which pass@k and pass^k are wanted; None for a task with fewer valid rollouts.
     """
     rows = []
     for group in groups:
@@ -140,7 +137,7 @@ def measure_tasks(
         if not valid:
             continue
         qualities = [quality(rollout) for rollout in valid]
-        columns = {
+        columns: dict[str, float | None] = {
             name: fmean(column(r, q) for r, q in zip(valid, qualities, strict=True))
             for name, column in COLUMNS.items()
         }
@@ -148,8 +145,8 @@ def measure_tasks(
             columns["conciseness"] = fmean(map(concise, valid))
         solved = sum(value >= SOLVED_AT for value in qualities)
         for k in ks:
-            columns[f"pass@{k}"] = pass_at_k(len(valid), solved, k)
-            columns[f"pass^{k}"] = pass_hat_k(len(valid), solved, k)
+            for name, of in ((f"pass@{k}", pass_at_k), (f"pass^{k}", pass_hat_k)):
+                columns[name] = of(len(valid), solved, k) if k <= len(valid) else None
         rows.append(
             TaskRow(
                 id=group.task.id,
@@ -176,6 +173,8 @@ class Estimate:
     value: float | None
     low: float | None
     high: float | None
+    tasks: int
+    """Of how many tasks: all but those that the machine left too few attempts."""
 
 
 def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Estimate]:
@@ -188,20 +187,21 @@ def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Es
     drawn = _resample(len(rows), resamples)
     out = {}
     for name, measure in _measures(rows).items():
-        values = _column(rows, name) if name in rows[0].columns else None
+        known = _known(rows, name)
+        values = _column(rows, name)[known] if name in rows[0].columns else None
         value = measure(_means(rows, None))
         if values is not None and np.isin(values, (0.0, 1.0)).all():
             low, high = wilson(int(values.sum()), len(values))
         else:
             low, high = _percentiles(measure(_means(rows, drawn)))
-        out[name] = _estimate(float(value[0]), low, high)
+        out[name] = _estimate(float(value[0]), low, high, tasks=int(known.sum()))
     return out
 
 
 def differences(
     before: Sequence[TaskRow], after: Sequence[TaskRow], *, resamples: int = 2000
 ) -> dict[str, Estimate]:
-    """`after` minus `before` for every measure of both, paired by task.
+    """`after` minus `before` for every measure of both, paired by task: of tasks that both have.
 
     Raises:
         ValueError: the two did not measure the same tasks; one that differs is named.
@@ -214,14 +214,25 @@ def differences(
             f"two runs are compared on the same tasks, got {len(before)} and {len(after)}{named}"
         )
     paired = [by_id[row.id] for row in before]
+    before, paired = _without(before, paired), _without(paired, before)
     drawn = _resample(len(before), resamples)
     then, now = _measures(before), _measures(paired)
     out = {}
     for name in (name for name in then if name in now):
         value = now[name](_means(paired, None)) - then[name](_means(before, None))
         spread = now[name](_means(paired, drawn)) - then[name](_means(before, drawn))
-        out[name] = _estimate(float(value[0]), *_percentiles(spread))
+        tasks = int(_known(before, name).sum())
+        out[name] = _estimate(float(value[0]), *_percentiles(spread), tasks=tasks)
     return out
+
+
+def _without(rows: Sequence[TaskRow], others: Sequence[TaskRow]) -> list[TaskRow]:
+    """Rows without what the other row of the same task does not know."""
+    unknown = [[name for name, value in row.columns.items() if value is None] for row in others]
+    return [
+        replace(row, columns={**row.columns, **dict.fromkeys({*names} & row.columns.keys())})
+        for row, names in zip(rows, unknown, strict=True)
+    ]
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
@@ -244,13 +255,25 @@ def _measures(rows: Sequence[TaskRow]) -> dict[str, Callable[[Mapping[str, Float
 
 
 def _column(rows: Sequence[TaskRow], name: str) -> Floats:
-    return np.array([row.columns[name] for row in rows])
+    return np.array([row.columns[name] for row in rows], np.float64)  # None: nan
+
+
+def _known(rows: Sequence[TaskRow], name: str) -> NDArray[np.bool_]:
+    """Which of the tasks a measure is of: all, if it is no column."""
+    return np.array([row.columns.get(name, 0.0) is not None for row in rows])
 
 
 def _means(rows: Sequence[TaskRow], drawn: NDArray[np.int64] | None) -> dict[str, Floats]:
-    """Means over tasks by column: [1], or [resamples] with drawn [resamples, tasks]."""
+    """Means over tasks by column: [1], or [resamples] with drawn [resamples, tasks]; nan: none."""
     index = np.arange(len(rows))[None, :] if drawn is None else drawn
-    return {name: _column(rows, name)[index].mean(axis=1) for name in rows[0].columns}
+    return {name: _mean(_column(rows, name)[index]) for name in rows[0].columns}
+
+
+def _mean(values: Floats) -> Floats:
+    """Over the second axis, of what is known; nan where nothing is."""
+    known = ~np.isnan(values)
+    total, count = np.where(known, values, 0.0).sum(axis=1), known.sum(axis=1)
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
 def _resample(tasks: int, resamples: int) -> NDArray[np.int64]:
@@ -265,5 +288,5 @@ def _percentiles(values: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _estimate(*numbers: float) -> Estimate:
-    return Estimate(*(number if math.isfinite(number) else None for number in numbers))
+def _estimate(*numbers: float, tasks: int) -> Estimate:
+    return Estimate(*(number if math.isfinite(number) else None for number in numbers), tasks)

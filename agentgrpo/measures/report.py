@@ -36,10 +36,10 @@ def markdown(written: Mapping[str, Any]) -> str:
     names = list(written["measures"])
     by_kind = []
     for kind, part in written["kinds"].items():
-        values = [part["measures"][name]["value"] for name in names]
-        shown = ["-" if value is None else f"{value:.3f}" for value in values]
+        values = [{**part["measures"][name], "low": None} for name in names]
+        shown = [_shown(value, part["tasks"]) for value in values]
         by_kind.append([kind, str(part["tasks"]), *shown])
-    whole = [[name, _shown(seen)] for name, seen in written["measures"].items()]
+    whole = [[name, _shown(seen, written["tasks"])] for name, seen in written["measures"].items()]
     return "\n".join(
         [
             table_of(["measure", f"all tasks ({written['tasks']})"], whole),
@@ -56,11 +56,9 @@ def markdown_of_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """
     before, *_, after = reports.values()
     gained = _plain(differences(rows_of(before), rows_of(after)))
+    seen = [*reports.values(), {"tasks": after["tasks"], "measures": gained}]
     head = ["measure", *reports, "difference"]
-    rows = [
-        [name, *(_shown(r["measures"][name]) for r in reports.values()), _shown(gained[name])]
-        for name in gained
-    ]
+    rows = [[name, *(_shown(r["measures"][name], r["tasks"]) for r in seen)] for name in gained]
     return table_of(head, rows)
 
 
@@ -69,12 +67,12 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(row) + " |\n" for row in (head, ["---"] * len(head), *rows))
 
 
-def _plain(measured: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
+def _plain(measured: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
     return {name: asdict(estimate) for name, estimate in measured.items()}
 
 
-def _shown(estimate: Mapping[str, float | None]) -> str:
+def _shown(estimate: Mapping[str, Any], tasks: int) -> str:
     value, low, high = (estimate[key] for key in ("value", "low", "high"))
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    of = f" (of {estimate['tasks']} tasks)" if estimate["tasks"] < tasks else ""
+    return f"{'-' if value is None else f'{value:.3f}{interval}'}{of}"

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -207,7 +208,9 @@ def test_measures_of_a_graded_task() -> None:
     rollouts[2].answer = None
     broken = Group(task=task("b"), rollouts=[a_rollout(status=Status.INFRA_ERROR)])
     groups = [Group(task=task(kind="qa"), rollouts=rollouts), broken]
-    (row,) = measure_tasks(groups, quality_by("answer", weight=2.0), ks=(1, 2))
+    (row,) = measure_tasks(groups, quality_by("answer", weight=2.0), ks=(1, 2, 4))
+    left_out = {name: row.columns.pop(name) for name in ("pass@4", "pass^4")}  # type: ignore[attr-defined]
+    assert set(left_out.values()) == {None}
     assert (row.attempts, row.solved, row.kind) == (3, 2, "qa")
     assert row.columns == pytest.approx(
         {
@@ -225,7 +228,39 @@ def test_measures_of_a_graded_task() -> None:
         }
     )
     with pytest.raises(ValueError, match="got k 4, attempts 3, solved 2"):
-        measure_tasks(groups, quality_by("answer", weight=2.0), ks=(4,))
+        pass_at_k(3, 2, 4)
+
+
+def test_a_task_that_the_machine_left_too_few_attempts_is_left_out_of_that_k_alone() -> None:
+    def played(**worth: Sequence[float | None]) -> list[TaskRow]:
+        groups = [
+            Group(
+                task=task(name),
+                rollouts=[
+                    a_rollout(status=Status.INFRA_ERROR)
+                    if value is None
+                    else a_rollout(answer="x", rewards={"answer": value})
+                    for value in values
+                ],
+            )
+            for name, values in worth.items()
+        ]
+        return measure_tasks(groups, quality_by("answer"), ks=(1, 2))
+
+    first = played(a=(1, 1), b=(1, None), c=(0, 0), d=(1, 0))
+    seen = estimates(first)
+    assert (seen["pass^2"].value, seen["pass^2"].tasks) == (pytest.approx(1 / 3), 3)
+    assert (seen["pass^1"].value, seen["pass^1"].tasks) == (0.625, 4)
+    assert (seen["pass^2"].low, seen["pass^2"].high) == pytest.approx(wilson(1, 3))
+    before = json.loads(json.dumps(report(first, model="m"), allow_nan=False))
+    assert re.search(r"\| pass\^2 \| 0\.333 \[.*\] \(of 3 tasks\) \|", markdown(before))
+    assert "| pass^1 | 0.625 [" in markdown(before)
+    second = played(a=(None, 1), b=(1, 1), c=(1, 1), d=(1, 1))
+    gained = differences(rows_of(before), second)["pass^2"]
+    assert (gained.value, gained.tasks) == (1.0, 2), "of c and d, which have two attempts in both"
+    assert "(of 2 tasks)" in markdown_of_comparison({"a": before, "b": report(second)})
+    nobody = estimates(played(a=(None, 1), b=(None, 0)))["pass@2"]
+    assert (nobody.value, nobody.low, nobody.tasks) == (None, None, 0)
 
 
 @given(st.integers(1, 7), st.data())
