@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
-from agentgrpo.envs.base import Episode
+from agentgrpo.envs.base import Episode, require_apart
 from agentgrpo.envs.tools import Tool, calls_of
 from agentgrpo.extras import needed
 from agentgrpo.types import Task
@@ -32,8 +32,8 @@ class GymnasiumEnv:
         seed: added to the training seeds.
 
     Raises:
-        ValueError: an argument is out of range, there is no such environment, or its actions are
-            neither discrete nor text; names the argument.
+        ValueError: an argument is out of range, both splits share a seed, there is no such
+            environment, or its actions are neither discrete nor text; names the argument.
     """
 
     answers = ("tools",)
@@ -54,6 +54,7 @@ class GymnasiumEnv:
             raise ValueError(f"act_by: expected 'tool' or 'reply', got {act_by!r}")
         if num_tasks < 1:
             raise ValueError(f"num_tasks: expected at least 1, got {num_tasks}")
+        require_apart(seed, HELDOUT_SEED, num_tasks, key="num_tasks")
         self._id, self._kwargs, self._seed = id, dict(kwargs or {}), seed
         self._num_tasks, self._rules = num_tasks, rules
         self.talks = act_by == "reply"

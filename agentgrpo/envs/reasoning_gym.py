@@ -13,6 +13,7 @@ from typing import Any
 
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
+from agentgrpo.envs.base import require_apart
 from agentgrpo.envs.graded import Graders, worth
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
 from agentgrpo.extras import needed
@@ -22,6 +23,8 @@ from agentgrpo.types import Task
 HELDOUT_SEED = 1_000_003
 JUDGE = (Path(sandbox.__file__).parent / "guest" / "puzzles.py").read_text()
 MEMORY_MIB = 1024
+SAID = {"size": "env.options.size", "seed": "the run's own seed"}
+"""Where arguments of create_dataset are set that each split has of its own."""
 
 
 class ReasoningGymEnv(PythonEnv):
@@ -32,7 +35,7 @@ class ReasoningGymEnv(PythonEnv):
         timeout_s: as for PythonEnv.
         dataset: its name, such as chain_sum or countdown.
         size: tasks of a split.
-        config: further arguments of reasoning_gym.create_dataset.
+        config: further arguments of reasoning_gym.create_dataset, besides size and seed.
         seed: of the training tasks; held-out ones have another.
         verify_timeout_s: wall-clock seconds of judging an answer; one that takes longer is wrong.
         host_tools: as for PythonEnv.
@@ -59,9 +62,12 @@ class ReasoningGymEnv(PythonEnv):
         reasoning_gym = needed("reasoning_gym", "env.kind = 'reasoning_gym'")
         if not verify_timeout_s > 0:
             raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
+        for key in {"size", "seed"} & (config or {}).keys():
+            raise ValueError(f"config.{key}: would be that of both splits; it is {SAID[key]}")
+        require_apart(seed, HELDOUT_SEED + seed, size, key="size")
         self._name, self._timeout_s = dataset, verify_timeout_s
         self._options = {
-            split: {"size": size, "seed": first + seed, **(config or {})}
+            split: {**(config or {}), "size": size, "seed": first + seed}
             for split, first in (("train", 0), ("heldout", HELDOUT_SEED))
         }
         try:

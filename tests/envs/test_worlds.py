@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -99,6 +99,8 @@ def test_a_lake_of_cards_is_dealt_as_the_task_shows_it() -> None:
         ({"actions": ["a"]}, "actions: expected 4 names"),
         ({"act_by": "x"}, "act_by: expected 'tool' or 'reply'"),
         ({"num_tasks": 0}, "num_tasks"),
+        ({"seed": 999_937}, "num_tasks: 64 training tasks from seed 999937 on share some"),
+        ({"seed": 1_000_063}, "num_tasks: 64 training tasks from seed 1000063 on share some"),
         ({"id": "CartPole-v1", "kwargs": {}, "actions": ["l"]}, "actions: expected 2 names"),
         ({"id": "Pendulum-v1", "kwargs": {}}, "expected discrete or text actions"),
     ],
@@ -108,7 +110,26 @@ def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) ->
         lake(**options)
 
 
+def test_seeds_beside_the_held_out_ones_are_taken() -> None:
+    for seed in (999_936, 1_000_064):
+        assert lake(seed=seed)
+
+
 # reasoning-gym
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"config": {"seed": 3}}, "config.seed: would be that of both splits; it is the run's own"),
+        ({"config": {"size": 3}}, "config.size: would be that of both splits; it is env.options."),
+        ({"size": 1_000_004}, "size: 1000004 training tasks from seed 7 on share some with"),
+    ],
+)
+def test_splits_of_reasoning_gym_share_no_seed(options: Any, said: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match=said):
+        ReasoningGymEnv(cast(Any, None), 1.0, dataset="chain_sum", seed=7, **options)
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +368,7 @@ def test_a_files_tasks_begin_with_what_reset_says(tmp_path: Path) -> None:
     (given,) = training_tasks(data, 0, env, answers=False).next(1)
     start = given.spec["start"]
     assert given.messages[0]["content"] == f"Reach 7.\n\nThe counter is at {start}."
+    assert env.begin(given) == given, "a curriculum reads it again"
     (held,) = heldout_tasks(data, env, answers=False)
     assert held.spec["start"] != start
     assert held.messages[0]["content"] == f"Reach 7.\n\nThe counter is at {held.spec['start']}."
