@@ -176,7 +176,7 @@ class Streams:
                 stream = Stream(rollout, self._chat, place, spent, transcript, roles)
                 self._ask(engine, stream, params, on_token, decoding)
                 played.append(rollout)
-        while decoding:
+        while self._in_time(engine, decoding):
             for turn in sorted(engine.step(), key=lambda turn: turn.request_id):
                 stream = decoding.pop(turn.request_id)
                 end = self._ended(stream, turn)
@@ -215,6 +215,15 @@ class Streams:
             on_token=told,
         )
         decoding[name] = stream
+
+    def _in_time(self, engine: Engine, decoding: dict[str, Stream]) -> bool:
+        """End those whose time is up, without their last turn; whether others are left."""
+        late = [name for name, stream in decoding.items() if stream.spent.overdue()]
+        if late:
+            engine.abort(late)
+        for name in late:
+            decoding.pop(name).rollout.status = Status.TIMED_OUT
+        return bool(decoding)
 
     def _scan(self, token: int, state: int) -> tuple[str, int]:
         """The tag that ends in a token, and the state behind it."""

@@ -69,6 +69,10 @@ class Decoding:
     def num_in_flight(self) -> int:
         return len(self.running)
 
+    def abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self.running[name]
+
     def abort_all(self) -> None:
         self.running.clear()
 
@@ -241,6 +245,20 @@ def test_limits_are_those_of_the_config(config: Any, status: Status, turns: int)
     prompt = len(rollout.segments[0].token_ids)
     limit = config.get("max_response_tokens", 99)
     assert len(rollout.token_ids) - prompt <= limit
+
+
+def test_a_turn_is_not_decoded_on_after_max_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("agentgrpo.rollout.limits.time.monotonic", lambda: now)
+
+    def told(stream: Stream, token: int) -> None:
+        nonlocal now
+        now += 1.0
+
+    engine = Decoding(TOKENIZER, lambda _: "a" * 99)
+    late = play(Mine(told, max_seconds=6.0), engine, n=2)
+    assert [(r.status, len(r.turns)) for r in late] == [(Status.TIMED_OUT, 0)] * 2
+    assert (engine.steps, engine.running) == (3, {})
 
 
 def test_a_prompt_is_one_segment_of_its_group() -> None:
