@@ -41,7 +41,8 @@ class Trainer:
         settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
 
     Raises:
-        As build(); RuntimeError: torch was imported before agentgrpo.
+        As build(); ValueError: there is not one weight for each function; RuntimeError: torch was
+        imported before agentgrpo.
     """
 
     def __init__(
@@ -55,8 +56,13 @@ class Trainer:
         **settings: Any,
     ) -> None:
         prepare_environment()
+        weights = [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
+        if len(weights) != len(reward_funcs):
+            raise ValueError(
+                f"reward_weights: expected {len(reward_funcs)}, as many as reward_funcs, "
+                f"got {len(weights)}"
+            )
         if reward_funcs:
-            weights = [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
             names = [name_of(function, key="reward_funcs") for function in reward_funcs]
             functions = dict(zip(names, weights, strict=True))
             settings["reward"] = {**settings.get("reward", {}), "functions": functions}

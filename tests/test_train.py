@@ -446,6 +446,13 @@ def test_in_a_notebook_what_takes_too_long_is_an_error_and_ends_nothing_else() -
         trainer.train()
 
 
+@pytest.mark.parametrize("functions", [[len], []])
+def test_a_weight_too_many_is_named(functions: list[Any]) -> None:
+    said = rf"^reward_weights: expected {len(functions)}, as many as reward_funcs, got 2"
+    with pytest.raises(ValueError, match=said):
+        Trainer(config(), reward_funcs=functions, reward_weights=[1.0, 2.0])
+
+
 def test_callbacks_are_told_of_all_in_order_and_may_stop_the_run() -> None:
     class Told(Callback):
         def __init__(self) -> None:

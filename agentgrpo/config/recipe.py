@@ -69,7 +69,8 @@ class SftConfig(Section):
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
     conversations: {"messages": [...]}. Left out: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"
-    """Of rollouts: all, or those with a reward part `answer` above 0."""
+    """Of rollouts: all, or those that are solved (reward.solved_at, else a part `solved`, else
+    `answer` above 0)."""
     epochs: Positive = 3
     batch_size: Positive = 16
     """Examples of one optimizer step."""
