@@ -111,8 +111,8 @@ def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> N
     history = [Step.of(action, parent.step(action)) for action in actions]
     assert seen == [1, 2]
     branch = env.reset(TASK)
-    with EpisodeRunner(1) as runner:
-        again = runner.replay(branch, [(step.action, step.memory) for step in history]).result()
+    runner = EpisodeRunner(1)
+    again = runner.replay(branch, [(step.action, step.memory) for step in history]).result()
     assert seen == [1, 2], "no function ran"
     assert [Step.of(s.action, o) for s, o in zip(history, again, strict=True)] == history
     assert "(101, 102)" in again[-1].text

@@ -438,8 +438,9 @@ def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(tmp_path: Path) -> Non
 def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
     loop = EngineLoop(StubEngine(TOKENIZER, speak))  # type: ignore[arg-type]
     config = RolloutConfig(max_turns=9, max_turn_tokens=200, max_observation_tokens=200)
-    with EpisodeRunner(1) as worlds, ThreadPoolExecutor(1) as side:
-        player = TrajectoryPlayer(loop, TALKER, Shop(), CHAT, lambda r: {}, worlds, config)
+    worlds = EpisodeRunner(1)
+    player = TrajectoryPlayer(loop, TALKER, Shop(), CHAT, lambda r: {}, worlds, config)
+    with ThreadPoolExecutor(1) as side:
 
         def work() -> tuple[Trajectory, Trajectory]:
             first = player.play(question("Hello."), operator="fresh")
