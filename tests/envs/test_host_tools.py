@@ -15,7 +15,7 @@ from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
-from agentgrpo.rewards.scoring import score_all
+from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout.branch import Step
 from agentgrpo.sandbox import (
     HostBudget,
@@ -222,7 +222,7 @@ def test_what_was_used_is_charged(rates: dict[str, float], parts: dict[str, floa
                             "reward.format=0"]).reward  # fmt: skip
     rollout = Rollout(task=TASK, segments=[Segment(np.zeros(1, np.int32))], status=Status.COMPLETED,
                       stats=dict(STATS))  # fmt: skip
-    score_all([Group(task=TASK, rollouts=[rollout])], make_reward(config))
+    score(Group(task=TASK, rollouts=[rollout]), make_reward(config))
     assert rollout.rewards == parts
     assert rollout.num_calls == 5
 

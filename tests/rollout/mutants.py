@@ -39,6 +39,7 @@ TESTS = {
     "rewards/scoring.py": ["rewards/test_scoring.py", "test_collect.py"],
     "stage.py": ["rewards/test_scoring.py"],
     "collect.py": ["test_collect.py"],
+    "evaluate.py": ["test_collect.py"],
     "learn/updates.py": ["learn", "test_verify.py"],
     "verify.py": ["test_verify.py"],
     "proof/tokens.py": ["proof/test_definitions.py", "test_verify.py"],
@@ -84,8 +85,8 @@ MUTANTS = [
     Mutant("rewards/scoring.py", " if c.decay_sigmas else 1.0", ""),
     Mutant("rewards/scoring.py", "c.sigma_tool * left", "c.sigma_tool"),
     Mutant("rewards/scoring.py", "c.sigma_length * left", "c.sigma_length"),
-    Mutant("rewards/scoring.py", "self._reward.begin(group, step=self._step)", "self._reward.begin(group, step=0)"),
-    Mutant("rewards/scoring.py", "self._reward, step=self._step)\n", "self._reward, step=0)\n"),
+    Mutant("evaluate.py", "self._reward.begin(group, step=self._step)", "self._reward.begin(group, step=0)"),
+    Mutant("evaluate.py", "self._reward.score(rest, step=self._step)", "self._reward.score(rest, step=0)"),
     Mutant("stage.py", "total_steps=config.steps", "total_steps=10**6"),
     # the player's part
     Mutant("rollout/play.py", 'stats["said"] = stats.get("said", 0.0) + 1.0', "pass"),
