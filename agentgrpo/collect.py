@@ -81,7 +81,7 @@ class _Refilled(Scored):
     def more(self) -> Round | None:
         """A round, if one is needed whatever the groups will be that are not scored yet."""
         wanted = self._config.rollout.refill_below
-        scored = self._beside.scored
+        scored = self.scored
         if not wanted or parallel.world_size() > 1 or len(scored) == self._known:
             return None
         at_best = _live([*self._before, *scored], self._config) + self._playing - len(scored)

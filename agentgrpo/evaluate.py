@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
 from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.rewards.rewards import Reward
-from agentgrpo.rewards.scoring import Beside, Scoring
+from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.decoder import Watch
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
@@ -25,8 +25,9 @@ class Scored(Watch):
         step: of the training; None in an evaluation.
     """
 
-    def __init__(self, reward: Reward | Scoring, step: int | None = None) -> None:
-        self._beside = Beside(reward, step=step)
+    def __init__(self, reward: Scoring, step: int | None = None) -> None:
+        self._reward, self._step = reward, step
+        self._begun: dict[int, tuple[Group, Future[None]]] = {}
 
     def play(
         self, sampler: AnySampler, tasks: Sequence[Task], group_size: int, **how: Any
@@ -34,24 +35,37 @@ class Scored(Watch):
         """As AnySampler.play(), and score what was played.
 
         Raises:
-            As score_all().
+            As Scoring.score(): the first error in the groups' order, whatever ended first.
         """
         try:
             played, stats = sampler.play(tasks, group_size, watch=self, **how)
-            self._beside.finish(played)
+            rest = [group for group in played if id(group) not in self._begun]
+            self._reward.score(rest, step=self._step)
+            for group in played:
+                if id(group) in self._begun:
+                    self._begun[id(group)][1].result()
         finally:
-            self._beside.cancel()
+            for _, future in self._begun.values():
+                future.cancel()
         return played, stats
 
     def ended(self, group: Group) -> None:
-        """Begin to score it."""
-        self._beside.begin(group)
+        """Begin to score it; with reward.overlap = false that waits until all have ended."""
+        future = self._reward.begin(group, step=self._step)
+        if future is not None:
+            self._begun[id(group)] = group, future
+
+    @property
+    def scored(self) -> list[Group]:
+        """Those that are, without an error."""
+        begun = self._begun.values()
+        return [group for group, future in begun if future.done() and not future.exception()]
 
 
 def evaluate(
     sampler: AnySampler,
     tasks: Sequence[Task],
-    reward: Reward | Scoring,
+    reward: Scoring,
     *,
     seed: int = 0,
     attempts: int = 1,
@@ -74,10 +88,10 @@ def evaluate(
     return groups, summarize(groups) | logged(reward)
 
 
-def logged(reward: Reward | Scoring) -> Metrics:
+def logged(reward: Scoring) -> Metrics:
     """What reward functions have logged since this was last asked: means over calls and ranks."""
-    own = reward.take_logged() if isinstance(reward, Scoring) else {}
-    every = [(name, value) for one in parallel.gather(own) for name, value in one.items()]
+    gathered = parallel.gather(reward.take_logged())
+    every = [(name, value) for one in gathered for name, value in one.items()]
     names = sorted({name for name, _ in every})
     values = {name: [x for of, some in every if of == name for x in some] for name in names}
     return {f"log/{name}": fmean(some) for name, some in values.items()}

@@ -117,7 +117,6 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from agentgrpo.engine.start import plain_cpu_weights
     from agentgrpo.evaluate import summarize
     from agentgrpo.learn.policy import freeze_all_but
-    from agentgrpo.rewards.scoring import score_all
     from agentgrpo.rollout.sampler import Sampler
     from agentgrpo.stage import set_stage
 
@@ -133,7 +132,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
         decoder = WholeBatch(trainer.vllm_generation.llm, config.engine.max_model_len)
         sampler = Sampler(decoder, stage.agent, stage.env, stage.chat, config.rollout)
         groups, _ = sampler.play(tasks[step * count :][:count], size, seed=config.seed_of(step, 0))
-        score_all(groups, stage.reward, step=step)
+        stage.reward.score(groups, step=step)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         seen["solved"].append(summarize(groups)["solved"])
         return as_trl(rollouts)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from agentgrpo.config import TrainConfig
+from agentgrpo.config import RewardConfig, TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.rewards.rewards import Reward
+from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=({"role": "user", "content": "6*7?"},), spec={"answer": 42})
@@ -37,6 +39,11 @@ def a_group(lengths: Sequence[int], *, task: Task = TASK, **fields: Any) -> Grou
     """Rollouts that sampled the given numbers of tokens."""
     rollouts = [a_rollout([[-0.5] * length], task=task, **fields) for length in lengths]
     return Group(task=task, rollouts=rollouts)
+
+
+def scored_by(reward: Reward) -> Scoring:
+    """A run's reward that is this function alone."""
+    return Scoring(reward, RewardConfig(), lambda ids: "")
 
 
 def a_config(*overrides: str) -> TrainConfig:

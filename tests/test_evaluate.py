@@ -10,7 +10,7 @@ import pytest
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.evaluate import evaluate, summarize
 from agentgrpo.types import Group, Status, Task
-from tests.given import a_rollout
+from tests.given import a_rollout, scored_by
 
 TASK = Task(id="t", messages=(), spec={})
 
@@ -93,8 +93,7 @@ def test_each_task_is_played_once_greedily_and_scored() -> None:
             return [Group(task=t, rollouts=[a_rollout(answer=t.id)]) for t in tasks], None
 
     tasks = [Task(id=name, messages=(), spec={}) for name in "abc"]
-    groups, metrics = evaluate(
-        cast("Any", FakeSampler()), tasks, lambda r: {"answer": float(r.answer == "b")}, seed=7
-    )
+    reward = scored_by(lambda r: {"answer": float(r.answer == "b")})
+    groups, metrics = evaluate(cast("Any", FakeSampler()), tasks, reward, seed=7)
     assert [group.rollouts[0].reward for group in groups] == [0.0, 1.0, 0.0]
     assert metrics["solved"] == pytest.approx(1 / 3)

@@ -92,10 +92,10 @@ def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
     examples.write(tmp_path)
     env = McpEnv(sys.executable, [str(tmp_path / "server.py")])
     calls = [ToolCall("calculate", {"expression": text}) for text in ("12*31+14", "12*")]
-    with EpisodeRunner(1) as runner:
-        episode = env.reset(task())
-        observation = runner.step(episode, CallTools(tuple(calls))).result()
-        runner.close(episode).result()
+    runner = EpisodeRunner(1)
+    episode = env.reset(task())
+    observation = runner.step(episode, CallTools(tuple(calls))).result()
+    runner.close(episode).result()
     right, wrong = observation.outputs
     assert right == "386"
     assert wrong == "Error executing tool calculate"

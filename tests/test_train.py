@@ -27,7 +27,7 @@ from agentgrpo.train import main
 from agentgrpo.trainer import Trainer
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from agentgrpo.usercode import calling
-from tests.given import LEAST, a_config
+from tests.given import LEAST, a_config, scored_by
 
 LIVE, DEAD = (1.0, 0.0), (1.0, 1.0)
 """Rewards of a group that teaches something, and of one that does not."""
@@ -168,7 +168,7 @@ class FakeRun:
             Parts,
             SimpleNamespace(
                 **dict.fromkeys(names, self),
-                reward=self.reward,
+                reward=scored_by(self.reward),
                 heldout=self.heldout,
                 probes=Probes([np.array([1, 2, 3], np.int32)]),
                 agreement_threshold=1e-3,

@@ -31,92 +31,53 @@ TRL = (
     Row("num_iterations delta sapo_temperature_neg sapo_temperature_pos", "loss.*"),
     Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss.*"),
     Row("scale_rewards multi_objective_aggregation off_policy_mask_threshold", "loss.*"),
-    Row(
-        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha",
-        "loss.*",
-        "counted in optimizer updates; refused with LoRA; both as in TRL. A checkpoint "
-        "holds the reference, where a resumed TRL begins again from the first model",
-    ),
-    Row(
-        "loss_type",
-        "loss.*",
-        "bnpo divides by the tokens of an update, TRL by those of a micro-batch: "
-        "nothing here depends on how an update is split. TRL's GMPOTrainer is "
-        '`loss_type = "gmpo"`; it ignores the entropy bonus, the off-policy mask and '
-        "the correction for the sampler, which work here if they are set",
-    ),
-    Row(
-        "epsilon epsilon_high",
-        "loss.*",
-        "0.4 for gmpo, as its GMPOConfig; cispo needs `epsilon_high`, where TRL would "
-        "take 0.2 as the bound of the ratio",
-    ),
-    Row(
-        "importance_sampling_level",
-        "loss.*",
-        "refused where a loss does not read it (gmpo; vespo without a KL term), which "
-        "TRL passes over",
-    ),
+    Row("sync_ref_model ref_model_sync_steps ref_model_mixup_alpha", "loss.*",
+        "counted in optimizer updates; refused with LoRA; both as in TRL. A checkpoint holds the "
+        "reference, where a resumed TRL begins again from the first model"),
+    Row("loss_type", "loss.*",
+        "bnpo divides by the tokens of an update, TRL by those of a micro-batch: nothing here "
+        "depends on how an update is split. TRL's GMPOTrainer is `loss_type = \"gmpo\"`; it "
+        "ignores the entropy bonus, the off-policy mask and the correction for the sampler, which "
+        "work here if they are set"),
+    Row("epsilon epsilon_high", "loss.*",
+        "0.4 for gmpo, as its GMPOConfig; cispo needs `epsilon_high`, where TRL would take 0.2 as "
+        "the bound of the ratio"),
+    Row("importance_sampling_level", "loss.*",
+        "refused where a loss does not read it (gmpo; vespo without a KL term), which TRL passes "
+        "over"),
     Row("beta", "loss.*", "log-ratios are clamped to +-20 before exp, as in verl; TRL's are not"),
     Row("use_bias_correction_kl", "loss.*", "false for gmpo, as in TRL"),
-    Row(
-        "entropy_coef",
-        "loss.*",
-        "the mean over the trained tokens of the update, under every `loss_type`; TRL's "
-        "is the mean of its micro-batches' means",
-    ),
-    Row(
-        "top_entropy_quantile",
-        "loss.*",
-        "the quantile of the whole step before its first update; TRL's is of each "
-        "micro-batch, and changes with its size",
-    ),
-    Row(
-        "router_aux_loss_coef",
-        "loss.*",
-        "over the tokens that are laid out, a shared prefix once; batches are weighted "
-        "by their tokens, where TRL takes the mean of its micro-batches",
-    ),
+    Row("entropy_coef", "loss.*",
+        "the mean over the trained tokens of the update, under every `loss_type`; TRL's is the "
+        "mean of its micro-batches' means"),
+    Row("top_entropy_quantile", "loss.*",
+        "the quantile of the whole step before its first update; TRL's is of each micro-batch, and "
+        "changes with its size"),
+    Row("router_aux_loss_coef", "loss.*",
+        "over the tokens that are laid out, a shared prefix once; batches are weighted by their "
+        "tokens, where TRL takes the mean of its micro-batches"),
     Row("vllm_importance_sampling_correction", "loss.*", "false for gmpo, as in TRL"),
-    Row(
-        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max",
-        "loss.*",
-        default="`token_truncate` at 2, TRL's `sequence_mask` at 3: the product of a "
-                "long rollout's ratios is far from 1 by rounding alone, and most "
-                "rollouts would be dropped",
-    ),
+    Row("vllm_importance_sampling_mode vllm_importance_sampling_clip_max", "loss.*",
+        default="`token_truncate` at 2, TRL's `sequence_mask` at 3: the product of a long "
+                "rollout's ratios is far from 1 by rounding alone, and most rollouts would be "
+                "dropped"),
     Row("vllm_importance_sampling_clip_min", "loss.*"),
-    Row(
-        "mask_truncated_completions",
-        "rollout.treatment",
-        '`{ truncated_length = "mask" }`: by how a rollout ended. Masked rollouts count '
-        "in B, as in TRL",
-    ),
-    Row(
-        "steps_per_generation",
-        "loss.num_mini_batches",
-        "updates of a step: TRL's, divided by `gradient_accumulation_steps`",
-    ),
-    Row(
-        "per_device_train_batch_size gradient_accumulation_steps",
-        "learner.max_tokens",
-        "packed tokens of one forward and backward pass; the step is what was sampled",
-    ),
+    Row("mask_truncated_completions", "rollout.treatment",
+        '`{ truncated_length = "mask" }`: by how a rollout ended. Masked rollouts count in B, as '
+        "in TRL"),
+    Row("steps_per_generation", "loss.num_mini_batches",
+        "updates of a step: TRL's, divided by `gradient_accumulation_steps`"),
+    Row("per_device_train_batch_size gradient_accumulation_steps", "learner.max_tokens",
+        "packed tokens of one forward and backward pass; the step is what was sampled"),
     Row("num_generations", "rollout.group_size"),
     Row("generation_batch_size", "rollout.tasks_per_step", "groups of one step, and not rollouts"),
-    Row(
-        "max_completion_length",
-        "rollout.max_turn_tokens rollout.max_turns",
-        "a budget of a turn, and of turns; dr_grpo divides by their product",
-    ),
+    Row("max_completion_length", "rollout.max_turn_tokens rollout.max_turns",
+        "a budget of a turn, and of turns; dr_grpo divides by their product"),
     Row("max_tool_calling_iterations", "rollout.max_turns"),
     Row("temperature", "rollout.temperature"),
-    Row(
-        "top_p top_k repetition_penalty",
-        "evaluation.*",
-        "for evaluation alone: what is sampled otherwise than the learner computes it "
-        "is trained on wrongly",
-    ),
+    Row("top_p top_k repetition_penalty", "evaluation.*",
+        "for evaluation alone: what is sampled otherwise than the learner computes it is trained "
+        "on wrongly"),
     Row("min_p", "evaluation.*", "the same", default="0, TRL's None: off in both"),
     Row("chat_template_kwargs", "rollout.template_options"),
     Row("vllm_gpu_memory_utilization", "engine.kv_cache_gib", "in GiB, for the cache alone"),
@@ -125,17 +86,11 @@ TRL = (
     Row("reward_weights", "reward.functions", '`{ "module:function" = weight }`'),
     Row("learning_rate weight_decay max_grad_norm", "learner.*"),
     Row("warmup_steps", "learner.*", "the first step has 1 / `warmup_steps` of the rate, TRL's 0"),
-    Row(
-        "lr_scheduler_type",
-        "learner.decay",
-        default="constant, TRL's linear: how long a run will be is seldom known",
-    ),
+    Row("lr_scheduler_type", "learner.decay",
+        default="constant, TRL's linear: how long a run will be is seldom known"),
     Row("optim", "learner.optimizer", "`adamw` or `adamw_8bit`"),
-    Row(
-        "gradient_checkpointing",
-        "learner.gradient_checkpointing",
-        default="`auto`, TRL's true: only where the card has no room",
-    ),
+    Row("gradient_checkpointing", "learner.gradient_checkpointing",
+        default="`auto`, TRL's true: only where the card has no room"),
     Row("bf16 fp16", "engine.dtype", "of the sampler and the learner; float16 is not offered"),
     Row("max_steps", "steps"),
     Row("seed", "seed", default="0, TRL's 42"),
@@ -143,164 +98,75 @@ TRL = (
     Row("output_dir", "out_dir"),
     Row("save_steps save_strategy", "save_every"),
     Row("save_total_limit", "keep_checkpoints"),
-    Row(
-        "eval_steps eval_strategy eval_on_start eval_delay",
-        "eval_every",
-        "the first and the last step always",
-    ),
+    Row("eval_steps eval_strategy eval_on_start eval_delay", "eval_every",
+        "the first and the last step always"),
     Row("report_to", "trackers", '`["wandb"]`; tensorboard, trackio, wandb'),
-    Row(
-        "use_vllm vllm_mode vllm_enable_sleep_mode vllm_model_impl",
-        "",
-        "the engine is vLLM in this process, and sleeps while the learner works",
-    ),
-    Row(
-        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
-        "vllm_group_port",
-        "",
-        "there is no server",
-    ),
-    Row(
-        "use_transformers_continuous_batching transformers_continuous_batching_config "
-        "use_transformers_paged cache_implementation ds3_gather_for_generation",
-        "",
-        "transformers does not generate here",
-    ),
-    Row(
-        "vllm_structured_outputs_regex generation_kwargs",
-        "",
-        "what is sampled otherwise than the learner computes it is trained on wrongly",
-    ),
+    Row("use_vllm vllm_mode vllm_enable_sleep_mode vllm_model_impl", "",
+        "the engine is vLLM in this process, and sleeps while the learner works"),
+    Row("vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
+        "vllm_group_port", "", "there is no server"),
+    Row("use_transformers_continuous_batching transformers_continuous_batching_config "
+        "use_transformers_paged cache_implementation ds3_gather_for_generation", "",
+        "transformers does not generate here"),
+    Row("vllm_structured_outputs_regex generation_kwargs", "",
+        "what is sampled otherwise than the learner computes it is trained on wrongly"),
     Row("vllm_importance_sampling_cap", "loss.vllm_importance_sampling_clip_max", "as in TRL"),
-    Row(
-        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta "
-        "entropy_target",
-        "",
-        "`loss.entropy_coef` is constant",
-    ),
-    Row(
-        "resume_from_checkpoint ignore_data_skip "
-        "restore_callback_states_from_checkpoint",
-        "",
-        "the same command continues, with the same numbers",
-    ),
+    Row("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+        "", "`loss.entropy_coef` is constant"),
+    Row("resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint", "",
+        "the same command continues, with the same numbers"),
     Row("num_train_epochs", "", "`steps`: a task is drawn again when all were"),
-    Row(
-        "shuffle_dataset train_sampling_strategy length_column_name",
-        "",
-        "tasks are shuffled again each time round, by `seed`",
-    ),
+    Row("shuffle_dataset train_sampling_strategy length_column_name", "",
+        "tasks are shuffled again each time round, by `seed`"),
     Row("remove_unused_columns label_names", "", "a task keeps its whole row"),
     Row("num_generations_eval per_device_eval_batch_size", "", "one rollout of each held-out task"),
-    Row(
-        "log_completions num_completions_to_print log_unique_prompts log_multimodal "
-        "log_completions_hub_repo",
-        "",
-        "every rollout is recorded: `agentgrpo view RUN`",
-    ),
-    Row(
-        "logging_strategy logging_steps logging_first_step log_on_each_node "
-        "logging_nan_inf_filter include_num_input_tokens_seen log_level "
-        "log_level_replica disable_tqdm skip_memory_metrics debug",
-        "",
-        "every step is a line of metrics.jsonl",
-    ),
-    Row(
-        "run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
-        "",
-        "the trackers' own environment variables say these",
-    ),
+    Row("log_completions num_completions_to_print log_unique_prompts log_multimodal "
+        "log_completions_hub_repo", "", "every rollout is recorded: `agentgrpo view RUN`"),
+    Row("logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter "
+        "include_num_input_tokens_seen log_level log_level_replica disable_tqdm "
+        "skip_memory_metrics debug", "", "every step is a line of metrics.jsonl"),
+    Row("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id", "",
+        "the trackers' own environment variables say these"),
     Row("pad_to_multiple_of use_cache", "", "nothing is padded, and learning keeps no cache"),
-    Row(
-        "gradient_checkpointing_kwargs",
-        "",
-        "layers are checkpointed without reentrance",
-    ),
-    Row(
-        "disable_dropout neftune_noise_alpha label_smoothing_factor",
-        "",
-        "the trained policy is the sampled one: no noise",
-    ),
-    Row(
-        "cast_lm_head_to_fp32",
-        "",
-        "log-probabilities are made in float32 whatever the weights are",
-    ),
-    Row(
-        "use_liger_kernel",
-        "learner.*",
+    Row("gradient_checkpointing_kwargs", "", "layers are checkpointed without reentrance"),
+    Row("disable_dropout neftune_noise_alpha label_smoothing_factor", "",
+        "the trained policy is the sampled one: no noise"),
+    Row("cast_lm_head_to_fp32", "",
+        "log-probabilities are made in float32 whatever the weights are"),
+    Row("use_liger_kernel", "learner.*",
         "the layers' norms, rotations and MLPs; the losses are ours",
-        default='"auto": on CUDA, where the compared version of liger-kernel is installed',
-    ),
-    Row(
-        "liger_kernel_config torch_compile torch_compile_backend torch_compile_mode tf32",
-        "",
-        "the kernels are chosen by the device, and run.json names them",
-    ),
-    Row(
-        "model_init_kwargs trust_remote_code",
-        "",
-        "`model` and `engine.dtype` say what is loaded; code of a checkpoint is not run",
-    ),
-    Row(
-        "adam_beta1 adam_beta2 adam_epsilon optim_args optim_target_modules "
-        "lr_scheduler_kwargs",
-        "",
-        "torch's defaults, which are TRL's",
-    ),
+        default='"auto": on CUDA, where the compared version of liger-kernel is installed'),
+    Row("liger_kernel_config torch_compile torch_compile_backend torch_compile_mode tf32", "",
+        "the kernels are chosen by the device, and run.json names them"),
+    Row("model_init_kwargs trust_remote_code", "",
+        "`model` and `engine.dtype` say what is loaded; code of a checkpoint is not run"),
+    Row("adam_beta1 adam_beta2 adam_epsilon optim_args optim_target_modules lr_scheduler_kwargs",
+        "", "torch's defaults, which are TRL's"),
     Row("average_tokens_across_devices", "", "always: the ranks are one step"),
-    Row(
-        "auto_find_batch_size torch_empty_cache_steps",
-        "",
-        "the preflight says before the first step what fits",
-    ),
-    Row(
-        "bf16_full_eval fp16_full_eval prediction_loss_only eval_do_concat_batches "
-        "eval_use_gather_object eval_accumulation_steps include_for_metrics "
-        "batch_eval_metrics load_best_model_at_end metric_for_best_model "
-        "greater_is_better",
-        "",
-        "held-out tasks are played and scored as training tasks are",
-    ),
-    Row(
-        "save_only_model save_on_each_node enable_jit_checkpoint",
-        "",
-        "a checkpoint is whole, and a run can go on from it",
-    ),
-    Row(
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy "
-        "hub_always_push hub_revision",
-        "",
-        "`agentgrpo push RUN OWNER/NAME`, when you want it",
-    ),
-    Row(
-        "use_cpu local_rank ddp_find_unused_parameters ddp_bucket_cap_mb "
-        "ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp "
-        "fsdp_config deepspeed accelerator_config parallelism_config",
-        "",
-        "torchrun alone says how many; weights are sharded by FSDP2",
-    ),
-    Row(
-        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
+    Row("auto_find_batch_size torch_empty_cache_steps", "",
+        "the preflight says before the first step what fits"),
+    Row("bf16_full_eval fp16_full_eval prediction_loss_only eval_do_concat_batches "
+        "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+        "load_best_model_at_end metric_for_best_model greater_is_better", "",
+        "held-out tasks are played and scored as training tasks are"),
+    Row("save_only_model save_on_each_node enable_jit_checkpoint", "",
+        "a checkpoint is whole, and a run can go on from it"),
+    Row("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
+        "hub_revision", "", "`agentgrpo push RUN OWNER/NAME`, when you want it"),
+    Row("use_cpu local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+        "ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed accelerator_config "
+        "parallelism_config", "", "torchrun alone says how many; weights are sharded by FSDP2"),
+    Row("dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
         "dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order",
-        "",
-        "tasks are text",
-    ),
+        "dataloader_multiprocessing_context dataloader_in_order", "", "tasks are text"),
     Row("do_train do_eval do_predict", "", "commands: `agentgrpo train CONFIG`"),
     # arguments of GRPOTrainer
-    Row(
-        "reward_funcs",
-        "reward.functions",
-        '`["module:function"]`, unchanged: [agents.md](agents.md)',
-    ),
+    Row("reward_funcs", "reward.functions",
+        '`["module:function"]`, unchanged: [agents.md](agents.md)'),
     Row("environment_factory", "env.kind", '`"factory"`: [agents.md](agents.md)'),
     Row("rollout_func", "rollout.sampler", '`"rollout_func:module:function"`'),
-    Row(
-        "train_dataset",
-        "data.train data.question data.answer",
-        ".jsonl, .parquet or a saved dataset",
-    ),
+    Row("train_dataset", "data.train data.question data.answer",
+        ".jsonl, .parquet or a saved dataset"),
     Row("eval_dataset", "data.heldout"),
     Row("peft_config", "learner.lora.rank learner.lora.alpha learner.lora.target_modules"),
 )  # fmt: skip
@@ -315,48 +181,27 @@ VERL = (
     Row("data.train_batch_size", "rollout.tasks_per_step"),
     Row("actor_rollout_ref.rollout.n", "rollout.group_size"),
     Row("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "rollout.max_turns"),
-    Row(
-        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length",
-        "rollout.max_observation_tokens",
-        "tokens, not characters",
-    ),
+    Row("actor_rollout_ref.rollout.multi_turn.max_tool_response_length",
+        "rollout.max_observation_tokens", "tokens, not characters"),
     Row("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
-    Row(
-        "actor_rollout_ref.rollout.gpu_memory_utilization",
-        "engine.kv_cache_gib",
-        "in GiB, for the cache alone",
-    ),
+    Row("actor_rollout_ref.rollout.gpu_memory_utilization", "engine.kv_cache_gib",
+        "in GiB, for the cache alone"),
     Row("actor_rollout_ref.rollout.tensor_model_parallel_size", "engine.tensor_parallel_size"),
     Row("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "learner.max_tokens"),
     Row("actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
     Row("actor_rollout_ref.actor.ppo_epochs", "loss.num_iterations"),
-    Row(
-        "actor_rollout_ref.actor.loss_agg_mode",
-        "loss.normaliser",
-        "`token-mean` is token_mean, `seq-mean-token-mean` sequence_mean, "
-        "`seq-mean-token-sum` sequence_sum",
-    ),
-    Row(
-        "actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type",
-        "loss.beta loss.kl_estimator",
-        "kl is k1, mse k2, low_var_kl k3",
-    ),
-    Row(
-        "actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.clip_ratio_high "
-        "actor_rollout_ref.actor.clip_ratio_c",
-        "loss.epsilon loss.epsilon_high loss.clip_ratio_c",
-    ),
-    Row(
-        "actor_rollout_ref.actor.entropy_coeff",
-        "loss.entropy_coef",
-        "the mean over the update's tokens, whatever `loss.normaliser` is",
-    ),
+    Row("actor_rollout_ref.actor.loss_agg_mode", "loss.normaliser",
+        "`token-mean` is token_mean, `seq-mean-token-mean` sequence_mean, `seq-mean-token-sum` "
+        "sequence_sum"),
+    Row("actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type",
+        "loss.beta loss.kl_estimator", "kl is k1, mse k2, low_var_kl k3"),
+    Row("actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.clip_ratio_high "
+        "actor_rollout_ref.actor.clip_ratio_c", "loss.epsilon loss.epsilon_high loss.clip_ratio_c"),
+    Row("actor_rollout_ref.actor.entropy_coeff", "loss.entropy_coef",
+        "the mean over the update's tokens, whatever `loss.normaliser` is"),
     Row("algorithm.norm_adv_by_std_in_grpo", "loss.scale_rewards"),
-    Row(
-        "custom_reward_function.path custom_reward_function.name",
-        "reward.kind",
-        '`"module:function"`',
-    ),
+    Row("custom_reward_function.path custom_reward_function.name", "reward.kind",
+        '`"module:function"`'),
     Row("trainer.total_training_steps", "steps"),
     Row("trainer.save_freq", "save_every"),
     Row("trainer.test_freq", "eval_every"),

@@ -5,7 +5,7 @@
     tasks.feedback(groups)          # what became of them: the next ones may depend on it
     state = tasks.state_dict()      # plain JSON; a run that loads it gets the same tasks as before
 
-Any object with these four methods can stand in for the streams here.
+The streams differ in what they draw and in what they learn from feedback.
 """
 
 from __future__ import annotations
@@ -17,38 +17,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from agentgrpo.data import word_problems
 from agentgrpo.types import Group, Status, Task
 
 
-class Tasks(Protocol):
-    """A stream of tasks, as the training loop uses it."""
-
-    def next(self, count: int) -> list[Task]:
-        """The next `count` tasks."""
-        ...
-
-    def feedback(self, groups: Sequence[Group]) -> None:
-        """Learn what became of tasks that `next` gave; called once a step, after the rewards."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that decides about the tasks to come, as plain JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, exactly.
-
-        Raises:
-            ValueError: the state belongs to another stream.
-        """
-        ...
-
-
-class Stream(ABC):
-    """What the streams have in common: one task after another, from a few numbers."""
+class Tasks(ABC):
+    """A stream of tasks: one after another, from a few numbers."""
 
     STATE: ClassVar[tuple[str, ...]] = ("drawn",)
     """Attributes, without their underscore, that decide about the tasks to come; JSON values."""
@@ -63,14 +39,25 @@ class Stream(ABC):
     def _source(self) -> str:
         """What a saved position belongs to."""
 
+    @abstractmethod
+    def feedback(self, groups: Sequence[Group]) -> None:
+        """Learn what became of tasks that next() gave; called once a step, after the rewards."""
+
     def next(self, count: int) -> list[Task]:
+        """The next `count` tasks."""
         return [self._draw() for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
+        """All that decides about the tasks to come, as plain JSON values."""
         state = {name: copy.copy(getattr(self, f"_{name}")) for name in self.STATE}
         return {"source": self._source(), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, exactly.
+
+        Raises:
+            ValueError: the state belongs to another stream.
+        """
         if state["source"] != self._source():
             raise ValueError(
                 f"the saved data position is of: {state['source']}; "
@@ -80,7 +67,7 @@ class Stream(ABC):
             setattr(self, f"_{name}", copy.copy(state[name]))
 
 
-class WordProblemTasks(Stream):
+class WordProblemTasks(Tasks):
     """Training word problems, easy first.
 
     At first all tasks come from the lowest level. When the last `window` groups of the newest level
@@ -163,7 +150,7 @@ def repr_of(task: Task) -> str:
     return question_of(task) + json.dumps(dict(task.spec), sort_keys=True, default=str)
 
 
-class RowTasks(Stream):
+class RowTasks(Tasks):
     """A list of tasks, shuffled again each time round.
 
     Args:

@@ -32,6 +32,7 @@ import contextlib
 import functools
 import gc
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,17 +238,23 @@ def use_plain_weight(layer: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def plain_cpu_weights() -> Any:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value for an attribute, until the context ends."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def plain_cpu_weights() -> contextlib.AbstractContextManager[None]:
     """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         use_plain_weight(layer)
 
-    vllm_layers.dispatch_cpu_unquantized_gemm = keep
-    try:
-        yield
-    finally:
-        vllm_layers.dispatch_cpu_unquantized_gemm = pack_weight
+    return _replaced(vllm_layers, "dispatch_cpu_unquantized_gemm", keep)
 
 
 def use_plain_convolutions() -> None:
@@ -272,14 +279,12 @@ def use_plain_convolutions() -> None:
     ours["_causal_conv1d_update_cpu"] = plain(ours["causal_conv1d_update_cpu"], "conv_state")
 
 
-@contextlib.contextmanager
-def _shared_memory_of_this_run() -> Any:
+def _shared_memory_of_this_run() -> contextlib.AbstractContextManager[None]:
     """Name what ranks on CPU share after this run. VLLM has one name for all runs of a machine, so
     that two of them meet there, and what a killed one leaves behind stops the next.
     """
     if parallel.world_size() == 1 or torch.cuda.is_available():
-        yield
-        return
+        return contextlib.nullcontext()
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
 
     (name, *_), arguments = parallel.gather(uuid.uuid4().hex), Launcher._distributed_args
@@ -288,15 +293,10 @@ def _shared_memory_of_this_run() -> Any:
         method, rank, local_rank = arguments(self)
         return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
 
-    Launcher._distributed_args = named
-    try:
-        yield
-    finally:
-        Launcher._distributed_args = arguments
+    return _replaced(Launcher, "_distributed_args", named)
 
 
-@contextlib.contextmanager
-def _compiled_for_any_folder() -> Any:
+def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
     """Let vLLM find what it has compiled for this architecture, wherever the weights lie."""
     by_folder = ModelConfig.compute_hash
 
@@ -307,11 +307,7 @@ def _compiled_for_any_folder() -> Any:
         finally:
             self.model = folder
 
-    ModelConfig.compute_hash = by_content  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ModelConfig.compute_hash = by_folder  # type: ignore[method-assign]
+    return _replaced(ModelConfig, "compute_hash", by_content)
 
 
 def pass_over_open_blocks(scheduler: Any) -> bool:
@@ -351,21 +347,14 @@ def pass_over_open_blocks(scheduler: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def groups_stay() -> Any:
+def groups_stay() -> contextlib.AbstractContextManager[None]:
     """VLLM's engines tear down the process groups of all of a process when they end."""
     from vllm.v1.engine import core
 
-    tear_down = vars(core)["cleanup_dist_env_and_memory"]
-    vars(core)["cleanup_dist_env_and_memory"] = lambda: None
-    try:
-        yield
-    finally:
-        vars(core)["cleanup_dist_env_and_memory"] = tear_down
+    return _replaced(core, "cleanup_dist_env_and_memory", lambda: None)
 
 
-@contextlib.contextmanager
-def _all_heads_turned() -> Any:
+def _all_heads_turned() -> contextlib.AbstractContextManager[None]:
     """On CPU vLLM's rotary kernel reads [tokens, heads, size], which LFM2 hands it, as one head."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -376,29 +365,20 @@ def _all_heads_turned() -> Any:
         turned = zip(turn(self, positions, *flat), (query, key), strict=True)
         return tuple(None if x is None else x.view(like.shape) for x, like in turned)
 
-    RotaryEmbedding.forward_cpu = turn_flat  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RotaryEmbedding.forward_cpu = turn  # type: ignore[method-assign]
+    return _replaced(RotaryEmbedding, "forward_cpu", turn_flat)
 
 
-@contextlib.contextmanager
-def _weights_of_text(wanted: bool) -> Any:
+def _weights_of_text(wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Read of a checkpoint with parts for images or sound the language model's tensors only."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    if not wanted:
+        return contextlib.nullcontext()
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
 
-    read = DefaultModelLoader.get_all_weights
-    if wanted:
-        DefaultModelLoader.get_all_weights = lambda *given: only_text(read(*given))  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        DefaultModelLoader.get_all_weights = read  # type: ignore[method-assign]
+    read = Loader.get_all_weights
+    return _replaced(Loader, "get_all_weights", lambda *given: only_text(read(*given)))
 
 
-@contextlib.contextmanager
-def _classes_stay_ours() -> Any:
+def _classes_stay_ours() -> contextlib.AbstractContextManager[None]:
     """Let the learner make models of the classes that vLLM has changed for itself.
 
     What vLLM has no code of its own for (SmolLM3, OLMo 3) it runs as transformers' model, whose
@@ -424,19 +404,13 @@ def _classes_stay_ours() -> Any:
             cls.__init__ = make
         return cls
 
-    decorators._support_torch_compile = decorated
-    try:
-        yield
-    finally:
-        decorators._support_torch_compile = decorate
+    return _replaced(decorators, "_support_torch_compile", decorated)
 
 
-@contextlib.contextmanager
-def _weights_stay_awake(shared: bool) -> Any:
+def _weights_stay_awake(shared: bool) -> contextlib.AbstractContextManager[None]:
     """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
     if not shared or not torch.cuda.is_available():
-        yield
-        return
+        return contextlib.nullcontext()
     from vllm.v1.worker.gpu_worker import Worker
 
     pool = Worker._maybe_get_memory_pool_context
@@ -444,8 +418,4 @@ def _weights_stay_awake(shared: bool) -> Any:
     def without_weights(self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else pool(self, tag)
 
-    Worker._maybe_get_memory_pool_context = without_weights  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Worker._maybe_get_memory_pool_context = pool  # type: ignore[method-assign]
+    return _replaced(Worker, "_maybe_get_memory_pool_context", without_weights)

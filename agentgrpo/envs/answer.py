@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agentgrpo.actions import Action, Observation
 from agentgrpo.envs.base import Episode
+from agentgrpo.envs.runner import NOTHING
 from agentgrpo.types import Task
-
-
-class _Nowhere(Episode):
-    def step(self, action: Action) -> Observation:
-        raise TypeError("there is no world that could do anything")
 
 
 class AnswerEnv:
@@ -21,4 +16,4 @@ class AnswerEnv:
 
     def reset(self, task: Task) -> Episode:
         """Nothing to begin."""
-        return _Nowhere()
+        return NOTHING

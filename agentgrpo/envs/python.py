@@ -21,7 +21,6 @@ from agentgrpo.sandbox import (
     Session,
 )
 from agentgrpo.sandbox.contexts import command_of, start_context
-from agentgrpo.sandbox.history import ReplayDiverged
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
@@ -57,12 +56,8 @@ class Used:
     def begin(self, pool: SandboxPool) -> Session:
         """A session of the pool. Raises what acquire() does."""
         session = pool.acquire(host=self._host)
-        self.has(session)
-        return session
-
-    def has(self, session: Session) -> None:
-        """The rollout's session is from now on this one."""
         self._session, self._host, self._cpu = session, session.host, session.cpu_seconds()
+        return session
 
     def recall(self, calls: tuple[HostCall, ...] | None) -> None:
         """The next step is told these answers of the host; no function runs."""
@@ -242,21 +237,6 @@ class PythonEpisode(Episode):
         if language not in self._contexts:
             self._contexts[language] = start_context(session, language, self._env.pool.template)
         return self._contexts[language]
-
-    def fork(self) -> PythonEpisode:
-        """Another episode whose interpreter is in the state of this one's.
-
-        Raises:
-            ReplayDiverged: the steps so far cannot be repeated (sandbox/history.py): the task
-                brought files, or another language than Python was run.
-        """
-        other = type(self)(self._env, self._task)
-        if self._session is not None:
-            if self._contexts or self._task.spec.get("files"):
-                raise ReplayDiverged("files that were uploaded and other languages do not replay")
-            other._session = self._env.pool.fork(self._session)
-            other._used.has(other._session)
-        return other
 
     def close(self) -> None:
         """End the session, if there is one."""

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from agentgrpo.actions import (
     Action,
@@ -46,7 +46,7 @@ Of = tuple[str | None, int | None]
 
 
 class EpisodeRunner:
-    """Starts what episodes do and hands out its future; a context manager.
+    """Starts what episodes do and hands out its future; who has begun something waits for it.
 
     Args:
         max_threads: blocking steps that may run at once; others wait their turn. Coroutines have
@@ -112,22 +112,14 @@ class EpisodeRunner:
             threading.Thread(target=work.run, args=run, name="episode", daemon=True).start()
         return future
 
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing: who has begun something waits for it."""
-
 
 class _Nothing(Episode):
-    """In place of an episode that is not made yet."""
-
     def step(self, action: Action) -> Observation:
-        raise TypeError("there is no episode")
+        raise TypeError("there is no world that could do anything")
 
 
 NOTHING = _Nothing()
+"""The episode of a rollout that has no world, or none yet."""
 
 
 def checked_episode(made: Any) -> AnyEpisode:

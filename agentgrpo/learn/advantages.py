@@ -92,7 +92,7 @@ def assign_advantages(
     Raises:
         ValueError: a reward is not finite; the message names the task.
     """
-    sound = [[r for r in group.rollouts if is_sound(r)] for group in groups]
+    sound = [[r for r in group.rollouts if r.scored] for group in groups]
     for group in groups:
         for rollout in group.rollouts:
             rollout.advantage, rollout.segment_advantages = 0.0, None
@@ -114,17 +114,13 @@ def assign_advantages(
         rollout.advantage, rollout.segment_advantages = 0.0, None
 
 
-def is_sound(rollout: Rollout) -> bool:
-    """Whether it counts among its siblings."""
-    return rollout.scored
-
-
 def has_gradient(group: Group) -> bool:
     """Whether training on the group moves anything: some sampled token has an advantage.
 
     Reads the advantages that `assign_advantages` set.
     """
-    return any(any(_sampled_advantages(rollout)) for rollout in group.rollouts)
+    pairs = [pair for rollout in group.rollouts for pair in _with_advantages(rollout)]
+    return any(value and len(segment.token_ids) for segment, value in pairs)
 
 
 def why_dead(group: Group) -> str | None:
@@ -135,18 +131,12 @@ def why_dead(group: Group) -> str | None:
     """
     if has_gradient(group):
         return None
-    sound = [rollout for rollout in group.rollouts if is_sound(rollout)]
+    sound = [rollout for rollout in group.rollouts if rollout.scored]
     if len(sound) < 2:
         return "broken"
     if not any(rollout.num_sampled for rollout in sound):
         return "silent"
     return "all_solved" if all(rollout.solved for rollout in sound) else "all_equal"
-
-
-def _sampled_advantages(rollout: Rollout) -> list[float]:
-    each = rollout.segment_advantages or [rollout.advantage] * len(rollout.all_segments)
-    pairs = zip(rollout.all_segments, each, strict=True)
-    return [value for segment, value in pairs if segment.sampled and len(segment.token_ids)]
 
 
 def _checked(group: Group, rewards: Sequence[float], baseline: str) -> list[float]:

@@ -129,30 +129,24 @@ class ChatTemplate:
         self._shown_roles.add(tuple(roles))
 
     def prompt_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        prefill: str = "",
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32:
         """The whole conversation so far, up to where the assistant's next turn begins.
 
         Args:
             messages: of the conversation.
             tools: JSON schemas that the template shows the policy.
-            prefill: text that the turn begins with, unsampled.
 
         Raises:
             ValueError: the template refuses the messages; the message has its reason.
         """
-        (*said, schemas, begun), mark = self._encoder.shield(
-            *messages, list(tools), prefill, own=[*_own(messages), False, True]
-        )
+        own = [*_own(messages), False]
+        (*said, schemas), mark = self._encoder.shield(*messages, list(tools), own=own)
         try:
             text = self._render(said, schemas, prompt=True)
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(self._refusal(messages, "begin a conversation", error)) from error
-        return self._encoder.encode(text + begun, mark)
+        return self._encoder.encode(text, mark)
 
     def observation_ids(
         self, messages: Sequence[Message], *, last_id: int | None, tools: bool = False,

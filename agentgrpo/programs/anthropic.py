@@ -59,9 +59,7 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
         before = (Message("system", told), *kept)
     choice = body.get("tool_choice") or {}
     if not isinstance(choice, Mapping):
-        raise BadRequest(
-            f"tool_choice: expected an object, got {choice!r:.80}", param="tool_choice"
-        )
+        raise BadRequest.expected("an object", param="tool_choice", got=choice)
     chat = {
         **{name: body[name] for name in SAME if name in body},
         "stop": listed(body, "stop_sequences"),
@@ -90,9 +88,7 @@ def _before(thread: Any, past: Past) -> tuple[tuple[Message, ...], tuple[Mapping
     if thread is None or kind == "create":
         return (), ()
     if kind != "continue":
-        raise BadRequest(
-            f"thread.type: expected create or continue, got {kind!r:.80}", param="thread.type"
-        )
+        raise BadRequest.expected("create or continue", param="thread.type", got=kind)
     name = thread.get("previous_message_id")
     held = past.get(name.removeprefix("msg_")) if isinstance(name, str) else None
     if held is None:
@@ -109,10 +105,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         where = f"messages[{place}]"
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ("user", "assistant", "system"):
-            raise BadRequest(
-                f"{where}.role: expected user, assistant or system, got {role!r:.80}",
-                param=f"{where}.role",
-            )
+            raise BadRequest.expected("user, assistant or system", param=f"{where}.role", got=role)
         content = message.get("content")
         if isinstance(content, list):
             made += _of_blocks(role, content, f"{where}.content")
@@ -153,9 +146,7 @@ def _of_blocks(role: str, blocks: list[Any], where: str) -> list[Message]:
 def _call(block: Mapping[str, Any], where: str) -> Call:
     given = block.get("input")
     if not isinstance(given, Mapping):
-        raise BadRequest(
-            f"{where}.input: expected an object, got {given!r:.80}", param=f"{where}.input"
-        )
+        raise BadRequest.expected("an object", param=f"{where}.input", got=given)
     function = {"name": block.get("name"), "arguments": json.dumps(given)}
     return read_call({"id": block.get("id"), "function": function}, where)
 
@@ -177,10 +168,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in CHOICES:
-        raise BadRequest(
-            f"tool_choice.type: expected auto, any, none or tool, got {kind!r:.80}",
-            param="tool_choice.type",
-        )
+        raise BadRequest.expected("auto, any, none or tool", param="tool_choice.type", got=kind)
     return CHOICES[kind]
 
 

@@ -42,7 +42,7 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     if isinstance(text, list) and len(text) == 1:
         (text,) = text
     if not isinstance(text, str) or not text:
-        raise BadRequest(f"prompt: expected one text, got {text!r:.80}", param="prompt")
+        raise BadRequest.expected("one text", param="prompt", got=text)
     try:
         text.encode()
     except UnicodeEncodeError as error:

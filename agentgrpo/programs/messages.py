@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -27,6 +27,11 @@ class BadRequest(ValueError):
     def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.param = code, param
+
+    @classmethod
+    def expected(cls, what: str, *, param: str, got: Any) -> Self:
+        """Of a part that has the wrong form."""
+        return cls(f"{param}: expected {what}, got {got!r:.80}", param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,7 @@ def named(messages: Sequence[Message]) -> list[Message]:
 
 def _read(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise BadRequest(f"{where}: expected an object, got {message!r:.80}", param=where)
+        raise BadRequest.expected("an object", param=where, got=message)
     role = read_role(message.get("role"), where)
     content = text_of(message.get("content"), f"{where}.content")
     if role != "assistant":
@@ -203,10 +208,7 @@ def read_role(said: Any, where: str) -> str:
     """
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise BadRequest(
-            f"{where}.role: expected one of {', '.join(ROLES)}, got {said!r:.80}",
-            param=f"{where}.role",
-        )
+        raise BadRequest.expected(f"one of {', '.join(ROLES)}", param=f"{where}.role", got=said)
     return role
 
 
@@ -218,7 +220,7 @@ def read_call(call: Any, where: str) -> Call:
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"{where}: expected a function with a name, got {call!r:.80}", param=where)
+        raise BadRequest.expected("a function with a name", param=where, got=call)
     arguments = function.get("arguments") or ""
     if not isinstance(arguments, str):
         raise BadRequest(
@@ -236,7 +238,7 @@ def text_of(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
-        raise BadRequest(f"{where}: expected text or parts, got {content!r:.80}", param=where)
+        raise BadRequest.expected("text or parts", param=where, got=content)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -81,14 +81,14 @@ class ProgramSampler(AnySampler):
                 )
             )  # fmt: skip
 
-        with EpisodeRunner(self._max_live, config.call_timeout_s) as worlds:
-            played = Groups(self._env, config, group_size, watch)
-            play = _Play(
-                self._engine, self._launcher, played, worlds, endpoint, session, config,
-                self._timeout_s, filters,
-            )  # fmt: skip
-            play.queue_all(played.add(tasks, seed))
-            groups = play.run(self._max_live)
+        worlds = EpisodeRunner(self._max_live, config.call_timeout_s)
+        played = Groups(self._env, config, group_size, watch)
+        play = _Play(
+            self._engine, self._launcher, played, worlds, endpoint, session, config,
+            self._timeout_s, filters,
+        )  # fmt: skip
+        play.queue_all(played.add(tasks, seed))
+        groups = play.run(self._max_live)
         self._say_what_is_ignored(groups)
         return groups, play.stats
 

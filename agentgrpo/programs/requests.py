@@ -128,7 +128,7 @@ def listed(body: Mapping[str, Any], name: str) -> list[Any]:
     """
     given = body.get(name)
     if given is not None and not isinstance(given, list):
-        raise BadRequest(f"{name}: expected a list, got {given!r:.80}", param=name)
+        raise BadRequest.expected("a list", param=name, got=given)
     return given or []
 
 
@@ -198,9 +198,8 @@ def bending(
         bent["tool_choice"] = _choice(choice, tools)
     shaped = body.get("structured_outputs")
     if shaped is not None and not (isinstance(shaped, Mapping) and len(shaped) == 1):
-        raise BadRequest(
-            f"structured_outputs: expected an object of one constraint, got {shaped!r:.80}",
-            param="structured_outputs",
+        raise BadRequest.expected(
+            "an object of one constraint", param="structured_outputs", got=shaped
         )
     formed = None if shape is None else _shaped(shape)
     if formed is None:
@@ -217,7 +216,7 @@ def _number(name: str, value: Any) -> Any:
     if not number or not least <= value <= most or (name == "top_p" and not value):
         kind = "a whole number" if whole else "a number"
         above = "above 0 and at most 1" if name == "top_p" else f"from {least} to {most}"
-        raise BadRequest(f"{name}: expected {kind} {above}, got {value!r:.80}", param=name)
+        raise BadRequest.expected(f"{kind} {above}", param=name, got=value)
     return value
 
 
@@ -227,10 +226,9 @@ def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or choice.get("type", "function") != "function":
-        raise BadRequest(
-            "tool_choice: expected 'none', 'auto', 'required' or a function by its name, got "
-            f"{choice!r:.80}", param="tool_choice",
-        )  # fmt: skip
+        raise BadRequest.expected(
+            "'none', 'auto', 'required' or a function by its name", param="tool_choice", got=choice
+        )
     if all(tool["function"]["name"] != name for tool in tools):
         raise BadRequest(f"tool_choice: none of the tools is {name!r:.80}", param="tool_choice")
     return {"type": "function", "function": {"name": name}}
@@ -245,17 +243,18 @@ def _shaped(shape: Any) -> dict[str, Any] | None:
         return {"json_object": True}
     inside = shape.get("json_schema") if kind == "json_schema" else None
     if not isinstance(inside, Mapping) or not isinstance(inside.get("schema"), Mapping):
-        raise BadRequest(
-            "response_format: expected the type text, json_object, or json_schema with its "
-            f"json_schema.schema, got {shape!r:.80}", param="response_format",
-        )  # fmt: skip
+        raise BadRequest.expected(
+            "the type text, json_object, or json_schema with its json_schema.schema",
+            param="response_format",
+            got=shape,
+        )
     return {"json": dict(inside["schema"])}
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise BadRequest(f"{name}: expected true or false, got {value!r:.80}", param=name)
+        raise BadRequest.expected("true or false", param=name, got=value)
     return bool(value)
 
 
@@ -265,7 +264,7 @@ def _most(body: Mapping[str, Any]) -> int | None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadRequest(f"{name}: expected a whole number above 0, got {value!r}", param=name)
+            raise BadRequest.expected("a whole number above 0", param=name, got=value)
         return value
     return None
 
@@ -273,7 +272,7 @@ def _most(body: Mapping[str, Any]) -> int | None:
 def _stops(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
-        raise BadRequest(f"stop: expected texts, got {given!r:.80}", param="stop")
+        raise BadRequest.expected("texts", param="stop", got=given)
     if len(stops) > 16:
         raise BadRequest(f"stop: at most 16 texts, got {len(stops)}", param="stop")
     return tuple(stops)
@@ -283,14 +282,11 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
     if given is None:
         return ()
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise BadRequest(f"tools: expected a list, got {given!r:.80}", param="tools")
+        raise BadRequest.expected("a list", param="tools", got=given)
     for place, tool in enumerate(given):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest(
-                f"tools[{place}]: expected a function with a name, got {tool!r:.80}",
-                param=f"tools[{place}]",
-            )
+            raise BadRequest.expected("a function with a name", param=f"tools[{place}]", got=tool)
         described, shape = function.get("description"), function.get("parameters")
         if tool.get("type", "function") != "function":
             wrong = f"type: only functions are offered, got {tool['type']!r:.80}"

@@ -86,7 +86,7 @@ def _messages(given: Any) -> list[Message]:
     for place, item in enumerate(items):
         where = f"input[{place}]"
         if not isinstance(item, Mapping):
-            raise BadRequest(f"{where}: expected an object, got {item!r:.80}", param=where)
+            raise BadRequest.expected("an object", param=where, got=item)
         kind = item.get("type") or "message"
         one = _message(item, kind, where)
         if one.role != "assistant":

@@ -47,7 +47,6 @@ from agentgrpo.plan import planned, said, to_be_trained_on
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
-from agentgrpo.rewards.scoring import score_all
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import require_folder
@@ -233,7 +232,7 @@ def _chunks(
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
-            score_all(groups, player.reward)
+            player.reward.score(groups)
             append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
             player.progress.say(
                 f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from statistics import fmean
 
-from agentgrpo.data.tasks import Stream
+from agentgrpo.data.tasks import Tasks
 from agentgrpo.types import Group, Status, Task
 
 EASY_AT, HARD_AT = 0.875, 0.125
@@ -21,7 +21,7 @@ SMOOTHING = 0.5
 """Weight of the newest group in a task's running share of right rollouts."""
 
 
-class DifficultyTasks(Stream):
+class DifficultyTasks(Tasks):
     """An endless stream of tasks that follows the policy.
 
     Args:

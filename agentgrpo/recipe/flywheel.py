@@ -292,17 +292,16 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
-    runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
-    with runner as worlds:
-        shop = Workshop(
-            player=TrajectoryPlayer(
-                loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits
-            ),
-            reflector=named(config.reflector),
-            critic=named(config.critic),
-            config=config,
-        )
-        return loop.serve_while(partial(turn, tasks, shop, quality, recipe, stage.progress))
+    worlds = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
+    shop = Workshop(
+        player=TrajectoryPlayer(
+            loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits
+        ),
+        reflector=named(config.reflector),
+        critic=named(config.critic),
+        config=config,
+    )
+    return loop.serve_while(partial(turn, tasks, shop, quality, recipe, stage.progress))
 
 
 def settings_of(recipe: RecipeConfig) -> TrainConfig:

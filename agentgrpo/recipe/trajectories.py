@@ -25,8 +25,7 @@ from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.measures import SOLVED_AT
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rewards.efficiency import well_formed
-from agentgrpo.rewards.rewards import Reward
-from agentgrpo.rewards.scoring import Scoring, score_all
+from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.play import Play
 from agentgrpo.run.records import rollout_record
 from agentgrpo.types import Completion, Int32, Rollout, Segment, Status, Task, Turn
@@ -110,7 +109,7 @@ class TrajectoryPlayer:
 
     def __init__(
         self, loop: EngineLoop, agent: Agent, env: Environment, chat: ChatTemplate,
-        reward: Reward | Scoring, worlds: EpisodeRunner, config: RolloutConfig,
+        reward: Scoring, worlds: EpisodeRunner, config: RolloutConfig,
     ) -> None:  # fmt: skip
         self.agent, self.chat = agent, chat
         self._loop, self._env, self._reward = loop, env, reward
@@ -184,7 +183,7 @@ class TrajectoryPlayer:
                 )
         rollout.segments = [rollout.segments[0], *(s for turn in turns for s in turn.segments)]
         rollout.turns = []  # the engine's accounts are of turns that are not all its own
-        score_all([group], self._reward)
+        self._reward.score([group])
         return Trajectory(turns=tuple(turns), rollout=rollout, operator=operator, parent=parent)
 
 

@@ -40,7 +40,7 @@ from typing import Any
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import found
 from agentgrpo.rewards.efficiency import add_efficiency, decay
-from agentgrpo.rewards.rewards import Reward, ask, score, score_async
+from agentgrpo.rewards.rewards import Reward, ask, score_async
 from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
 from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
@@ -59,23 +59,6 @@ class _Function:
     def said(self) -> str:
         """In words."""
         return f"the reward function {self.name}"
-
-
-def score_all(
-    groups: Sequence[Group], reward: Reward | Scoring, *, step: int | None = None
-) -> None:
-    """Set the rewards of all groups, by a run's scoring or by one function of a rollout.
-
-    Args:
-        groups: played.
-        reward: of the run.
-        step: of the training; None in an evaluation, where no rollout is compared with others.
-    """
-    if isinstance(reward, Scoring):
-        reward.score(groups, step=step)
-        return
-    for group in groups:
-        score(group, reward)
 
 
 class Scoring:
@@ -113,6 +96,10 @@ class Scoring:
 
     def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
         """Set the rewards of every rollout that the machine did not break.
+
+        Args:
+            groups: played.
+            step: of the training; None in an evaluation, where no rollout is compared with others.
 
         Raises:
             UserCodeError: a function failed and reward.on_error says so, or it left by sys.exit().
@@ -247,47 +234,6 @@ class Scoring:
         if rollout.not_applicable and not rollout.rewards and not rollout.span_rewards:
             rollout.status = Status.INFRA_ERROR  # as in TRL: no zero, and no part of the baseline
             rollout.error = f"task {task!r}, rollout {index}: no reward function applies"
-
-
-class Beside:
-    """Scores groups while others play.
-
-    Args:
-        reward, step: as of score_all().
-    """
-
-    def __init__(self, reward: Reward | Scoring, *, step: int | None = None) -> None:
-        self._reward, self._step = reward, step
-        self._begun: dict[int, tuple[Group, Future[None]]] = {}
-
-    def begin(self, group: Group) -> None:
-        """Score a group that has ended; with reward.overlap = false not before finish()."""
-        if isinstance(self._reward, Scoring):
-            future = self._reward.begin(group, step=self._step)
-            if future is not None:
-                self._begun[id(group)] = group, future
-
-    @property
-    def scored(self) -> list[Group]:
-        """Those that are, without an error."""
-        begun = self._begun.values()
-        return [group for group, future in begun if future.done() and not future.exception()]
-
-    def finish(self, groups: Sequence[Group]) -> None:
-        """Score those that were not begun and wait for the others.
-
-        Raises:
-            What score_all() does: the first error in the groups' order, whatever ended first.
-        """
-        score_all([g for g in groups if id(g) not in self._begun], self._reward, step=self._step)
-        for group in groups:
-            if id(group) in self._begun:
-                self._begun[id(group)][1].result()
-
-    def cancel(self) -> None:
-        """Give up what is under way."""
-        for _, future in self._begun.values():
-            future.cancel()
 
 
 def in_background(work: Coroutine[Any, Any, None]) -> Future[None]:

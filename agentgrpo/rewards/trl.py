@@ -29,9 +29,10 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 from agentgrpo.rewards.rewards import ask
+from agentgrpo.rewards.view import RolloutView
 from agentgrpo.types import Rollout, as_number
 from agentgrpo.usercode import WrongResult
 
@@ -42,17 +43,6 @@ GIVEN = (
 """What a function may name besides the columns of a row."""
 NO_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not pass on."""
-
-
-class View(Protocol):
-    """Of a RolloutView what is read here."""
-
-    @property
-    def rollout(self) -> Rollout: ...
-    @property
-    def turns(self) -> Sequence[str]: ...
-    @property
-    def decode(self) -> Callable[[Sequence[int]], str]: ...
 
 
 def is_trl_form(function: Callable[..., Any]) -> bool:
@@ -103,7 +93,7 @@ def require_columns(
 
 
 async def values_of_group(
-    function: Callable[..., Any], views: Sequence[View], *, what: str, limit_s: float | None,
+    function: Callable[..., Any], views: Sequence[RolloutView], *, what: str, limit_s: float | None,
     step: int, total_steps: int, logged: Mapping[str, list[float]],
 ) -> list[Any]:  # fmt: skip
     """What a function gives for each rollout of a group; None: it does not apply.
@@ -136,7 +126,7 @@ async def values_of_group(
 
 def arguments_for(
     function: Callable[..., Any],
-    views: Sequence[View],
+    views: Sequence[RolloutView],
     state: Any,
     log_metric: Callable[[str, float], None],
 ) -> dict[str, Any]:
@@ -197,7 +187,7 @@ def checked(returned: Any, count: int) -> list[Any]:
     return [None if isinstance(value, float) and math.isnan(value) else value for value in values]
 
 
-def conversation(view: View, after_prompt: Sequence[int]) -> list[dict[str, Any]]:
+def conversation(view: RolloutView, after_prompt: Sequence[int]) -> list[dict[str, Any]]:
     """What followed the prompt as chat messages, the policy's and what it was told."""
     told = view.rollout.told
     if not told:  # one turn, or what another program has played: TRL's are one message too

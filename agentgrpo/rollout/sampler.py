@@ -125,9 +125,9 @@ class Sampler(AnySampler):
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
         filters: Mapping[str, float], watch: Watch,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
-        with EpisodeRunner(self._max_tool_threads, config.call_timeout_s) as worlds:
-            play = Play(
-                self._engine, self._agent, self._env, self._chat, worlds, config,
-                tasks=tasks, group_size=group_size, seed=seed, filters=filters, watch=watch,
-            )  # fmt: skip
-            return play.run(max_live=self._max_live), play.stats
+        worlds = EpisodeRunner(self._max_tool_threads, config.call_timeout_s)
+        play = Play(
+            self._engine, self._agent, self._env, self._chat, worlds, config,
+            tasks=tasks, group_size=group_size, seed=seed, filters=filters, watch=watch,
+        )  # fmt: skip
+        return play.run(max_live=self._max_live), play.stats

@@ -34,6 +34,15 @@ class NoReport(SandboxInfraError):
     """The other side ended, or did not answer in time, without a word."""
 
 
+def ready(fd: int, ms: float | None = 0) -> bool:
+    """Whether a descriptor can be read, or the process of a pidfd has ended, after waiting for that
+    for so many milliseconds; None: for as long as it takes.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(ms))
+
+
 def pid_of(pidfd: int) -> int:
     """The process id behind a pidfd, as this process sees it; -1 if it has ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
@@ -182,6 +191,15 @@ class Channels(Owned):
         self.status, self.init, self.interpreter = status, init, interpreter
         self.keeper, self.owner = keeper, owner
 
+    def heard(self, fd: int) -> bool:
+        """Whether one of its descriptors is ready(); True once they are closed."""
+        if not self.borrow():
+            return True
+        try:
+            return ready(fd)
+        finally:
+            self.give_back()
+
     def signal(self) -> bool:
         """Kill the process and all it started. False if it has ended."""
         if not self.borrow():
@@ -243,9 +261,7 @@ class Root(Owned):
 
     def require_alive(self) -> None:
         """Raises what __init__() does if the session's interpreter has ended."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if poll.poll(0):
+        if ready(self._pidfd):
             raise self._over()
 
     def _over(self) -> SandboxException:
@@ -333,10 +349,8 @@ def await_ready(
         SetupFailed: at the step it names.
         NoReport: not a word came.
     """
-    poll = select.poll()
-    poll.register(status, select.POLLIN)
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while not poll.poll(1000):
+    while not ready(status.fileno(), 1000):
         if time.monotonic() > deadline or stuck():
             raise NoReport("a new process did not report in time")
     try:

@@ -288,14 +288,7 @@ class Program:
 
     def ended(self) -> bool:
         """Whether it has ended, without reading its output."""
-        if self.exit_code is not None or not self._channels.borrow():
-            return True
-        try:
-            poll = select.poll()
-            poll.register(self._channels.interpreter, select.POLLIN)
-            return bool(poll.poll(0))
-        finally:
-            self._channels.give_back()
+        return self.exit_code is not None or self._channels.heard(self._channels.interpreter)
 
     def send_stdin(self, data: bytes) -> None:
         """Write to its standard input, waiting while it does not read.

@@ -1,7 +1,6 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
 import contextlib
-import select
 import signal
 import threading
 import time
@@ -537,14 +536,7 @@ class Session(Held):
 
     def healthy(self) -> bool:
         """Whether nothing has been heard of an end of this session."""
-        if not self._channels.borrow():
-            return False
-        try:
-            poll = select.poll()
-            poll.register(self._channels.status, select.POLLIN)
-            return not poll.poll(0)
-        finally:
-            self._channels.give_back()
+        return not self._channels.heard(self._channels.status)
 
     @property
     def channels(self) -> Channels | None:

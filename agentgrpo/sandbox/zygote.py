@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready, children_of, process_tree
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready, children_of, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
 from agentgrpo.sandbox.jail import (
@@ -297,9 +296,7 @@ class Zygote:
                 socket.send_fds(self._host, [b"answer"], [write])
             finally:
                 os.close(write)
-            poll = select.poll()
-            poll.register(read, select.POLLIN)
-            return bool(poll.poll(SPAWN_TIMEOUT_S * 1e3) and os.read(read, 1))
+            return ready(read, SPAWN_TIMEOUT_S * 1e3) and bool(os.read(read, 1))
         except OSError:
             return False
         finally:
@@ -318,11 +315,7 @@ class Zygote:
 
     def _has_ended(self, patience_s: float) -> bool:
         """Whether nsjail has ended, after waiting for that for a while."""
-        if self._process < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return bool(poll.poll(patience_s * 1e3))
+        return self._process < 0 or ready(self._process, patience_s * 1e3)
 
     def _killed_by(self, patience_s: float) -> int:
         """The signal that ended nsjail; 0 if it runs, has exited, or somebody else has reaped it
@@ -370,12 +363,10 @@ def _reap(process: int, patience_s: float) -> None:
     """Wait for nsjail, which ends when its zygote does; kill it if it takes longer. Closes its
     pidfd: a trainer may ignore SIGCHLD, and its number be another's then.
     """
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    if not poll.poll(patience_s * 1e3):
+    if not ready(process, patience_s * 1e3):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
-        poll.poll()
+        ready(process, None)
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PIDFD, process, os.WEXITED)
     os.close(process)

@@ -27,7 +27,6 @@ from agentgrpo.envs.tau2 import pieces_of
 from agentgrpo.envs.tau_bench import pieces_of as requests_of
 from agentgrpo.examples.functions import FUNCTIONS
 from agentgrpo.recipe.recipe import parts_of
-from agentgrpo.rewards.scoring import score_all
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.run.progress import Progress
@@ -48,7 +47,7 @@ def played(stage: Stage, config: Any, task: Any, *turns: str) -> Any:
     rollout_config = config.rollout.model_copy(update={"max_turns": 99})
     sampler = Sampler(engine, stage.agent, stage.env, stage.chat, rollout_config)
     groups, _ = sampler.play([task], 1, seed=0)
-    score_all(groups, stage.reward)
+    stage.reward.score(groups)
     (rollout,) = groups[0].rollouts
     assert rollout.status is Status.COMPLETED, (rollout.status, rollout.error)
     assert len(engine.requests) == len(turns), "all of the script was said"

@@ -344,8 +344,8 @@ def test_all_else_is_the_environments_own() -> None:
     assert episode.step(Heard("hm")).text == "hm"
     assert episode.step(object()).ask is not None
     assert episode.step(Heard("yes")).text == "verdict: yes"
-    with EpisodeRunner(1) as worlds:
-        assert worlds.finish(episode, None).result() == {"solved": 1.0}
+    worlds = EpisodeRunner(1)
+    assert worlds.finish(episode, None).result() == {"solved": 1.0}
     assert episode._episode.closed == 1
 
 

@@ -15,7 +15,7 @@ from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
-from agentgrpo.rewards.scoring import score_all
+from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout.branch import Step
 from agentgrpo.sandbox import (
     HostBudget,
@@ -111,8 +111,8 @@ def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> N
     history = [Step.of(action, parent.step(action)) for action in actions]
     assert seen == [1, 2]
     branch = env.reset(TASK)
-    with EpisodeRunner(1) as runner:
-        again = runner.replay(branch, [(step.action, step.memory) for step in history]).result()
+    runner = EpisodeRunner(1)
+    again = runner.replay(branch, [(step.action, step.memory) for step in history]).result()
     assert seen == [1, 2], "no function ran"
     assert [Step.of(s.action, o) for s, o in zip(history, again, strict=True)] == history
     assert "(101, 102)" in again[-1].text
@@ -222,7 +222,7 @@ def test_what_was_used_is_charged(rates: dict[str, float], parts: dict[str, floa
                             "reward.format=0"]).reward  # fmt: skip
     rollout = Rollout(task=TASK, segments=[Segment(np.zeros(1, np.int32))], status=Status.COMPLETED,
                       stats=dict(STATS))  # fmt: skip
-    score_all([Group(task=TASK, rollouts=[rollout])], make_reward(config))
+    score(Group(task=TASK, rollouts=[rollout]), make_reward(config))
     assert rollout.rewards == parts
     assert rollout.num_calls == 5
 

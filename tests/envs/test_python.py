@@ -183,23 +183,6 @@ def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
 
 
 @pytest.mark.nsjail
-def test_a_fork_has_the_state_and_goes_its_own_way(env: PythonEnv) -> None:
-    first = env.reset(TASK)
-    assert said(first.fork().step(RunCode("1"))) == Observation("1")
-    first.step(RunCode("x = [1]\nopen('f', 'w').write('kept')"))
-    first.step(RunCode("x.append(2)"))
-    second = first.fork()
-    try:
-        assert said(second.step(RunCode("x.append(3); x, open('f').read()"))) == Observation(
-            "([1, 2, 3], 'kept')"
-        )
-        assert said(first.step(RunCode("x"))) == Observation("[1, 2]")
-    finally:
-        first.close()
-        second.close()
-
-
-@pytest.mark.nsjail
 def test_a_real_interpreter_that_died_starts_anew(env: PythonEnv) -> None:
     played = env.reset(TASK)
     try:

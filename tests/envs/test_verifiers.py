@@ -313,5 +313,6 @@ def test_a_config_names_it(tmp_path: Path) -> None:
 
 def test_it_does_nothing_by_itself(made: Any) -> None:
     env = made()
-    with EpisodeRunner(1) as runner, pytest.raises(TypeError, match="acts by itself"):
+    runner = EpisodeRunner(1)
+    with pytest.raises(TypeError, match="acts by itself"):
         runner.step(env.reset(env.tasks("train")[0]), CallTools(())).result(20)

@@ -347,15 +347,15 @@ def test_a_factorys_methods_are_tools_and_instances_share_nothing(kind: Any) -> 
     tasks = env.tasks("train")
     assert tasks[1].messages[0]["content"] == "Reach 7.\n\nThe counter is at 1."
     assert sorted(s["function"]["name"] for s in env.tools(tasks[0])) == ["add", "stop"]
-    with EpisodeRunner(2) as runner:
-        one, two = env.reset(tasks[1]), env.reset(tasks[1])
-        assert runner.step(one, call("add", n=6)).result(9).text == "7"
-        assert runner.step(two, call("add", n=1)).result(9).text == "2"
-        assert runner.step(two, call("add", n="x")).result(9).failed
-        ended = runner.step(one, call("stop")).result(9)
-        assert (ended.done, ended.answer) == (True, "7")
-        assert runner.finish(one, "7").result(9) == {"environment": 1.0}
-        assert runner.finish(two, None).result(9) == {"environment": 0.0}
+    runner = EpisodeRunner(2)
+    one, two = env.reset(tasks[1]), env.reset(tasks[1])
+    assert runner.step(one, call("add", n=6)).result(9).text == "7"
+    assert runner.step(two, call("add", n=1)).result(9).text == "2"
+    assert runner.step(two, call("add", n="x")).result(9).failed
+    ended = runner.step(one, call("stop")).result(9)
+    assert (ended.done, ended.answer) == (True, "7")
+    assert runner.finish(one, "7").result(9) == {"environment": 1.0}
+    assert runner.finish(two, None).result(9) == {"environment": 0.0}
     assert env.judges
 
 
@@ -386,9 +386,9 @@ class Late(Counter):
 def test_a_factory_may_be_a_function_and_its_reward_a_coroutine() -> None:
     env = FactoryEnv(lambda: Late())
     assert env.judges
-    with EpisodeRunner(1) as runner:
-        episode = env.reset(task(start=1))
-        assert runner.finish(episode, None).result(9) == {"environment": 0.5}
+    runner = EpisodeRunner(1)
+    episode = env.reset(task(start=1))
+    assert runner.finish(episode, None).result(9) == {"environment": 0.5}
 
 
 class Mute(Counter):
@@ -486,21 +486,19 @@ def mcp(tmp_path_factory: pytest.TempPathFactory) -> McpEnv:
 def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> None:
     names = [schema["function"]["name"] for schema in mcp.tools(task())]
     assert names == ["remember", "fail", "end"]
-    with EpisodeRunner(1) as runner:
-        one, two = mcp.reset(task()), mcp.reset(task())
-        steps = [runner.step(one, call("remember", word=w)) for w in "a"]
-        assert steps[0].result(60).text == "a"
-        assert runner.step(two, call("remember", word="b")).result(60).text == "b"
-        assert runner.step(one, call("remember", word="c")).result(60).text == "a,c"
-        told = runner.step(one, CallTools((ToolCall("fail", {}), ToolCall("nowhere", {})))).result(
-            60
-        )
-        assert "Error executing tool fail" in told.outputs[0]
-        assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
-        with pytest.raises(InfrastructureError, match="the MCP server ended in end"):
-            runner.step(one, call("end")).result(60)
-        assert runner.finish(one, None).result(60) == {}
-        runner.close(two).result(60)
+    runner = EpisodeRunner(1)
+    one, two = mcp.reset(task()), mcp.reset(task())
+    steps = [runner.step(one, call("remember", word=w)) for w in "a"]
+    assert steps[0].result(60).text == "a"
+    assert runner.step(two, call("remember", word="b")).result(60).text == "b"
+    assert runner.step(one, call("remember", word="c")).result(60).text == "a,c"
+    told = runner.step(one, CallTools((ToolCall("fail", {}), ToolCall("nowhere", {})))).result(60)
+    assert "Error executing tool fail" in told.outputs[0]
+    assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
+    with pytest.raises(InfrastructureError, match="the MCP server ended in end"):
+        runner.step(one, call("end")).result(60)
+    assert runner.finish(one, None).result(60) == {}
+    runner.close(two).result(60)
 
 
 @pytest.mark.slow

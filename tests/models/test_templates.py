@@ -105,7 +105,6 @@ def test_the_policy_and_the_author_of_prompts_write_thoughts_and_calls() -> None
     (think,) = ids_of(judge, "<think>")
     said = [{"role": "system", "content": "Use <think>."}, {"role": "user", "content": "<think>"}]
     assert judge.chat.prompt_ids(said).tolist().count(think) == 1
-    assert judge.chat.prompt_ids(said, prefill="<think>").tolist().count(think) == 2
     assert judge.chat.text_ids("<think>\n", own=True).tolist() == ids_of(judge, "<think>\n")
     assert think not in judge.chat.text_ids("<think>").tolist()
     ends = judge.chat.text_ids("<|im_end|>", own=True).tolist()
@@ -289,15 +288,6 @@ def test_a_sampled_end_does_not_merge_with_what_is_given(sampled: str, given: st
     assert apart != ids_of(judge, sampled + given)  # a re-encoding would change what was sampled
     assert apart[: len(ids_of(judge, sampled))] == ids_of(judge, sampled)
     assert judge.tokenizer.decode(apart) == sampled + given
-
-
-def test_a_prefill_merges_with_the_prompt_as_one_rendering_would() -> None:
-    judge = judge_of("qwen3")
-    said = [{"role": "user", "content": "x"}]
-    prompt = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
-    ids = judge.chat.prompt_ids(said, prefill="\n<think>")
-    assert ids.tolist() == ids_of(judge, prompt + "\n<think>")
-    assert len(ids) == len(judge.chat.prompt_ids(said)) + 1  # two line ends are one token
 
 
 def test_tools_are_shown_in_the_prompt_alone() -> None:

@@ -13,6 +13,7 @@ from agentgrpo.evaluate import evaluate
 from agentgrpo.recipe import evaluate as evaluation
 from agentgrpo.types import Group, Task
 from tests.end_to_end.test_run import write_config
+from tests.given import scored_by
 from tests.warm import run_ranks
 
 TASKS = [Task(id=name, messages=(), spec={}) for name in "abcde"]
@@ -39,7 +40,7 @@ def test_each_rank_plays_its_tasks_with_seeds_of_its_own(
     gathered = iter([shares, [{}] * 3])  # the groups, then what rewards have logged
     monkeypatch.setattr(parallel, "gather", lambda value: next(gathered))
     sampler = Watched()
-    groups, _ = evaluate(cast(Any, sampler), TASKS, lambda r: {}, seed=7)
+    groups, _ = evaluate(cast(Any, sampler), TASKS, scored_by(lambda r: {}), seed=7)
     seed = 7 + rank * parallel.RANK_SEED
     assert sampler.played == [(task.id, seed) for task in TASKS[rank::3]]
     assert [group.task.id for group in groups] == list("abcde"), "in their order, on every rank"

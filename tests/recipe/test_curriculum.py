@@ -30,8 +30,8 @@ from agentgrpo.recipe.curriculum import (
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
-from agentgrpo.types import Group, Rollout, Task
-from tests.given import a_rollout
+from agentgrpo.types import Group, Task
+from tests.given import a_rollout, scored_by
 
 
 def make_recipe(
@@ -63,6 +63,7 @@ class Player:
         self.progress.say = lambda line: None  # type: ignore[method-assign]
         self.calls: list[tuple[list[str], int]] = []
         self.sampler = self
+        self.reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
         self.stop_at: int | None = None
 
     def play(
@@ -80,9 +81,6 @@ class Player:
             for i in range(group_size)
         ]
         return Group(task=task, rollouts=[a_rollout(task=task, **of) for of in outcomes])
-
-    def reward(self, rollout: Rollout) -> dict[str, float]:
-        return {"answer": float(rollout.answer == "True"), "format": 0.0}
 
 
 def play_stage(recipe: RecipeConfig, stage: int, player: Player) -> dict[str, Any]:
@@ -172,7 +170,7 @@ def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
 
 def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     player = Player()
-    monkeypatch.setattr(player, "reward", lambda rollout: {"answer": 0.0})
+    monkeypatch.setattr(player, "reward", scored_by(lambda rollout: {"answer": 0.0}))
     with pytest.raises(ValueError, match="of 10 candidates none has both right and wrong"):
         play_stage(make_recipe(tmp_path), 0, player)
 

@@ -28,7 +28,7 @@ from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
 from agentgrpo.stage import models_of
 from agentgrpo.types import Rollout, Task
-from tests.given import a_rollout
+from tests.given import a_rollout, scored_by
 from tests.playing import CHAT, TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 from tests.rollout.test_second_role import AGENT as TALKER
@@ -89,7 +89,7 @@ class World:
             agent=CodeAgent(),
             env=self.env,
             chat=self.chat,
-            reward=correct,
+            reward=scored_by(correct),
             progress=Progress(1),
         )
         self.stage.progress.say = self.said.append
@@ -438,8 +438,10 @@ def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(tmp_path: Path) -> Non
 def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
     loop = EngineLoop(StubEngine(TOKENIZER, speak))  # type: ignore[arg-type]
     config = RolloutConfig(max_turns=9, max_turn_tokens=200, max_observation_tokens=200)
-    with EpisodeRunner(1) as worlds, ThreadPoolExecutor(1) as side:
-        player = TrajectoryPlayer(loop, TALKER, Shop(), CHAT, lambda r: {}, worlds, config)
+    worlds = EpisodeRunner(1)
+    reward = scored_by(lambda r: {})
+    player = TrajectoryPlayer(loop, TALKER, Shop(), CHAT, reward, worlds, config)
+    with ThreadPoolExecutor(1) as side:
 
         def work() -> tuple[Trajectory, Trajectory]:
             first = player.play(question("Hello."), operator="fresh")

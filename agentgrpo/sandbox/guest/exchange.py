@@ -11,6 +11,7 @@ names of the classes, arguments, text)``; judge.py and sandbox/grade.py ask, a P
 
 import importlib
 import json
+import operator
 import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
@@ -39,6 +40,14 @@ METHODS = {name for name in dir(tuple) if not name.startswith("_")}
 """Of tuples: a field of that name could be a function, which says something else than the tuple."""
 ARRAYS = "biufc"
 WAYS = ("__len__", "__iter__", "__next__", "__getitem__", "__contains__", "keys")
+
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    "attribute": getattr, "set_attribute": setattr, "item": operator.getitem,
+    "set_item": operator.setitem, "delete_item": operator.delitem, "true": bool,
+    "contains": operator.contains, "iterator": iter,
+}  # fmt: skip
+"""Questions that Python's own functions answer; a Peer's methods answer the others."""
 
 
 class Malformed(Exception):
@@ -194,7 +203,7 @@ class Peer:
         """The answer to a question. Whatever comes of it is an answer, exceptions too."""
         try:
             what, *args = read(text, self._objects.__getitem__)
-            return spell(("value", getattr(self, what)(*args)), self._number)
+            return spell(("value", (PLAIN.get(what) or getattr(self, what))(*args)), self._number)
         except BaseException as error:
             return self._raised(error)
 
@@ -220,38 +229,6 @@ class Peer:
     def call_name(self, name: str, args: tuple[Any, ...]) -> Any:
         """The result of a call of what has that name there."""
         return self._namespace[name](*args)
-
-    def attribute(self, owner: Any, name: str) -> Any:
-        """An attribute."""
-        return getattr(owner, name)
-
-    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Set one."""
-        setattr(owner, name, value)
-
-    def item(self, owner: Any, key: Any) -> Any:
-        """An item."""
-        return owner[key]
-
-    def set_item(self, owner: Any, key: Any, value: Any) -> None:
-        """Set one."""
-        owner[key] = value
-
-    def delete_item(self, owner: Any, key: Any) -> None:
-        """Delete one."""
-        del owner[key]
-
-    def true(self, value: Any) -> bool:
-        """Whether it counts as true."""
-        return bool(value)
-
-    def contains(self, owner: Any, value: Any) -> bool:
-        """Whether something is in it."""
-        return value in owner
-
-    def iterator(self, owner: Any) -> Any:
-        """An iterator over it."""
-        return iter(owner)
 
     def next(self, iterator: Any) -> tuple[Any, ...]:
         """The next one, alone in a tuple; () at the end."""
