@@ -1,6 +1,6 @@
 """vLLM inside this process, driven step by step on token ids.
 
-Written against vLLM 0.20 to 0.33, which only this folder imports.
+Written against vLLM 0.24 to 0.33, which only this folder imports.
 VLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
 requests name, so that nothing is written or read.
 """
