@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from agentgrpo.agents.inline import InlineAgent
+from agentgrpo.build import Parts
+from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.plan import plan
 from agentgrpo.stage import set_stage
@@ -121,6 +124,30 @@ def test_a_layout_that_takes_long_is_timed_twice(monkeypatch: pytest.MonkeyPatch
     assert len(step.time_layout(setting, model, [], "tree")[0]) == 5
     monkeypatch.setattr(step, "ENOUGH", 0.0)
     assert len(step.time_layout(setting, model, [], "tree")[0]) == 2
+
+
+def test_colocated_writes_its_rows_once_all_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing lets go of the learner, and its last row was lost with it."""
+    learner: Any = SimpleNamespace(
+        model=torch.nn.Linear(2, 3), policy=SimpleNamespace(weights="shared")
+    )
+    parts = Parts.__new__(Parts)
+    parts.learner, parts.reward = learner, SimpleNamespace()  # type: ignore[assignment]
+    parts.engine = SimpleNamespace(device="cpu", dtype="float32")  # type: ignore[assignment]
+
+    def cycle(_: object, given: Parts, seen: colocated.Seen, step: int) -> None:
+        for name in ("awake_mib", "asleep_mib", "learned_mib"):
+            seen.add(name, float(step))
+
+    monkeypatch.setattr("agentgrpo.build.build", lambda _: parts)
+    monkeypatch.setattr(Parts, "close", Parts._let_go)
+    monkeypatch.setattr(colocated, "cycle", cycle)
+    config = TrainConfig(model="m", out_dir=tmp_path, engine=EngineConfig(weights="shared"))
+    rows: dict[str, Any] = {}
+    colocated.measure(config, 10, lambda name, values, *rest: rows.update({name: rest}))
+    assert rows["shared: growth of awake_mib"] == ("MiB", {"cycles": 10, "parameters": 9})
 
 
 def test_colocated_needs_neither_a_sandbox_nor_another_models_tokenizer(
