@@ -57,8 +57,9 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 
 
 def recipe() -> str:
-    """Of what parts are made, and how: parts of another one are stale."""
-    return hashlib.sha256(WHEELS.read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    """Of what parts are made: those of anything else are stale."""
+    made_of = (WHEELS.read_text(), GROUPS, ORDER, LEFT_OUT)
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()
 
 
 def download(python: str, folder: Path) -> None:
@@ -301,7 +302,7 @@ def _names(source: Path, path: Path) -> dict[str, Any]:
                 for alias in aliases:
                     if alias.name == "*":
                         names["*"].append(origin)
-                    elif alias.name != alias.asname or alias.name not in names:
+                    else:
                         where = (origin, alias.name) if _of_vllm(origin) else None
                         names[alias.asname or alias.name] = where
             case _:
@@ -325,7 +326,7 @@ def calls(parts: Path) -> str:
     commit = measured_commit()
     abouts = [_of(path.parent) for path in sorted(parts.glob("*/about.json"))]
     if not abouts or {about["recipe"] for about in abouts} != {recipe()}:
-        raise SystemExit("error: no parts of this wheels.txt and parts.py: rented.sh parts")
+        raise SystemExit("error: no parts of this wheels.txt and LEFT_OUT: rented.sh parts")
     if len(abouts) != abouts[0]["count"] or len({about["whole"] for about in abouts}) > 1:
         raise SystemExit(f"error: {len(abouts)} of {abouts[0]['count']} parts: rented.sh parts")
     absent = [x for name in ("agentgrpo", "bench/gpu")
