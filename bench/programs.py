@@ -111,7 +111,7 @@ class Elsewhere:
         self._running: dict[int, Future[Any]] = {}
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, task: Any, session: Any, endpoint: Any, rollout: int) -> Any:
+    def start(self, task: Any, session: Any, endpoint: Any) -> Any:
         """Have it play one."""
         outcome: Future[Any] = Future()
         number = len(self._running)

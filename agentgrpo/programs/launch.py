@@ -97,7 +97,7 @@ class Running(Protocol):
 class Launcher(Protocol):
     """Starts programs."""
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         """Run it for a task, with a session of the endpoint's."""
 
 
@@ -173,7 +173,7 @@ class Awaited:
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         """Call it: function(task, base_url=..., api_key=..., model=...)."""
         return _Coroutine(self._play(task, session, endpoint))
 
@@ -227,31 +227,33 @@ class Process:
     ) -> None:
         self._command, self._files, self._env = command, files, env
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         """Start it."""
-        folder = tempfile.TemporaryDirectory(
-            prefix="agentgrpo-program-", ignore_cleanup_errors=True
-        )
-        place = Path(folder.name)
-        for path in self._files:
-            (shutil.copytree if path.is_dir() else shutil.copy)(path, place / path.name)
-        told = json.dumps(task_json(task), ensure_ascii=False)
-        (place / TASK_FILE).write_text(told, encoding="utf-8")
-        kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
-        env = {
-            **kept, **variables(endpoint.url, session.key),
-            "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
-        }  # fmt: skip
-        head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
         with contextlib.ExitStack() as undo:
+            folder = tempfile.TemporaryDirectory(
+                prefix="agentgrpo-program-", ignore_cleanup_errors=True
+            )
+            place = Path(undo.enter_context(folder))
+            for path in self._files:
+                (shutil.copytree if path.is_dir() else shutil.copy)(path, place / path.name)
+            told = json.dumps(task_json(task), ensure_ascii=False)
+            (place / TASK_FILE).write_text(told, encoding="utf-8")
+            kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
+            env = {
+                **kept, **variables(endpoint.url, session.key),
+                "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
+            }  # fmt: skip
+            head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
             out, err = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             with open(place / TASK_FILE, "rb") as task_in:
                 process = subprocess.Popen(
                     [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
                     stdin=task_in, stdout=out, stderr=err,
                 )  # fmt: skip
+            undo.callback(os.killpg, process.pid, signal.SIGKILL)
+            started = _Process(process, folder, out, err)
             undo.pop_all()
-        return _Process(process, folder, out, err)
+        return started
 
 
 class _Process:
@@ -332,7 +334,7 @@ class Sandboxed:
         self._timeout_s, self._starts = timeout_s, threading.Semaphore(STARTS)
         self._files = {name: data for path in files for name, data in _contents(path)}
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint, rollout: int) -> Running:
+    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         """Start it, on a thread that waits for it."""
         return _InSession(self, task, session, endpoint)
 

@@ -20,18 +20,19 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment
-from agentgrpo.envs.runner import EpisodeRunner, checked_episode, networks_fault
+from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running, launcher_of
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, Session, Wanted
-from agentgrpo.rollout.decoder import Decoder, Watch, request_seed
+from agentgrpo.rollout.decoder import Decoder, Watch
+from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status, Task, Treatment
-from agentgrpo.usercode import UserCodeError, calling, tell
+from agentgrpo.usercode import UserCodeError, tell
 
 
 class ProgramSampler(AnySampler):
@@ -81,11 +82,12 @@ class ProgramSampler(AnySampler):
             )  # fmt: skip
 
         with EpisodeRunner(self._max_live, config.call_timeout_s) as worlds:
+            played = Groups(self._env, config, group_size, watch)
             play = _Play(
-                self._engine, self._launcher, self._env, worlds, endpoint, session, config,
-                self._timeout_s, filters, watch, group_size,
+                self._engine, self._launcher, played, worlds, endpoint, session, config,
+                self._timeout_s, filters,
             )  # fmt: skip
-            play.add(tasks, seed)
+            play.queue_all(played.add(tasks, seed))
             groups = play.run(self._max_live)
         self._say_what_is_ignored(groups)
         return groups, play.stats
@@ -125,23 +127,18 @@ class _Live:
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """One call of play(). Rollout i of task t has the index t * group_size + i."""
+    """One call of play(); see Groups for indices."""
 
     engine: Decoder
     launcher: Launcher | None
     """None: its episodes play themselves."""
-    env: Environment
+    groups: Groups
     worlds: EpisodeRunner
     endpoint: Endpoint
     session: Any
     config: RolloutConfig
     timeout_s: float
     filters: Mapping[str, float]
-    watch: Watch
-    group_size: int
-    stats: SamplerStats = field(default_factory=SamplerStats)
-    tasks: list[Task] = field(default_factory=list)
-    seeds: list[tuple[int, int]] = field(default_factory=list)
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     """Index and attempt of rollouts that wait for their places."""
     live: dict[int, _Live] = field(default_factory=dict)
@@ -149,23 +146,24 @@ class _Play:
     """From other threads: of a rollout, a Wanted, or the Future of what has ended."""
     decoding: dict[str, tuple[int, Wanted]] = field(default_factory=dict)
     finishing: dict[int, Rollout] = field(default_factory=dict)
-    played: dict[int, Rollout] = field(default_factory=dict)
-    groups: dict[int, Group] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     asked: int = 0
 
-    def add(self, tasks: Sequence[Task], seed: int) -> None:
-        """Queue groups behind those that are under way."""
-        for place, task in enumerate(tasks):
-            first = len(self.tasks) * self.group_size
-            self.tasks.append(task)
-            self.seeds.append((seed, place))
-            self.queue.extend((first + member, 0) for member in range(self.group_size))
+    @property
+    def stats(self) -> SamplerStats:
+        """What is counted of it."""
+        return self.groups.stats
+
+    def queue_all(self, tasks: Sequence[int] | None) -> bool:
+        """Groups behind those that are under way; whether there are any."""
+        for task in tasks or ():
+            self.queue.extend((index, 0) for index in self.groups.indices(task))
+        return tasks is not None
 
     def run(self, max_live: int) -> list[Group]:
         """Play until every program has ended; whatever happens, none is left running."""
         try:
-            while self._add_more() or self.queue or self.live or self.finishing:
+            while self.queue_all(self.groups.more()) or self.queue or self.live or self.finishing:
                 while self.queue and len(self.live) < max_live:
                     self._start(*self.queue.popleft())
                 self._end_overdue()
@@ -175,28 +173,19 @@ class _Play:
         finally:
             self._stop()
         self._require_some_ran()
-        return [self.groups[task] for task in range(len(self.tasks))]
-
-    def _add_more(self) -> bool:
-        more = self.watch.more()
-        if more is not None:
-            self.add(*more)
-        return more is not None
+        return self.groups.whole()
 
     # --- programs
 
     def _start(self, index: int, attempt: int) -> None:
-        task, of = self.tasks[index // self.group_size], self._of(index)
+        task = self.groups.task(index)
         session = self.session(lambda wanted: self.inbox.put((index, wanted)))
+        episode: Any = NOTHING
         try:
-            with (
-                networks_fault(self.env.reset),
-                calling(self.env.reset, task=of[0], rollout=of[1]),
-            ):
-                episode: Any = checked_episode(self.env.reset(task))
-            launcher = self.launcher or Awaited(episode.play)
-            running = launcher.start(task, session, self.endpoint, of[1])
-        except InfrastructureError as error:  # of reset()
+            episode = self.groups.reset(index)
+            running = self._launch(episode, task, session)
+        except InfrastructureError as error:
+            self.worlds.close(episode, self.groups.of(index)).result()
             self.endpoint.end(session)
             rollout = _without_a_turn(session, task, str(error))
             rollout.treatment = treatment_of(rollout.status, self.config)
@@ -209,9 +198,12 @@ class _Play:
         self.live[index] = _Live(task, attempt, session, episode, running, time.monotonic() + limit)
         running.outcome.add_done_callback(lambda future: self.inbox.put((index, future)))
 
-    def _of(self, index: int) -> tuple[str, int]:
-        task, member = divmod(index, self.group_size)
-        return self.tasks[task].id, member
+    def _launch(self, episode: Any, task: Task, session: Session) -> Running:
+        launcher = self.launcher or Awaited(episode.play)
+        try:
+            return launcher.start(task, session, self.endpoint)
+        except (OSError, RuntimeError) as error:  # no process, thread or descriptor is to be had
+            raise InfrastructureError(f"a program could not be started: {error}") from error
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -223,13 +215,15 @@ class _Play:
 
     def _take(self) -> None:
         """What has come from other threads; waits for something if nothing decodes."""
-        started = time.perf_counter()
-        block = not self.decoding
+        block = not self.decoding and bool(self.live or self.finishing)
         while True:
+            started = time.perf_counter()
             try:
                 index, what = self.inbox.get(block, self._seconds_left() if block else None)
             except Empty:
                 break
+            finally:
+                self.stats.idle_s += (time.perf_counter() - started) * block
             block = False
             if isinstance(what, Wanted):
                 self._ask(index, what)
@@ -237,7 +231,6 @@ class _Play:
                 self._finished(index, what)
             else:
                 self._ended(index, what)
-        self.stats.idle_s += 0.0 if self.decoding else time.perf_counter() - started
 
     def _seconds_left(self) -> float | None:
         """Until the next program has had its time; None: none has a limit left."""
@@ -252,8 +245,7 @@ class _Play:
             wanted.told(InfrastructureError("the rollout is over"))
             return
         live.asked = live.asked or time.perf_counter()
-        task, member = divmod(index, self.group_size)
-        seed = request_seed(*self.seeds[task], member, live.attempt, *wanted.place)
+        seed = self.groups.seed(index, live.attempt, *wanted.place)
         self.asked += 1
         request_id = f"{index}.{self.asked}"
         filters = {**self.filters, **wanted.sampling}
@@ -278,11 +270,7 @@ class _Play:
         self.decoding[request_id] = index, wanted
 
     def _decode(self) -> None:
-        started = time.perf_counter()
-        done = self.engine.step()
-        self.stats.decode_s += time.perf_counter() - started
-        self.stats.engine_steps += 1
-        for turn in done:
+        for turn in self.groups.decode(self.engine):
             self._tell(*self.decoding.pop(turn.request_id), turn)
 
     def _tell(self, index: int, wanted: Wanted, turn: Completion) -> None:
@@ -318,12 +306,12 @@ class _Play:
         if live.failed is not None and not again:
             self.failures.append(live.failed)
         if again or rollout.status is Status.INFRA_ERROR:
-            self.worlds.close(live.episode, self._of(index)).result()
+            self.worlds.close(live.episode, self.groups.of(index)).result()
             self._broken(index, live.attempt, rollout)
             return
         rollout.environment = getattr(live.episode, "environment", None)
         self.finishing[index] = rollout
-        finish = self.worlds.finish(live.episode, rollout.answer, self._of(index))
+        finish = self.worlds.finish(live.episode, rollout.answer, self.groups.of(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
 
     def _broken(self, index: int, attempt: int, rollout: Rollout) -> None:
@@ -333,7 +321,7 @@ class _Play:
             self.stats.retries += 1
             self.queue.append((index, attempt + 1))
         else:
-            self._record(index, rollout)
+            self.groups.record(index, rollout)
 
     def _rollout(self, live: _Live, future: Future[Outcome]) -> Rollout:
         """What the endpoint has of it, and how it ended.
@@ -387,18 +375,7 @@ class _Play:
             rollout.treatment = Treatment.DROP
         else:
             rollout.rewards |= rewards
-        self._record(index, rollout)
-
-    def _record(self, index: int, rollout: Rollout) -> None:
-        self.played[index] = rollout
-        task = index // self.group_size
-        first = task * self.group_size
-        members = range(first, first + self.group_size)
-        if all(member in self.played for member in members):
-            self.groups[task] = Group(
-                task=self.tasks[task], rollouts=[self.played[member] for member in members]
-            )
-            self.watch.ended(self.groups[task])
+        self.groups.record(index, rollout)
 
     def _require_some_ran(self) -> None:
         """A program that fails of itself in every rollout is no policy's fault.
@@ -411,9 +388,9 @@ class _Play:
         if not self.failures:
             return
         first = self.failures[0]
-        if sum(outcome.own for outcome in self.failures) >= len(self.played) > 1:
+        if sum(outcome.own for outcome in self.failures) >= len(self.groups.played) > 1:
             raise UserCodeError("agent.kind 'program'", first.failed) from first.error
-        failed = f"{len(self.failures)} of {len(self.played)} programs failed"
+        failed = f"{len(self.failures)} of {len(self.groups.played)} programs failed"
         tell(f"{failed}; the first {first.failed}")
 
     def _stop(self) -> None:
@@ -427,7 +404,7 @@ class _Play:
             closing = []
             for index, live in self.live.items():
                 self.endpoint.end(live.session)
-                closing.append(self.worlds.close(live.episode, self._of(index)))
+                closing.append(self.worlds.close(live.episode, self.groups.of(index)))
             wait(closing)
 
 

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,26 +29,22 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.base import AnyEpisode, Environment
-from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner, checked_episode, networks_fault
+from agentgrpo.envs.base import Environment
+from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
-from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch, request_seed
+from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch
+from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import Spent, called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task, Treatment
-from agentgrpo.usercode import calling
 
 
 class Play:
-    """Plays `tasks`, each group_size times; see Sampler for the arguments.
-
-    Rollout i of task t has the index t * group_size + i.
-    """
+    """Plays `tasks`, each group_size times; see Sampler for the arguments, Groups for indices."""
 
     def __init__(
         self, engine: Decoder, agent: Agent, env: Environment, chat: ChatTemplate,
@@ -57,12 +52,10 @@ class Play:
         tasks: Sequence[Task], group_size: int, seed: int, filters: Mapping[str, float],
         watch: Watch = UNWATCHED,
     ) -> None:  # fmt: skip
-        self._engine, self._agent, self._env, self._chat = engine, agent, env, chat
+        self._engine, self._agent, self._chat = engine, agent, chat
         self._worlds, self._config = worlds, config
-        self._tasks: list[Task] = []
-        self._seeds: list[tuple[int, int]] = []
-        """Of each task: the seed of the tasks it came with, and its place among them."""
-        self._group_size, self._filters, self._watch = group_size, filters, watch
+        self._groups = Groups(env, config, group_size, watch)
+        self._group_size, self._filters, self.stats = group_size, filters, self._groups.stats
         self._branches = 0 < config.branching.initial < group_size
         self._vocab_size = len(chat.tokenizer)
         self._plans: list[GroupPlan] = []
@@ -70,15 +63,12 @@ class Play:
         self._live: dict[int, Live] = {}
         self._decoding: dict[str, int] = {}
         self._waiting = Waiting(together=bool(config.deterministic))
-        self._played: dict[int, Rollout] = {}
-        self._groups: dict[int, Group] = {}
-        self.stats = SamplerStats()
-        self._add(tasks, seed)
+        self._queue_all(self._groups.add(tasks, seed))
 
     def run(self, *, max_live: int) -> list[Group]:
         """Play until every rollout has ended; whatever happens, every episode is closed."""
         try:
-            while self._add_more() or self._queue or self._live:
+            while self._queue_all(self._groups.more()) or self._queue or self._live:
                 while self._queue and len(self._live) < max_live:
                     self._start(self._queue.popleft())
                 self._end_overdue()
@@ -87,23 +77,16 @@ class Play:
                     self._decode()
         finally:
             self._stop()
-        return [self._groups[task] for task in range(len(self._tasks))]
+        return self._groups.whole()
 
-    def _add(self, tasks: Sequence[Task], seed: int) -> None:
-        """Queue groups behind those that are under way."""
-        for place, task in enumerate(tasks):
+    def _queue_all(self, tasks: Sequence[int] | None) -> bool:
+        """Groups behind those that are under way; whether there are any."""
+        for task in tasks or ():
             plan = GroupPlan(self._group_size, self._config.branching)
-            begin = self._indices(len(self._tasks), plan.begin())
-            self._tasks.append(task)
-            self._seeds.append((seed, place))
             self._plans.append(plan)
+            begin = self._groups.indices(task, plan.begin())
             self._queue.extend(Pending(index=index) for index in begin)
-
-    def _add_more(self) -> bool:
-        more = None if self._config.deterministic else self._watch.more()
-        if more is not None:
-            self._add(*more)
-        return more is not None
+        return tasks is not None
 
     def _stop(self) -> None:
         """Drop what is decoding, and leave no world open."""
@@ -122,7 +105,7 @@ class Play:
         ending = {i for i, then in begun.items() if then == self._finished}
         left = self._waiting.abandoned
         closing = [  # those that end close themselves
-            self._worlds.close(self._live[index].episode, self._of(index))
+            self._worlds.close(self._live[index].episode, self._groups.of(index))
             for index in self._live.keys() - ending - left
         ]
         wait(closing)
@@ -132,14 +115,10 @@ class Play:
                 raise error
             why.add_note(f"and while it was ended: {error}")
 
-    def _indices(self, task: int, members: Sequence[int]) -> list[int]:
-        return [task * self._group_size + member for member in members]
-
     def _begin_alone(self, task: int, members: Sequence[int]) -> None:
         """Queue members of a group that is under way, before groups that are not."""
-        self._queue.extendleft(
-            Pending(index=index) for index in reversed(self._indices(task, members))
-        )
+        alone = reversed(self._groups.indices(task, members))
+        self._queue.extendleft(Pending(index=index) for index in alone)
 
     # --- beginnings
 
@@ -153,8 +132,8 @@ class Play:
             self._broken(pending.index, error, closed=True)
 
     def _start_alone(self, pending: Pending) -> None:
-        task = self._tasks[pending.index // self._group_size]
-        users = partial(self._users, pending.index)
+        task = self._groups.task(pending.index)
+        users = partial(self._groups.users, pending.index)
         prompt, message_start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         limit = self._engine.max_model_len
         if len(prompt) >= limit:
@@ -181,7 +160,7 @@ class Play:
             message_start=message_start,
             roles=[message["role"] for message in messages],
         )
-        live.episode = self._reset(pending.index, task)
+        live.episode = self._groups.reset(pending.index)
         live.took("queue_s")
         self._ask(pending.index)
 
@@ -189,27 +168,12 @@ class Play:
         """Bring a fresh episode to where the parent's was, then go on from there."""
         live.episode = NOTHING  # and not its parent's
         self._live[pending.index] = live
-        live.episode = self._reset(pending.index, live.rollout.task)
+        live.episode = self._groups.reset(pending.index)
         live.spent.started = time.monotonic()
         live.took("queue_s")
         actions = [(step.action, step.memory) for step in live.history]
-        future = self._worlds.replay(live.episode, actions, self._of(pending.index))
+        future = self._worlds.replay(live.episode, actions, self._groups.of(pending.index))
         self._waiting.add(pending.index, future, self._replayed)
-
-    def _of(self, index: int) -> tuple[str, int]:
-        """Task and place in its group of a rollout."""
-        task, member = divmod(index, self._group_size)
-        return self._tasks[task].id, member
-
-    def _users(self, index: int, function: Any) -> AbstractContextManager[Any]:
-        """Within this a function of the agent's or the environment's is called."""
-        task, rollout = self._of(index)
-        limit = self._config.call_timeout_s
-        return calling(function, task=task, rollout=rollout, limit_s=limit)
-
-    def _reset(self, index: int, task: Task) -> AnyEpisode:
-        with networks_fault(self._env.reset), self._users(index, self._env.reset):
-            return checked_episode(self._env.reset(task))
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
         live = self._live[index]
@@ -231,7 +195,7 @@ class Play:
             self._end(index, end)
             return
         request_id = f"{index}.{live.attempt}.{live.spent.turns}"
-        with self._users(index, type(self._agent)):
+        with self._groups.users(index, type(self._agent)):
             stop = self._agent.stop  # may be a property
         live.took("own_s")
         self._engine.add_request(
@@ -249,8 +213,7 @@ class Play:
 
     def _draw(self, index: int, what: str) -> int:
         live = self._live[index]
-        task, member = divmod(index, self._group_size)
-        return request_seed(*self._seeds[task], member, live.attempt, live.spent.turns, what)
+        return self._groups.seed(index, live.attempt, live.spent.turns, what)
 
     def _end_overdue(self) -> None:
         if self._config.max_seconds is None:
@@ -263,10 +226,7 @@ class Play:
             self._end(index, Status.TIMED_OUT)
 
     def _decode(self) -> None:
-        started = time.perf_counter()
-        done = self._engine.step()
-        self.stats.decode_s += time.perf_counter() - started
-        self.stats.engine_steps += 1
+        done = self._groups.decode(self._engine)
         turns = {self._decoding.pop(completion.request_id): completion for completion in done}
         for index in sorted(turns):  # none of them is the engine's any more, whatever one does
             self._turn_ended(index, turns[index])
@@ -293,7 +253,7 @@ class Play:
         if turn.finish_reason == "length":  # a turn that was cut is never acted on
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
-            with self._users(index, self._agent.parse):
+            with self._groups.users(index, self._agent.parse):
                 action = parsed(self._agent, self._chat.decode(turn.token_ids))
             self._act(index, action)
 
@@ -325,7 +285,7 @@ class Play:
         live.took("own_s")
         self._waiting.add(
             index,
-            self._worlds.step(live.episode, does, self._of(index)),
+            self._worlds.step(live.episode, does, self._groups.of(index)),
             lambda index, observation: self._answered_to(index, does, action, observation),
         )
 
@@ -336,7 +296,7 @@ class Play:
         live, limit = self._live[index], self._engine.max_model_len
         asked = int(live.rollout.stats.get("asked", 0.0))
         if not isinstance(ask.model, str):
-            future = self._worlds.ask(live.episode, ask.model, ask, self._of(index))
+            future = self._worlds.ask(live.episode, ask.model, ask, self._groups.of(index))
             self._waiting.add(index, future, partial(self._speaker_spoke, action))
             live.rollout.stats["asked"] = asked + 1.0
             live.took("own_s")
@@ -397,7 +357,7 @@ class Play:
         copies = sum(chance < probability * 2**63 for chance in chances)
         live.consecutive = live.consecutive + 1 if copies else 0
         threshold = self._config.fork_threshold
-        for new in reversed(self._indices(task, plan.fork(member, copies))):
+        for new in reversed(self._groups.indices(task, plan.fork(member, copies))):
             self.stats.branches += 1
             so_far = Transcript.of(live.rollout.segments, fork_threshold=threshold)
             self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
@@ -436,7 +396,7 @@ class Play:
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
         """Tell the policy, and ask for its next turn."""
         started = time.perf_counter()
-        with self._users(index, self._agent.observe):
+        with self._groups.users(index, self._agent.observe):
             end = tell(
                 self._live[index], action, observation,
                 agent=self._agent, chat=self._chat, config=self._config,
@@ -457,7 +417,7 @@ class Play:
             self._drop(index, Pending(index=index, attempt=live.attempt + 1))
             return
         live.took("own_s")
-        future = self._worlds.finish(live.episode, live.rollout.answer, self._of(index))
+        future = self._worlds.finish(live.episode, live.rollout.answer, self._groups.of(index))
         self._waiting.add(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
@@ -490,7 +450,7 @@ class Play:
         """Forget a rollout that is under way and its episode; perhaps play another instead."""
         live = self._live.pop(index)
         if not closed:
-            self._worlds.close(live.episode, self._of(index)).result()
+            self._worlds.close(live.episode, self._groups.of(index)).result()
         if again is not None:
             self.stats.retries += 1
             self._queue.append(again)
@@ -501,17 +461,12 @@ class Play:
         task, member = divmod(index, self._group_size)
         waiting = {pending.index: pending.fork for pending in self._queue if pending.fork}
         begun = {index: live.rollout for index, live in (self._live | waiting).items()}
-        for child in self._indices(task, range(self._group_size)):
-            rollout = (begun | self._played).get(child)
+        for child in self._groups.indices(task):
+            rollout = (begun | self._groups.played).get(child)
             if rollout is not None and rollout.parent == member:
                 rollout.parent = rollout.forked_at = None
 
     def _record(self, index: int, rollout: Rollout) -> None:
-        self._played[index] = rollout
         task, member = divmod(index, self._group_size)
         self._begin_alone(task, self._plans[task].ended(member))
-        members = self._indices(task, range(self._group_size))
-        if all(index in self._played for index in members):
-            group = Group(task=self._tasks[task], rollouts=[self._played[i] for i in members])
-            self._groups[task] = group
-            self._watch.ended(group)
+        self._groups.record(index, rollout)

@@ -60,7 +60,18 @@ def _limit(text: str) -> tuple[str, Any]:
     known = {field.name: field.type for field in fields(Limits)}
     if name not in known:
         raise ValueError(f"--limit: expected one of {', '.join(known)}, got {name!r}")
-    return name, float(number) if known[name] is float else int(number)
+    try:
+        return name, float(number) if known[name] is float else int(number)
+    except ValueError:
+        raise ValueError(f"--limit {name}: expected a number, got {number!r}") from None
+
+
+def _variable(text: str) -> tuple[str, str]:
+    """An environment variable, as NAME=VALUE."""
+    name, is_given, value = text.partition("=")
+    if not is_given:
+        raise ValueError(f"--env: expected NAME=VALUE, got {text!r}")
+    return name, value
 
 
 def build(arguments: argparse.Namespace) -> None:
@@ -71,7 +82,7 @@ def build(arguments: argparse.Namespace) -> None:
         site_dirs=arguments.site_dir,
         preload=arguments.preload,
         tools=arguments.tool,
-        env=dict(pair.split("=", 1) for pair in arguments.env),
+        env=dict(map(_variable, arguments.env)),
         mounts=arguments.mount,
         limits=Limits(**dict(map(_limit, arguments.limit))) if arguments.limit else None,
     )

@@ -108,7 +108,7 @@ def build_template(
 
     Args:
         name: what to call it.
-        requirements: a pip requirements file; its packages are installed for this Python.
+        requirements: a pip requirements file; its packages are installed by its `python`.
         site_dirs: directories of packages that exist already, such as a virtual environment's.
         preload: modules to import once for all sessions.
         tools: Python files whose code every session runs first.
@@ -121,7 +121,8 @@ def build_template(
         The template, and whether it had to be built.
 
     Raises:
-        ValueError: the name has characters besides letters, digits, ".", "_" and "-".
+        ValueError: the name has characters besides letters, digits, ".", "_" and "-", or `python`
+            does not run.
         SandboxException: the installation failed.
     """
     if not _NAME.fullmatch(name) or name in (*BUILT_IN, "data"):
@@ -137,12 +138,12 @@ def build_template(
         "limits": limits,
         "setup": "\n\n".join(path.read_text() for path in tools),
     }
-    recipe = json.dumps([sys.version, wanted, list(site_dirs), fields], default=asdict)
+    recipe = json.dumps([_version(python), wanted, list(site_dirs), fields], default=asdict)
     digest = hashlib.sha256(recipe.encode()).hexdigest()
     manifest = home / "manifest.json"
     if manifest.is_file() and json.loads(manifest.read_text())["sha256"] == digest:
         return find_template(name), False
-    _replace(home, requirements)
+    _replace(home, requirements, python or sys.executable)
     own_site = (str(home / "site"),) if requirements is not None else ()
     template = Template(site_dirs=(*own_site, *site_dirs), **fields)
     partial = manifest.with_suffix(".partial")
@@ -151,7 +152,22 @@ def build_template(
     return template, True
 
 
-def _replace(home: Path, requirements: Path | None) -> None:
+def _version(python: str) -> str:
+    """Of the interpreter whose packages a template has.
+
+    Raises:
+        ValueError: it does not run.
+    """
+    if not python:
+        return sys.version
+    try:
+        done = subprocess.run([python, "-VV"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"python: expected an interpreter, got {python!r}: {error}") from error
+    return done.stdout
+
+
+def _replace(home: Path, requirements: Path | None, python: str) -> None:
     """A new directory instead of home, with the packages of requirements in site/. Both moves
     are renames: a reader finds the old template, none, or the new one.
     """
@@ -161,14 +177,14 @@ def _replace(home: Path, requirements: Path | None) -> None:
         new.mkdir()
         if requirements is not None:
             (new / "site").mkdir()
-            _install(requirements, new / "site")
+            _install(requirements, new / "site", python)
         if home.exists():
             home.rename(Path(scratch, "old"))
         new.rename(home)
 
 
-def _install(requirements: Path, site: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
+def _install(requirements: Path, site: Path, python: str) -> None:
+    command = [python, "-m", "pip", "install", "--quiet", "--target", str(site)]
     done = subprocess.run(
         [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
     )

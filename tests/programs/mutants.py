@@ -22,7 +22,12 @@ TESTS = {
     "endpoint.py": [
         *("programs/test_apis.py", "programs/test_bad_input.py", "programs/test_play.py")
     ],
-    "play.py": ["programs/test_sampling.py", "programs/test_play.py", "programs/test_sandboxed.py"],
+    "play.py": [
+        "programs/test_sampling.py",
+        "programs/test_play.py",
+        "programs/test_starts.py",
+        "programs/test_sandboxed.py",
+    ],
     "launch.py": ["programs/test_play.py", "programs/test_sandboxed.py"],
 }
 MUTANTS = [
@@ -99,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "play.py",
-        "if sum(outcome.own for outcome in self.failures) >= len(self.played) > 1:",
+        "if sum(outcome.own for outcome in self.failures) >= len(self.groups.played) > 1:",
         "if False:",
     ),
     Mutant("play.py", "sum(outcome.own for outcome in self.failures)", "len(self.failures)"),

@@ -16,6 +16,7 @@ import pytest
 from agentgrpo.actions import Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
+from agentgrpo.envs.base import Environment
 from agentgrpo.programs import play as play_module
 from agentgrpo.programs.conversations import NOT_CARRIED_OUT
 from agentgrpo.programs.launch import Awaited, Launcher
@@ -58,10 +59,28 @@ def played(
     n: int = 1,
     num_tasks: int = 1,
     timeout_s: float = 60.0,
+    env: Environment | None = None,
     play: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> tuple[list[Group], StubEngine]:
     """Groups of rollouts of a program."""
+    sampler, engine = sampler_of(program, engine, timeout_s=timeout_s, env=env, **config)
+    groups, _ = sampler.play(tasks(num_tasks), n, seed=0, **play)
+    for group in groups:
+        for rollout in group.rollouts:
+            assert list(rollout_faults(rollout)) == []
+    return groups, engine
+
+
+def sampler_of(
+    program: Callable[..., Any] | Launcher,
+    engine: StubEngine | Callable[[int, str], Turn],
+    *,
+    timeout_s: float = 60.0,
+    env: Environment | None = None,
+    **config: Any,
+) -> tuple[ProgramSampler, StubEngine]:
+    """What plays a program, and its engine."""
     launcher: Any = program if hasattr(program, "start") else Awaited(cast(Any, program))
     engine = engine if isinstance(engine, StubEngine) else scripted(engine)
     settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
@@ -69,13 +88,10 @@ def played(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play_module, "launcher_of", lambda agent: launcher)
         sampler = ProgramSampler(
-            cast(Any, engine), agent, AnswerEnv(), CHAT, RolloutConfig(**settings), max_live=64
-        )
-    groups, _ = sampler.play(tasks(num_tasks), n, seed=0, **play)
-    for group in groups:
-        for rollout in group.rollouts:
-            assert list(rollout_faults(rollout)) == []
-    return groups, engine
+            cast(Any, engine), agent, env or AnswerEnv(), CHAT, RolloutConfig(**settings),
+            max_live=64,
+        )  # fmt: skip
+    return sampler, engine
 
 
 def alone(program: Any, engine: Any, **config: Any) -> Rollout:

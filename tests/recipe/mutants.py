@@ -297,7 +297,7 @@ MUTANTS = [
     Mutant("engine/endpoints.py", "if name and not key:", "if False:"),
     Mutant("engine/endpoints.py", 'if key else openai.omit}', "}"),
     Mutant("engine/endpoints.py", "raise httpx2.RequestError(str(error)) from error", "pass"),
-    Mutant("engine/endpoints.py", "if response.is_success:", "if True:"),
+    Mutant("engine/endpoints.py", "if response.is_success and (server := mine()):", "if server := mine():"),
     Mutant("engine/endpoints.py", "LOG.warning(", "str.format("),
     Mutant("engine/endpoints.py", "LOG.warning(", "str.format(", 1),
     Mutant("engine/endpoints.py", "error.__cause__ or error", "error"),

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant("rollout/play.py", "range(config.beam_size - 1)", "range(config.beam_size)"),
     Mutant("rollout/play.py", 'f"branch {copy}"', '"branch"'),
     Mutant("rollout/play.py", "plan.fork(member, copies)", "plan.fork(member)"),
-    Mutant("rollout/play.py", "in reversed(self._indices(task, plan.fork(member, copies))):", "in self._indices(task, plan.fork(member, copies)):"),
+    Mutant("rollout/play.py", "in reversed(self._groups.indices(task, plan.fork(member, copies))):", "in self._groups.indices(task, plan.fork(member, copies)):"),
     Mutant("rollout/branch.py", "min(copies, self._shares[index])", "copies"),
     Mutant("rollout/branch.py", "(left + copies - place) // (copies + 1)", "left // (copies + 1)"),
     Mutant("rollout/play.py", "row=len(live.rollout.closed_rows)", "row=0"),

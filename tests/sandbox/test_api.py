@@ -95,6 +95,15 @@ CELLS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
         for timeout in (-1, float("nan"), float("inf"))],
     "bash keeps variables and directory": [
         ("x=5; cd /tmp", BASH, None), ('echo "$x $PWD"', BASH, ["5 /tmp\n"])],
+    "environment of a call of bash": [
+        ('set -eu; echo "$GREETING $A"', {**BASH, "envs": {"A": GREETING, "GREETING": "b"}},
+         [f"b {GREETING}\n"]),
+        ('echo "$GREETING ${A-none}"', BASH, [GREETING + " none\n"]),
+        ("env | grep -c ^GREETING=", BASH, ["1\n"])],
+    "environment of a call of javascript": [
+        ("process.env.GREETING + process.env.A", {**JS, "envs": {"A": "1", "GREETING": "b"}},
+         "'b1'"),
+        ("[process.env.GREETING.length, process.env.A]", JS, f"[ {len(GREETING)}, undefined ]")],
     "the status of bash is an error": [("false", BASH, ("ExitStatus", "1"))],
     "a timeout ends bash": [
         ("sleep 100", {**BASH, "timeout": 0.2}, TimeoutException), ("echo new", BASH, ["new\n"])],

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,24 @@ def test_failed_build_leaves_the_old_template(tmp_path: Path) -> None:
     assert find_template("mine").env == {"A": "1"}
 
 
+def test_packages_are_installed_by_the_interpreter_that_uses_them(tmp_path: Path) -> None:
+    requirements, python = tmp_path / "requirements.txt", tmp_path / "python"
+    requirements.write_text("numpy\n")
+    options: dict[str, Any] = {"requirements": requirements, "python": str(python)}
+    with pytest.raises(ValueError, match="python: expected an interpreter"):
+        build_template("mine", **options)
+    script = '#!/bin/sh\n[ "$1" = -VV ] && echo 3.{} && exit\nprintf "%s\\n" "$@" > "$6/asked"\n'
+    for version in (98, 99):
+        python.write_text(script.format(version))
+        python.chmod(0o755)
+        built, fresh = build_template("mine", **options)
+        assert fresh, "of another version"
+        assert not build_template("mine", **options)[1]
+        asked = Path(built.site_dirs[0], "asked").read_text().split()
+        assert asked[:3] == ["-m", "pip", "install"]
+        assert asked[-1] == str(requirements)
+
+
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "python", ".hidden"])
 def test_names_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match="template name"):
@@ -129,9 +148,15 @@ def test_limits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["template", "build", "mine", "--limit", "timeout_s=2", "--limit", "steps=9"]) == 0
     assert find_template("mine").limits == Limits(timeout_s=2.0, steps=9)
     assert "mine: built" in capsys.readouterr().out
-    for wrong, said in (("stepz=9", "stepz"), ("steps=0", "positive"), ("steps=x", "'x'")):
+    for wrong, said in (
+        ("stepz=9", "stepz"),
+        ("steps=0", "positive"),
+        ("steps=x", "--limit steps: expected a number, got 'x'"),
+    ):
         assert main(["template", "build", "other", "--limit", wrong]) == 1
         assert said in capsys.readouterr().err
+    assert main(["template", "build", "other", "--env", "FOO"]) == 1
+    assert "--env: expected NAME=VALUE, got 'FOO'" in capsys.readouterr().err
     with pytest.raises(NotFoundException):
         find_template("other")
 

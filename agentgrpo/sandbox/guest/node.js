@@ -86,6 +86,12 @@ process.on("uncaughtException", (error) => process.stderr.write(`${inspect(error
   for (let count = 1; ; count++) {
     const [number, fields] = receive();
     const known = fields[0] === "run" || fields[0] === "cell";
+    const before = { ...process.env };
+    for (let i = 2; known && i < fields.length; i += 2) process.env[fields[i]] = fields[i + 1];
     send(number, known ? await evaluate(fields[1], count) : ["ok"]);
+    for (let i = 2; known && i < fields.length; i += 2) {
+      if (fields[i] in before) process.env[fields[i]] = before[fields[i]];
+      else delete process.env[fields[i]];
+    }
   }
 })();

@@ -14,6 +14,8 @@ from types import FrameType
 sys.path.insert(0, os.path.dirname(__file__))
 from load import isolated  # type: ignore[import-not-found]
 
+BEFORE = b"_agentgrpo_before=$(declare -p %s 2>/dev/null) || :\n%s"
+AFTER = b'unset %s; eval "$_agentgrpo_before"; unset _agentgrpo_before'
 LOOP = 'while IFS= read -r -d "" -u 10 cell; do eval "$cell"; echo "$?" >&11; done 10<&{} 11>&{}'
 
 
@@ -37,17 +39,35 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, interrupt)
     with open(status_out) as results, open(cells_in, "wb", buffering=0) as feed:
+
+        def evaluate(cell: bytes) -> str:
+            feed.write(cell.replace(b"\0", b"") + b"\0")
+            status = results.readline().strip()
+            if not status:  # the cell ended bash itself
+                os._exit(bash.wait() & 0xFF)
+            return status
+
         while True:
             number, fields = protocol["receive"]()
             if fields[0] not in (b"run", b"cell"):
                 protocol["send"](number, [b"ok"])
                 continue
-            feed.write(fields[1].replace(b"\0", b"") + b"\0")
-            status = results.readline().strip()
-            if not status:  # the cell ended bash itself
-                os._exit(bash.wait() & 0xFF)
+            names = b" ".join(fields[2::2])
+            if names:
+                evaluate(BEFORE % (names, exported(fields[2:])))
+            status = evaluate(fields[1])
+            if names:
+                evaluate(AFTER % names)
             failed = [b"error", b"ExitStatus", status.encode(), b""]
             protocol["send"](number, [b"ok"] if status == "0" else failed)
+
+
+def exported(pairs: list[bytes]) -> bytes:
+    """What sets environment variables, given as NAME VALUE NAME VALUE and so on."""
+    return b"".join(
+        b"export %s='%s'\n" % (name, value.replace(b"'", b"'\\''"))
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True)
+    )
 
 
 main()
