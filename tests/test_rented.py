@@ -30,7 +30,7 @@ DECIDED_BY = {
     "what Liger's kernels save in the layers": {"step/0.6B/full/tools", "step/1.7B/full/tools"},
     "agreement in bfloat16, sleep, CUDA graphs": {"engine/0.6B/graphs"},
     "memory comes back fifty times": {"engine/1.7B/shared"},
-    "what async scheduling gains": {"decode/async off", "decode/async on"},
+    "what async scheduling gains": {"decode/async-off", "decode/async-on"},
     "does it learn, with and without a sandbox": {"learn/quickstart", "learn/calculator"},
 }  # fmt: skip
 """A stage that is dropped from the calls leaves a question open."""

@@ -116,11 +116,11 @@ STAGES = {
     "engine/1.7B/shared": _engine(
         "1.7B", "shared", 50, 220, "start 80 s, compiles 20 s, 50 cycles at 2.4 s", *LARGE
     ),
-    "decode/async off": Stage(
+    "decode/async-off": Stage(
         ("bench.gpu.decode", "--async-scheduling", "false"), ENGINE, 100,
         "start 60 s with graphs from the cache, 3 x 256 steps at 8 to 20 ms, twice",
     ),
-    "decode/async on": Stage(
+    "decode/async-on": Stage(
         ("bench.gpu.decode", "--async-scheduling", "true"), ENGINE, 100, "as off"
     ),
     "learn/quickstart": Stage(
@@ -133,7 +133,7 @@ STAGES = {
         "as the quickstart, graphs from the cache; needs no sandbox",
         LEARN_WALK,
     ),
-    "engine/1.7B/copy 2": _engine(
+    "engine/1.7B/copy-2": _engine(
         "1.7B", "copy", 5, 90, "start 50 s, 5 cycles at 4 s, compiles 20 s",
         "engine.enforce_eager=true", "engine.sleep_level=2", *LARGE,
     ),
@@ -180,7 +180,7 @@ CALLS = {
     ),
     "4": Call(
         "does it learn; 64, 256 and 512 running", ("model",),
-        ("learn/quickstart", "decode/async off", "decode/async on"),
+        ("learn/quickstart", "decode/async-off", "decode/async-on"),
     ),
     "5": Call(
         "the same without a sandbox: may be cut", (), ("learn/calculator",)
