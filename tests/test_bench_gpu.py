@@ -17,6 +17,7 @@ from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.plan import plan
 from agentgrpo.stage import set_stage
 from bench.gpu import colocated, kernels, step
+from bench.gpu.peers import Batch
 
 MIX = step.Mix("tiny", "tiny", 48, 2 / 3)
 
@@ -102,15 +103,15 @@ def test_every_way_is_timed_on_the_same_logits() -> None:
     """Two leave their gradient where the logits were."""
     seen: list[float] = []
 
-    def destroys(batch: kernels.Batch) -> torch.Tensor:
+    def destroys(batch: Batch) -> torch.Tensor:
         assert batch.logits is not None
         seen.append(float(batch.logits.detach().sum()))
-        loss = batch.logits.sum()
+        loss: torch.Tensor = batch.logits.sum()
         batch.logits.detach().zero_()
         return loss
 
     setting = kernels.Setting("cpu", 8, 11, (), 2, write=False)
-    batch = kernels.Batch.random((8, 11, 4), 1.0, "cpu", logits=True)
+    batch = Batch.random((8, 11, 4), 1.0, "cpu", logits=True)
     kernels.time_ways(setting, "title", {"a": destroys, "b": destroys}, batch, 1.0, 0)
     assert len(seen) == 6
     assert len(set(seen)) == 1

@@ -151,12 +151,11 @@ def time_ways(
     setting: Setting, title: str, ways: dict[str, Way], batch: Batch, share: float, width: int
 ) -> dict[str, float]:
     medians = {}
-    logits = None if batch.logits is None else batch.logits.detach()
-    given = None if logits is None else logits.clone()
+    given = None if batch.logits is None else batch.logits.detach().clone()
 
     def refill() -> None:  # two ways leave their gradient where the logits were
-        if logits is not None:
-            logits.copy_(given)
+        if batch.logits is not None and given is not None:
+            batch.logits.detach().copy_(given)
 
     for name, way in ways.items():
         run = step(batch, way)

@@ -224,17 +224,17 @@ def absent_names(source: Path, folder: Path) -> list[str]:
         wanted: list[tuple[str, str, str]] = []
         for node in ast.walk(tree):
             match node:
-                case ast.ImportFrom(module=str(module), names=names, level=0) if _of_vllm(module):
-                    for name in names:
-                        seen[name.asname or name.name] = module, name.name
-                        wanted.append((module, name.name, ""))
-                case ast.Import(names=names):
-                    for name in names:
-                        if _of_vllm(name.name):
-                            above, _, last = name.name.rpartition(".")
+                case ast.ImportFrom(module=str(origin), names=aliases, level=0) if _of_vllm(origin):
+                    for alias in aliases:
+                        seen[alias.asname or alias.name] = origin, alias.name
+                        wanted.append((origin, alias.name, ""))
+                case ast.Import(names=aliases):
+                    for alias in aliases:
+                        if _of_vllm(alias.name):
+                            above, _, last = alias.name.rpartition(".")
                             wanted.append((above, last, ""))
-                            if name.asname or not above:
-                                seen[name.asname or last] = above, last
+                            if alias.asname or not above:
+                                seen[alias.asname or last] = above, last
         for node in ast.walk(tree):
             match node:
                 case (
@@ -265,8 +265,9 @@ def _has(source: Path, module: str, name: str, attribute: str = "") -> bool:
         return any(_has(source, origin, name, attribute) for origin in names["*"])
     if not attribute:
         return True
-    if origin := names[name]:
-        return _has(source, *origin, attribute)
+    if names[name]:
+        module, name = names[name]
+        return _has(source, module, name, attribute)
     return bool(re.search(rf"\b{attribute}\b", path.read_text()))
 
 
@@ -335,7 +336,7 @@ def calls(parts: Path) -> str:
         raise SystemExit("error: not in the vLLM that is carried:\n" + "\n".join(absent))
     listed = ["git", "-C", str(ROOT), "ls-files", "-z"]
     files = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
-    tree = sum((ROOT / name).lstat().st_size for name in [*filter(None, files), EXTENSION])
+    tree = sum((ROOT / name).lstat().st_size for name in [*files, str(EXTENSION)] if name)
     lines = []
     for number, call in CALLS.items():
         carried, size = [str(EXTENSION)], tree
