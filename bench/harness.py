@@ -99,16 +99,22 @@ def rows_folder() -> Path:
 
 
 def measured_commit() -> str:
-    """The commit of the code that runs; $BENCH_COMMIT in a copy without .git.
+    """The commit of the code that runs; $BENCH_COMMIT in a copy, whose file times say nothing.
 
     Raises:
         RuntimeError: the tree has uncommitted changes outside of bench/results, the C extension
-            is older than its sources, or a copy is not told its commit.
+            is older than its sources, $BENCH_COMMIT is another commit than the tree's, or a copy
+            without .git is not told its commit.
     """
+    told = os.environ.get("BENCH_COMMIT")
     if (RESULTS.parent.parent / ".git").exists():
-        require_built()
-        return _commit()
-    if not (told := os.environ.get("BENCH_COMMIT")):
+        if not told:
+            require_built()
+        commit = _commit()
+        if told and not commit.startswith(told[: len(commit)]):
+            raise RuntimeError(f"BENCH_COMMIT is {told}, but the tree is {commit}")
+        return commit
+    if not told:
         raise RuntimeError(
             "no .git here: set BENCH_COMMIT to what `python -m bench.harness` prints where the "
             "tree comes from, or give --no-rows"

@@ -298,7 +298,8 @@ def triton_stats(
 ) -> RowStats:
     """RowStats of every unmasked row, in one read; the other rows' entries are 0."""
     layout = Layout.of(logits)
-    peak, rest, gap = torch.zeros(3, layout.num_rows, device=logits.device)
+    # each of its own, aligned as all are: rows of one tensor would compile three kernels
+    peak, rest, gap = (torch.zeros(layout.num_rows, device=logits.device) for _ in range(3))
     if layout.num_rows:
         vocab = logits.shape[-1]
         with torch.cuda.device_of(logits):

@@ -36,13 +36,21 @@ def test_an_extension_older_than_its_sources_makes_no_row(
 
 @pytest.mark.parametrize(
     ("git", "commit", "message"),
-    [(False, "abc1234", ""), (False, "", "set BENCH_COMMIT to what"), (True, "abc1234", "older")],
+    [
+        (False, "abc1234", ""),
+        (False, "", "set BENCH_COMMIT to what"),
+        (True, "", "older"),
+        (True, "abc1234", ""),
+        (True, "abc1234f0", ""),
+        (True, "def5678", "but the tree is abc1234"),
+    ],
 )
 def test_a_copy_without_git_writes_rows_of_the_commit_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, git: bool, commit: str, message: str
 ) -> None:
-    """A tree on another machine, whose sources came after the extension; where git is, it says."""
+    """A tree on another machine, whose sources came after the extension; git, if there, agrees."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "copy/bench/results")
+    monkeypatch.setattr(harness, "_commit", lambda: "abc1234")
     for age, name in ((9, "agentgrpo/_C.abi3.so"), (1, "csrc/new.h"), *[(0, ".git/HEAD")][:git]):
         path = tmp_path / "copy" / name
         path.parent.mkdir(parents=True)

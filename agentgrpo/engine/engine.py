@@ -1,6 +1,6 @@
 """vLLM inside this process, driven step by step on token ids.
 
-Written against vLLM 0.20 to 0.33, which only this folder imports.
+Written against vLLM 0.24 to 0.33, which only this folder imports.
 VLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
 requests name, so that nothing is written or read.
 """
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -547,7 +547,7 @@ def _filters_fault(filters: Mapping[str, Any]) -> Iterator[None]:
     """What vLLM refuses of a request is a ValueError; its own errors are none."""
     try:
         yield
-    except VLLMClientError as error:
+    except VLLMValidationError as error:
         raise ValueError(f"filters: {error}" if filters else str(error)) from error
     except Exception as error:
         if not filters:

@@ -18,6 +18,9 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    # on CUDA vLLM would import FlashInfer, not all machines have it, for a sampler that serves no
+    # request whose log-probabilities come back, as ours all do
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -57,6 +57,7 @@ class Seen:
         line = json.dumps({"when": when} | {name: round(mib) for name, mib in held.items()})
         print(f"  {line}")
         if folder := os.environ.get("BENCH_OUT"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
             with (Path(folder) / "memory.jsonl").open("a") as file:
                 file.write(f"{line}\n")
 
@@ -158,9 +159,9 @@ def measure(config: TrainConfig, cycles: int, record: Callable[..., None]) -> No
         seen = Seen()
         for step in range(cycles):
             cycle(config, parts, seen, step)
+        count = sum(p.numel() for p in parts.learner.model.parameters())
     finally:
-        parts.close()
-    count = sum(p.numel() for p in parts.learner.model.parameters())
+        parts.close()  # of the learner too
     shape = {"cycles": cycles, "parameters": count}
     engine = config.engine
     label = engine.weights if engine.weights == "shared" else f"copy {engine.sleep_level}"

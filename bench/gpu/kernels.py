@@ -42,12 +42,17 @@ class Setting:
     repeats: int
     write: bool
 
-    def times_ms(self, fn: Callable[[], object]) -> list[float]:
+    def times_ms(
+        self, fn: Callable[[], object], before: Callable[[], object] = lambda: None
+    ) -> list[float]:
+        """Of each repeat; `before` each is not timed."""
         for _ in range(3 if self.device == "cuda" else 1):
+            before()
             fn()
-        return [self._once_ms(fn) for _ in range(self.repeats)]
+        return [self._once_ms(fn, before) for _ in range(self.repeats)]
 
-    def _once_ms(self, fn: Callable[[], object]) -> float:
+    def _once_ms(self, fn: Callable[[], object], before: Callable[[], object]) -> float:
+        before()
         if self.device == "cpu":
             start = time.perf_counter()
             fn()
@@ -146,19 +151,29 @@ def time_ways(
     setting: Setting, title: str, ways: dict[str, Way], batch: Batch, share: float, width: int
 ) -> dict[str, float]:
     medians = {}
+    given = None if batch.logits is None else batch.logits.detach().clone()
+
+    def refill() -> None:  # two ways leave their gradient where the logits were
+        if batch.logits is not None and given is not None:
+            batch.logits.detach().copy_(given)
+
     for name, way in ways.items():
         run = step(batch, way)
         label = f"{title}: {name}"
         shape = {"T": setting.positions, "V": setting.vocab, "H": width}
         shape["sampled"] = int(batch.mask.sum())
         try:
+            refill()
             memory = setting.peak_mib(run)
-            times = setting.times_ms(run)
+            times = setting.times_ms(run, refill)
         except Exception as error:  # a peer's failure is a result too; ours is raised
             if name.startswith("ours"):
                 raise
             print(f"  {label:42s} share {share:5.3f}  FAILED {type(error).__name__}: {error}"[:200])
-            torch.cuda.empty_cache()
+            times = []
+        if not times:
+            if setting.device == "cuda":  # here and not above: the error's frames hold tensors
+                torch.cuda.empty_cache()
             continue
         medians[name] = setting.record(label, times, "ms", **shape)
         if setting.device == "cuda":
@@ -176,9 +191,9 @@ def from_hidden(setting: Setting, ways: dict[str, Way], width: int) -> None:
         mine = medians["ours"]
         if share == 1.0:
             print(f"  -> {mine / roof:.2f} x three bare products ({roof:.2f} ms); target <= 1.15")
-        others = {name: ms for name, ms in medians.items() if "ours" not in name}
-        best = min((name for name in others if "gathered" not in name), key=others.__getitem__)
-        print(f"  -> {others[best] / mine:.2f} x faster than the best on every row, {best}")
+        others = {x: ms for x, ms in medians.items() if "ours" not in x and "gathered" not in x}
+        if best := min(others, key=others.__getitem__, default=""):
+            print(f"  -> {others[best] / mine:.2f} x faster than the best on every row, {best}")
 
 
 def from_logits(setting: Setting, ways: dict[str, Way], bandwidth: float) -> None:
@@ -193,9 +208,16 @@ def from_logits(setting: Setting, ways: dict[str, Way], bandwidth: float) -> Non
     print(f"  -> forward reads {rate:.2f} TB/s, {rate / bandwidth:.0%} of the copy; target >= 84 %")
 
 
+def forward_of(logits: Tensor, targets: Tensor) -> Callable[[], object]:
+    """The kernel that reads all logits, alone: logp() also checks targets, and waits for that."""
+    if logits.is_cuda:
+        return lambda: rows.triton_stats(logits, None, 1.0, None)
+    return lambda: logp(logits, targets)
+
+
 def forward_rate(setting: Setting, logits: Tensor, targets: Tensor) -> float:
-    """TB/s of logits read by the forward kernels."""
-    times = setting.times_ms(lambda: logp(logits, targets))
+    """TB/s of logits read by the forward kernel."""
+    times = setting.times_ms(forward_of(logits, targets))
     rates = [logits.numel() * logits.itemsize / ms / 1e9 for ms in times]
     return setting.record(
         "from logits: forward read", rates, "TB/s", T=len(targets), V=logits.shape[1]
@@ -234,7 +256,7 @@ def sweep(setting: Setting) -> None:
     for block, warps in ((2048, 4), (4096, 4), (8192, 4), (4096, 8), (8192, 8), (8192, 16)):
         for stages in (1, 3, 4):
             rows.FORWARD_BLOCK_V, rows.FORWARD_WARPS, rows.FORWARD_STAGES = block, warps, stages
-            times = setting.times_ms(lambda: logp(logits, batch.targets))
+            times = setting.times_ms(forward_of(logits, batch.targets))
             label = f"sweep: forward block {block} warps {warps} stages {stages}"
             median = setting.record(label, times, "ms", T=setting.positions, V=setting.vocab)
             print(f"  {label}: {median:.3f} ms")

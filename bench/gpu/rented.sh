@@ -1,7 +1,9 @@
 #!/bin/sh
 # A card lent or rented by the half hour, without network, with little carried per call: bench/gpu/rented.md.
-#   sh bench/gpu/rented.sh parts    here: what is to be carried, in parts of at most BENCH_PART_MIB (55)
-#   sh bench/gpu/rented.sh N        there: unpack what came along, then run call N (1 to 8) into BENCH_OUT
+#   sh bench/gpu/rented.sh parts    here: what is to be carried, in parts of at most BENCH_PART_MIB (56)
+#   sh bench/gpu/rented.sh calls    here: do tree and parts fit? then the calls to send, word for word
+#   sh bench/gpu/rented.sh N        there: unpack what came along, then run call N (1 to 5) into BENCH_OUT
+#   sh bench/gpu/rented.sh STAGE    there: a stage again, or one that no call has (engine/0.6B/graphs)
 #   sh bench/gpu/rented.sh unpack   there: only unpack, after a machine was lost
 #   sh bench/gpu/rented.sh walk     the calls on a CPU, tiny (or some: walk 1 5): does every stage end, with rows?
 # Always ends with 0 once a call began: what failed is a row of gpu_stages. NEVER RUN ON A GPU yet.
@@ -18,6 +20,8 @@ mkdir -p "$stash"
 stash=$(cd "$stash" && pwd)
 export PYTHONPATH=".:$stash/site${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+# there is no network to ask for an address, and no FlashInfer to sample with
+export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo VLLM_USE_FLASHINFER_SAMPLER=0
 for cache in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR AGENTGRPO_CACHE; do
     export "$cache=$stash/cache/$cache"  # compiled once for all calls
 done
@@ -32,13 +36,14 @@ call() { # NUMBER [--walk]
 
 case ${1:-} in
 parts) shift; exec "$python" -m bench.gpu.parts --build "$stash/parts" "$@" ;;
+calls) exec "$python" -m bench.gpu.parts --calls "$stash/parts" ;;
 unpack) exec "$python" -m bench.gpu.parts --unpack "$stash/parts" --into "$stash" ;;
-[1-8]) call "$1" ;;
+[1-5] | */*) call "$1" ;;
 walk)
     shift
-    for number in ${*:-1 2 3 4 5 6 7 8}; do
+    for number in ${*:-1 2 3 4 5}; do
         (export BENCH_OUT="${BENCH_OUT:?a folder for the rows}/$number"; call "$number" --walk)
     done
     ;;
-*) sed -n '2,7p' "$0" >&2; exit 2 ;;
+*) sed -n '2,9p' "$0" >&2; exit 2 ;;
 esac

@@ -140,7 +140,9 @@ def test_other_rows_may_hold_anything(backend: Backend) -> None:
     hidden[unused] = float("nan")
     poisoned = results(linear_logp, (hidden, weight, bias), *terms, backend=backend)
     for a, b in zip(clean, poisoned, strict=True):
-        assert torch.equal(a, b)
+        if DEVICE == "cpu":
+            assert torch.equal(a, b)
+        torch.testing.assert_close(a, b)  # CUDA adds the terms of a row in any order
     assert (poisoned[2][unused] == 0).all()
 
 
@@ -262,7 +264,10 @@ def test_without_gradients_nothing_is_recorded() -> None:
     [
         ({"hidden_TH": torch.zeros(T)}, "hidden_TH: expected"),
         ({"hidden_TH": torch.zeros(T, H, dtype=torch.int64)}, "hidden_TH: expected"),
-        ({"hidden_TH": torch.zeros(T, H).double(), "backend": "triton"}, "hidden_TH: expected"),
+        (
+            {"hidden_TH": torch.zeros(T, H, device=DEVICE).double(), "backend": "triton"},
+            "hidden_TH: expected",
+        ),
         ({"weight_VH": torch.zeros(33, H - 1)}, r"weight_VH: expected float32 of shape \(33, 16\)"),
         ({"weight_VH": torch.zeros(33, H).half()}, "weight_VH: expected float32"),
         ({"rows_N": torch.tensor([0, T])}, r"rows_N: expected ids in \[0, 11\), got 0 .. 11"),

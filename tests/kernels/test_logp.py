@@ -261,7 +261,11 @@ def test_no_rows(backend: Backend) -> None:
         ({"softcap": -1.0}, "softcap: expected > 0 or None"),
         ({"backend": "numpy"}, "backend: expected"),
         (
-            {"logits": torch.zeros(4, 9, dtype=torch.float64), "backend": "triton"},
+            {
+                "logits": torch.zeros(4, 9, dtype=torch.float64, device=DEVICE),
+                "targets": torch.zeros(4, dtype=torch.int64, device=DEVICE),
+                "backend": "triton",
+            },
             "computes in fp32",
         ),
     ],

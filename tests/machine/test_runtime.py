@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from agentgrpo.machine import hardware
 from agentgrpo.machine.runtime import ALLOCATOR, prepare_environment
 
 NEW, OLD = ALLOCATOR
+SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,16 @@ def test_the_installed_vllm_starts_with_them() -> None:
     source = (Path(vllm.origin).parent / "device_allocator/cumem.py").read_text()
     assert "Expandable segments are not compatible" not in source
     assert "if expandable_was_enabled:" in source
+
+
+def test_a_card_without_flashinfer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM imports it while the sampler is built, unless it was told not to use it."""
+    ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(ops.current_platform, "is_cuda", lambda: True)
+    monkeypatch.delenv(SAMPLER, raising=False)
+    prepare_environment()
+    assert not ops.flashinfer_sampler_supported()
+    monkeypatch.setenv(SAMPLER, "1")
+    prepare_environment()
+    assert os.environ[SAMPLER] == "1", "who has it may use it"
