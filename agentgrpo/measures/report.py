@@ -74,5 +74,6 @@ def _plain(measured: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
 def _shown(estimate: Mapping[str, Any], tasks: int) -> str:
     value, low, high = (estimate[key] for key in ("value", "low", "high"))
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    of = f" (of {estimate['tasks']} tasks)" if estimate["tasks"] < tasks else ""
+    seen = estimate.get("tasks", tasks)  # reports of before have it not
+    of = f" (of {seen} tasks)" if seen < tasks else ""
     return f"{'-' if value is None else f'{value:.3f}{interval}'}{of}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import json
 import os
@@ -67,6 +68,8 @@ RAISED = re.compile(
 """What Python says when nothing has caught an exception, or when it cannot begin."""
 NO_ROOM = ("MemoryError", "BlockingIOError")
 """Exceptions of the session's limits."""
+SHORT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+"""Errors of a start for which the machine has no process, thread, descriptor, memory or disk."""
 STARTS = 4
 """Sessions that begin at once: a zygote answers within seconds, but not hundreds who ask it."""
 
@@ -498,5 +501,8 @@ def _on_thread(work: Callable[[], Outcome]) -> Future[Outcome]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="program", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="program", daemon=True).start()
+    except RuntimeError as error:  # Python's word for EAGAIN
+        raise OSError(errno.EAGAIN, str(error)) from error
     return future

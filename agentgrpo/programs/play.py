@@ -6,6 +6,7 @@ loop; how they end, and what the endpoint last said to them, is how their rollou
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
-from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running, launcher_of
+from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running, launcher_of
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, Session, Wanted
 from agentgrpo.rollout.decoder import Decoder, Watch
@@ -85,10 +86,10 @@ class ProgramSampler(AnySampler):
         played = Groups(self._env, config, group_size, watch)
         play = _Play(
             self._engine, self._launcher, played, worlds, endpoint, session, config,
-            self._timeout_s, filters,
+            self._timeout_s, filters, self._max_live,
         )  # fmt: skip
         play.queue_all(played.add(tasks, seed))
-        groups = play.run(self._max_live)
+        groups = play.run()
         self._say_what_is_ignored(groups)
         return groups, play.stats
 
@@ -139,6 +140,7 @@ class _Play:
     config: RolloutConfig
     timeout_s: float
     filters: Mapping[str, float]
+    max_live: int
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     """Index and attempt of rollouts that wait for their places."""
     live: dict[int, _Live] = field(default_factory=dict)
@@ -160,11 +162,11 @@ class _Play:
             self.queue.extend((index, 0) for index in self.groups.indices(task))
         return tasks is not None
 
-    def run(self, max_live: int) -> list[Group]:
+    def run(self) -> list[Group]:
         """Play until every program has ended; whatever happens, none is left running."""
         try:
             while self.queue_all(self.groups.more()) or self.queue or self.live or self.finishing:
-                while self.queue and len(self.live) < max_live:
+                while self.queue and len(self.live) < self.max_live:
                     self._start(*self.queue.popleft())
                 self._end_overdue()
                 self._take()
@@ -183,27 +185,27 @@ class _Play:
         episode: Any = NOTHING
         try:
             episode = self.groups.reset(index)
-            running = self._launch(episode, task, session)
-        except InfrastructureError as error:
-            self.worlds.close(episode, self.groups.of(index)).result()
+            launcher = self.launcher or Awaited(episode.play)
+            running = launcher.start(task, session, self.endpoint)
+        except BaseException as error:
             self.endpoint.end(session)
+            with contextlib.suppress(InfrastructureError, RuntimeError):  # no thread to close it
+                if episode is not NOTHING:
+                    self.worlds.close(episode, self.groups.of(index)).result()
+            is_short = isinstance(error, OSError) and error.errno in SHORT
+            if not (is_short or isinstance(error, InfrastructureError)):
+                raise
+            if is_short and self.live:
+                self.max_live = len(self.live)  # which is what the machine can hold
+                self.queue.appendleft((index, attempt))
+                return
             rollout = _without_a_turn(session, task, str(error))
             rollout.treatment = treatment_of(rollout.status, self.config)
             self._broken(index, attempt, rollout)
             return
-        except BaseException:
-            self.endpoint.end(session)
-            raise
         limit = min(self.timeout_s, self.config.max_seconds or self.timeout_s)
         self.live[index] = _Live(task, attempt, session, episode, running, time.monotonic() + limit)
         running.outcome.add_done_callback(lambda future: self.inbox.put((index, future)))
-
-    def _launch(self, episode: Any, task: Task, session: Session) -> Running:
-        launcher = self.launcher or Awaited(episode.play)
-        try:
-            return launcher.start(task, session, self.endpoint)
-        except (OSError, RuntimeError) as error:  # no process, thread or descriptor is to be had
-            raise InfrastructureError(f"a program could not be started: {error}") from error
 
     def _end_overdue(self) -> None:
         now = time.monotonic()

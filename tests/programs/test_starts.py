@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from agentgrpo.envs.answer import AnswerEnv
-from agentgrpo.programs.launch import Process
+from agentgrpo.envs.base import Episode
+from agentgrpo.programs.launch import Awaited, Process
 from agentgrpo.rollout.decoder import Watch
 from agentgrpo.types import Status
 from tests.playing import tasks
@@ -60,26 +64,82 @@ def test_a_reset_that_does_not_come_back_ends_the_command(monkeypatch: pytest.Mo
     assert "Hangs.reset has not come back after 0.1 s (task 't0', rollout 0" in said
 
 
-def test_a_program_that_cannot_be_started_was_broken_by_the_machine(
+class Counts(AnswerEnv):
+    """Its episodes are counted when they are closed."""
+
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+
+    def reset(self, task: Any) -> Any:
+        self.last = Closes(self.closed, task.id)
+        return self.last
+
+
+class Closes(Episode):
+    def __init__(self, closed: list[str], task: str) -> None:
+        self.closed, self.task = closed, task
+
+    def step(self, action: Any) -> Any:
+        raise AssertionError("nobody acts")
+
+    def close(self) -> None:
+        self.closed.append(self.task)
+
+
+PROCESS = Process(["python", "x.py"], [], {})
+
+
+def no_more(number: int) -> Callable[..., Any]:
+    def popen(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return popen
+
+
+def test_a_program_that_the_machine_has_no_room_for_is_no_failure_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    closed = []
-
-    def popen(*_: Any, **__: Any) -> Any:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    class Counts(AnswerEnv):
-        def reset(self, task: Any) -> Any:
-            episode = super().reset(task)
-            monkeypatch.setattr(episode, "close", lambda: closed.append(task.id), raising=False)
-            return episode
-
-    monkeypatch.setattr("subprocess.Popen", popen)
-    groups, _ = played(Process(["python", "x.py"], [], {}), lambda *_: turn("x"), env=Counts())
+    monkeypatch.setattr("subprocess.Popen", no_more(errno.EAGAIN))
+    env = Counts()
+    groups, _ = played(PROCESS, lambda *_: turn("x"), env=env)
     (rollout,) = groups[0].rollouts
     assert rollout.status is Status.INFRA_ERROR
     assert "temporarily unavailable" in str(rollout.error)
-    assert closed == ["t0"]
+    assert env.closed == ["t0"]
+
+
+def test_a_program_that_no_machine_could_start_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", no_more(errno.ENOEXEC))
+    env = Counts()
+    with pytest.raises(OSError, match="Exec format error"):
+        played(PROCESS, lambda *_: turn("x"), env=env)
+    assert env.closed == ["t0"]
+
+
+def test_as_many_programs_run_as_there_is_room_for() -> None:
+    most = 0
+
+    class Room(Awaited):
+        """For two."""
+
+        def __init__(self, function: Any) -> None:
+            super().__init__(function)
+            self.runs: list[Any] = []
+
+        def start(self, *args: Any) -> Any:
+            nonlocal most
+            self.runs = [run for run in self.runs if not run.outcome.done()]
+            if len(self.runs) == 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+            self.runs.append(super().start(*args))
+            most = max(most, len(self.runs))
+            return self.runs[-1]
+
+    groups, _ = played(Room(asking(asks)), lambda *_: turn("x"), n=6)
+    assert [r.answer for r in groups[0].rollouts] == ["ok"] * 6
+    assert most == 2
 
 
 def test_the_engine_waits_for_programs_that_work() -> None:

@@ -79,6 +79,23 @@ async function evaluate(source, count) {
   }
 }
 
+/* With environment variables (name, value, ...) for its duration. */
+async function within(pairs, work) {
+  if (!pairs.length) return work();
+  try {
+    const before = { ...process.env };
+    for (let i = 0; i < pairs.length; i += 2) process.env[pairs[i]] = pairs[i + 1];
+    const answer = await work();
+    for (let i = 0; i < pairs.length; i += 2) {
+      if (Object.hasOwn(before, pairs[i])) process.env[pairs[i]] = before[pairs[i]];
+      else delete process.env[pairs[i]];
+    }
+    return answer;
+  } catch (error) {
+    return describe(error);
+  }
+}
+
 globalThis.require = require;
 setInterval(() => {}, 1 << 30); // a promise that nothing will settle must not end the process
 process.on("uncaughtException", (error) => process.stderr.write(`${inspect(error)}\n`));
@@ -86,12 +103,6 @@ process.on("uncaughtException", (error) => process.stderr.write(`${inspect(error
   for (let count = 1; ; count++) {
     const [number, fields] = receive();
     const known = fields[0] === "run" || fields[0] === "cell";
-    const before = { ...process.env };
-    for (let i = 2; known && i < fields.length; i += 2) process.env[fields[i]] = fields[i + 1];
-    send(number, known ? await evaluate(fields[1], count) : ["ok"]);
-    for (let i = 2; known && i < fields.length; i += 2) {
-      if (fields[i] in before) process.env[fields[i]] = before[fields[i]];
-      else delete process.env[fields[i]];
-    }
+    send(number, known ? await within(fields.slice(2), () => evaluate(fields[1], count)) : ["ok"]);
   }
 })();

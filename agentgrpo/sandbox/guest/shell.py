@@ -14,9 +14,17 @@ from types import FrameType
 sys.path.insert(0, os.path.dirname(__file__))
 from load import isolated  # type: ignore[import-not-found]
 
-BEFORE = b"_agentgrpo_before=$(declare -p %s 2>/dev/null) || :\n%s"
-AFTER = b'unset %s; eval "$_agentgrpo_before"; unset _agentgrpo_before'
-LOOP = 'while IFS= read -r -d "" -u 10 cell; do eval "$cell"; echo "$?" >&11; done 10<&{} 11>&{}'
+LOOP = (
+    'while IFS= read -r -d "" -u 10 _agentgrpo_cell; do eval "$_agentgrpo_cell"; echo "$?" >&11; '
+    "done 10<&{} 11>&{}"
+)
+BEFORE = b"{ _agentgrpo_before=$(declare -p %s) || :; %s } 2>/dev/null || :"
+AFTER = b"""{
+    command unset -v %s; command eval "$_agentgrpo_before"; command unset -v _agentgrpo_before
+} 2>/dev/null || :"""
+"""Around a cell with variables of its own: whatever the shell is set to, they end no bash and write
+nothing (`command`: in posix mode a builtin that fails would end it).
+"""
 
 
 def main() -> None:
@@ -65,7 +73,7 @@ def main() -> None:
 def exported(pairs: list[bytes]) -> bytes:
     """What sets environment variables, given as NAME VALUE NAME VALUE and so on."""
     return b"".join(
-        b"export %s='%s'\n" % (name, value.replace(b"'", b"'\\''"))
+        b"command export %s='%s';" % (name, value.replace(b"'", b"'\\''"))
         for name, value in zip(pairs[::2], pairs[1::2], strict=True)
     )
 
