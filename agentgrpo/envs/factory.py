@@ -73,9 +73,8 @@ class FactoryEnv:
         """The task with what reset says of it at the end of its last message, once."""
         opening = _reset(self._first, task.spec)
         *before, last = task.messages
-        begun = ("\n\n" + last["content"]).endswith("\n\n" + opening)
-        if opening and begun:  # a curriculum reads such tasks again
-            return task
+        if opening and ("\n\n" + last["content"]).endswith("\n\n" + opening):
+            return task  # a curriculum reads begun tasks again
         content = "\n\n".join(text for text in (last["content"], opening) if text)
         return replace(task, messages=(*before, {**last, "content": content}))
 

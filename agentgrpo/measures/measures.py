@@ -273,7 +273,9 @@ def _mean(values: Floats) -> Floats:
     """Over the second axis, of what is known; nan where nothing is."""
     known = ~np.isnan(values)
     total, count = np.where(known, values, 0.0).sum(axis=1), known.sum(axis=1)
-    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+    means: Floats = np.full(total.shape, np.nan)
+    np.divide(total, count, out=means, where=count > 0)
+    return means
 
 
 def _resample(tasks: int, resamples: int) -> NDArray[np.int64]:
@@ -289,4 +291,5 @@ def _percentiles(values: Floats) -> tuple[float, float]:
 
 
 def _estimate(*numbers: float, tasks: int) -> Estimate:
-    return Estimate(*(number if math.isfinite(number) else None for number in numbers), tasks)
+    value, low, high = (number if math.isfinite(number) else None for number in numbers)
+    return Estimate(value, low, high, tasks)

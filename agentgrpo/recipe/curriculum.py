@@ -332,10 +332,10 @@ def stages(recipe: RecipeConfig) -> Iterator[Check]:
     for stage, steps in enumerate(steps_each):
         require_read(_run_of(recipe, stage, recipe.model, steps).data)
     numbers = ", ".join(map(str, steps_each))
-    steps = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
+    trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
     yield said(
         "stages",
-        f"{c.stages}: {c.candidates} candidates x {c.group_size}, {steps}, saved every "
+        f"{c.stages}: {c.candidates} candidates x {c.group_size}, {trained}, saved every "
         f"{recipe.save_every}",
     )
 
