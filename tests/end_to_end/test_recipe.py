@@ -133,7 +133,7 @@ def test_S3_15_every_stage_begins_with_the_last_ones_checkpoint(run: Path) -> No
         start = stage["to"]
         selected = read_lines(folder / "tasks.jsonl")
         trained = read_lines(folder / "rl/rollouts.jsonl")
-        questions = {row["question"][0]["content"] for row in selected}
+        questions = {row["question"] for row in selected}
         played = {r["task"]["messages"][0]["content"] for r in trained if r["split"] == "train"}
         assert played <= questions
         assert any("efficiency" in record["rewards"] for record in trained)
