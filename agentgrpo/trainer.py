@@ -41,8 +41,8 @@ class Trainer:
         settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
 
     Raises:
-        As build(); ValueError: there is not one weight for each function; RuntimeError: torch was
-        imported before agentgrpo.
+        As build(); ValueError: there is not one weight for each function, or two functions have one
+        name; RuntimeError: torch was imported before agentgrpo.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class Trainer:
             )
         if reward_funcs:
             names = [name_of(function, key="reward_funcs") for function in reward_funcs]
+            if len({*names}) < len(names):
+                raise ValueError(f"reward_funcs: expected different names, got {', '.join(names)}")
             functions = dict(zip(names, weights, strict=True))
             settings["reward"] = {**settings.get("reward", {}), "functions": functions}
         self.config = config_of(config, settings)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import parts, stages, step
+from bench.gpu import names, parts, stages, step
 from bench.gpu.stages import CALLS, STAGES, Stage
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +235,7 @@ def test_names_that_a_release_lacks_are_found(
     parts.unzip(wheels / "vllm-1-py3-none-any.whl", tmp_path / "site")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours/a.py").write_text(source)
-    found = parts.absent_names(tmp_path / "site", tmp_path / "ours")
+    found = names.absent_names(tmp_path / "site", tmp_path / "ours")
     assert sorted(line.split(": ")[1] for line in found) == sorted(absent)
 
 
@@ -243,8 +243,8 @@ def test_the_installed_vllm_has_every_name_that_is_taken_from_it() -> None:
     """As the one that is carried has, which only `rented.sh calls` sees."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
-        pytest.skip("vLLM is not installed")
-    assert parts.absent_names(Path(vllm.origin).parents[1], ROOT / "agentgrpo") == []
+        pytest.skip("could not import 'vllm'")
+    assert names.absent_names(Path(vllm.origin).parents[1], ROOT / "agentgrpo") == []
 
 
 def test_parts_that_were_built_again_leave_nothing_of_the_first(

@@ -453,6 +453,11 @@ def test_a_weight_too_many_is_named(functions: list[Any]) -> None:
         Trainer(config(), reward_funcs=functions, reward_weights=[1.0, 2.0])
 
 
+def test_two_reward_functions_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^reward_funcs: expected different names, got .*len, "):
+        Trainer(config(), reward_funcs=[len, len])
+
+
 def test_callbacks_are_told_of_all_in_order_and_may_stop_the_run() -> None:
     class Told(Callback):
         def __init__(self) -> None:

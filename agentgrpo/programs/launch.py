@@ -254,6 +254,7 @@ class Process:
                     [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
                     stdin=task_in, stdout=out, stderr=err,
                 )  # fmt: skip
+            undo.callback(process.wait)
             undo.callback(os.killpg, process.pid, signal.SIGKILL)
             started = _Process(process, folder, out, err)
             undo.pop_all()

@@ -6,7 +6,6 @@ loop; how they end, and what the endpoint last said to them, is how their rollou
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -189,9 +188,11 @@ class _Play:
             running = launcher.start(task, session, self.endpoint)
         except BaseException as error:
             self.endpoint.end(session)
-            with contextlib.suppress(InfrastructureError, RuntimeError):  # no thread to close it
+            try:
                 if episode is not NOTHING:
                     self.worlds.close(episode, self.groups.of(index)).result()
+            except (InfrastructureError, RuntimeError) as also:  # not even a thread to close it in
+                error.add_note(f"and while its episode was closed: {also}")
             is_short = isinstance(error, OSError) and error.errno in SHORT
             if not (is_short or isinstance(error, InfrastructureError)):
                 raise
@@ -199,7 +200,8 @@ class _Play:
                 self.max_live = len(self.live)  # which is what the machine can hold
                 self.queue.appendleft((index, attempt))
                 return
-            rollout = _without_a_turn(session, task, str(error))
+            said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            rollout = _without_a_turn(session, task, said)
             rollout.treatment = treatment_of(rollout.status, self.config)
             self._broken(index, attempt, rollout)
             return

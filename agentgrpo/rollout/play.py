@@ -462,7 +462,7 @@ class Play:
         waiting = {pending.index: pending.fork for pending in self._queue if pending.fork}
         begun = {index: live.rollout for index, live in (self._live | waiting).items()}
         for child in self._groups.indices(task):
-            rollout = {**begun, **self._groups.played}.get(child)
+            rollout = begun.get(child) or self._groups.played.get(child)
             if rollout is not None and rollout.parent == member:
                 rollout.parent = rollout.forked_at = None
 

@@ -46,7 +46,7 @@ def test_the_installed_vllm_starts_with_them() -> None:
     """Before 0.21 its sleeping pool asserted their absence; since then it turns them off itself."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
-        pytest.skip("vLLM is not installed")
+        pytest.skip("could not import 'vllm'")
     source = (Path(vllm.origin).parent / "device_allocator/cumem.py").read_text()
     assert "Expandable segments are not compatible" not in source
     assert "if expandable_was_enabled:" in source

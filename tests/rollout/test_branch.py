@@ -484,6 +484,26 @@ def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent(max_live
     env.assert_all_closed_once()
 
 
+def test_a_branch_that_has_ended_has_no_parent_either_once_that_is_played_again() -> None:
+    calls = 0
+
+    def says(number: int, prompt: str) -> Turn:
+        nonlocal calls
+        if number < 2:
+            return Turn(f"<code>{number}</code>")
+        if "<code>1</code>" not in prompt:  # the branch, and rollout 0 when it is played again
+            return Turn(f"Answer: {number}{EOT}")
+        calls += 1
+        return Turn("<code>2</code>" if calls < 5 else "<code>broken machine</code>")
+
+    groups, stats = play(
+        StubEngine(TOKENIZER, says), StubEnv(), group_size=2,
+        branching={**ALWAYS, "initial": 1}, max_retries=1, max_turns=9,
+    )  # fmt: skip
+    assert (stats.branches, stats.retries, calls) == (1, 1, 5)
+    assert [(r.parent, r.forked_at) for r in groups[0].rollouts] == [(None, None)] * 2
+
+
 def test_aepo_decides_when_the_first_of_a_group_has_seen_a_tools_answer() -> None:
     high = math.log(len(TOKENIZER))
     config = {**ALWAYS, "initial": 1, "budget": "aepo", "aepo_beta": 2.0}
