@@ -336,7 +336,7 @@ def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODEL
         "load_encoder": Encoder,
     }
     made = _made("env", env_kind(config), config.env, given)
-    _require(made, ("reset",), key="env.kind", name=config.env.kind)
+    _require(made, Environment, key="env.kind", name=config.env.kind)
     return with_user(cast(Environment, made), config.env, models)
 
 
@@ -424,8 +424,7 @@ def make_agent(
         "pool": pool,
     }
     made = _made("agent", config.agent.kind, config.agent, given)
-    names = ("stop", "messages", "prefill", "tools", "parse", "observe")
-    _require(made, names, key="agent.kind", name=config.agent.kind)
+    _require(made, Agent, key="agent.kind", name=config.agent.kind)
     return cast(Agent, made)
 
 
@@ -477,11 +476,24 @@ def _made(
         raise ValueError(f"{named}{error}") from error
 
 
-def _require(made: Any, names: tuple[str, ...], *, key: str, name: str) -> None:
+def _require(made: Any, protocol: type, *, key: str, name: str) -> None:
+    """That it has what a protocol has, and its methods take what they will be given."""
+    asked = {n: one for n, one in vars(protocol).items() if not n.startswith("_")}
     with calling(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
-        missing = [attribute for attribute in names if not hasattr(made, attribute)]
-    if missing:
+        has = {attr: getattr(made, attr) for attr in asked if hasattr(made, attr)}
+    if missing := [attr for attr in asked if attr not in has]:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
+    for method in filter(inspect.isfunction, asked.values()):
+        given = [*inspect.signature(method).parameters][1:]
+        try:
+            taken = inspect.signature(has[method.__name__])
+        except (TypeError, ValueError):  # it does not say
+            continue
+        try:
+            taken.bind(*given)
+        except TypeError as error:
+            expected = f"{method.__name__}({', '.join(given)})"
+            raise ValueError(f"{key}: {name!r}: expected {expected}, {error}") from None
 
 
 def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] | None:

@@ -59,7 +59,7 @@ class EveryTurnCalls:
     def tools(self, task: Task) -> Sequence[Schema]:
         return ()
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         return RunCode(text)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message]:

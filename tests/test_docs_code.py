@@ -6,6 +6,8 @@ The files of your-task.md are used by its commands: test_docs_commands.py.
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import shutil
 import sys
@@ -50,6 +52,17 @@ def of_page(page: str, after: str) -> pytest.MarkDecorator:
     assert found, f"{page}: no block after {after!r}"
     RUN.add((page, found[0]))
     return pytest.mark.parametrize("code", [found[0]], ids=[f"{page} {after}"])
+
+
+EXAMPLES = [p for p in sorted((ROOT / "agentgrpo").rglob("*.py")) if "    >>> " in p.read_text()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_docstrings_examples_come_out_as_they_say(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    ran = doctest.testmod(importlib.import_module(name))
+    assert ran.attempted > 0
+    assert ran.failed == 0
 
 
 @of_page("docs/sandbox.md", after="# The sandbox")

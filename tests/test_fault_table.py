@@ -82,7 +82,7 @@ class Agent:
     def messages(self, task): return at("messages", task.messages)
     def prefill(self, task): return at("prefill", "")
     def tools(self, task): return at("tools", ())
-    def parse(self, text):
+    def parse(self, text, task):
         return at("parse", RunCode(text) if "<code>" in text else Finish(text))
     def observe(self, action, observation):
         return at("observe", [{"role": "user", "content": observation.text}])

@@ -33,7 +33,7 @@ from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import Limits
 from agentgrpo.sandbox.template import Template
 from agentgrpo.stage import models_of, set_stage
-from agentgrpo.types import Group
+from agentgrpo.types import Group, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
 from tests.playing import play, task
@@ -66,13 +66,20 @@ class Shouting:
     def tools(self, task: Any) -> Any:
         return ()
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str, task: Task) -> Any:
         from agentgrpo.actions import Finish
 
         return Finish(text[:-1]) if text.endswith(self.mark) else RunCode(text)
 
     def observe(self, action: Any, observation: Any) -> str:
         return str(observation.text)
+
+
+class Old(Shouting):
+    """One that was written for another version."""
+
+    def parse(self, text: str) -> Any:  # type: ignore[override]
+        return RunCode(text)
 
 
 class Echo:
@@ -146,6 +153,10 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         ([OWN, "env.options.times=true"], r"^env\.options\.times: .*valid integer, got True"),
         ([OWN, "env.options.times='2'"], r"^env\.options\.times: .*valid integer, got '2'"),
         ([f"env.kind={__name__}:config"], "env.kind: .* lacks reset"),
+        (
+            [f"agent.kind={__name__}:Old"],
+            r"^agent.kind: .*: expected parse\(text, task\), too many positional arguments",
+        ),
         (["env.options.style=x"], r"env\.options\.style: .* 'terminal' or .*, got 'x'"),
         (["env.options.max_chars=1"], r"^env\.options\.max_chars: .* at least 2, got 1"),
         (["agent.kind=tools"], "'tools' acts by tools, and env.kind 'python' does not answer"),

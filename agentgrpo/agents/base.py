@@ -28,8 +28,13 @@ class Agent(Protocol):
     def tools(self, task: Task) -> Sequence[Schema]:
         """Tools that the chat template shows the policy; mostly none."""
 
-    def parse(self, text: str) -> Action:
-        """The action of one sampled turn (its own text only, so a prompt can never act)."""
+    def parse(self, text: str, task: Task) -> Action:
+        """The action of one sampled turn (its own text only, so a prompt can never act).
+
+        Args:
+            text: what was sampled.
+            task: whose tools it may call.
+        """
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """How the policy is told what its action did.

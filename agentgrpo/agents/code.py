@@ -12,6 +12,7 @@ from typing import Literal
 
 from agentgrpo.actions import Action, Message, Observation, RunCode, Say
 from agentgrpo.agents.text import PairAgent
+from agentgrpo.types import Task
 
 PROMPT = (
     "Solve the problem with {language}. Write code between {open} and {close}; you will see what "
@@ -73,15 +74,15 @@ class CodeAgent(PairAgent):
             script = signatures(script)
         self.system_prompt = with_functions(self.system_prompt, script, hosted)
 
-    def act(self, body: str) -> Action:
+    def act(self, body: str, task: Task) -> Action:
         """The code, without the newlines around it.
 
-        >>> agent = CodeAgent()
-        >>> agent.parse("<code>print(6*7)</code>")
+        >>> agent, task = CodeAgent(), Task(id="", messages=(), spec={})
+        >>> agent.parse("<code>print(6*7)</code>", task)
         RunCode(code='print(6*7)', language='python')
-        >>> agent.parse("Answer: 42")
+        >>> agent.parse("Answer: 42", task)
         Finish(answer='42')
-        >>> agent.parse("forty-two")
+        >>> agent.parse("forty-two", task)
         Finish(answer=None)
         """
         return RunCode(body.strip("\n"), self.language)

@@ -76,12 +76,6 @@ class InlineAgent(PairAgent):
         self._read: ReadCall = FORMS.get(self.call_form) or cast(
             ReadCall, load_callable(self.call_form, key="agent.options.call_form")
         )
-        self._known: dict[str, Schema] = {}
-
-    def messages(self, task: Task) -> list[Message]:
-        """The same as of every agent; the task's functions are known from then on."""
-        self._known.update({tool["function"]["name"]: tool for tool in self.env.tools(task)})
-        return super().messages(task)
 
     def prompt(self, task: Task) -> str:
         """How a call is written, and the task's functions."""
@@ -92,9 +86,10 @@ class InlineAgent(PairAgent):
             tools="\n".join(map(signature, self.env.tools(task))),
         )
 
-    def act(self, body: str) -> Action:
+    def act(self, body: str, task: Task) -> Action:
         """The one call between the tags."""
-        return CallTools((self._read(body.strip(), self._known),))
+        known = {tool["function"]["name"]: tool for tool in self.env.tools(task)}
+        return CallTools((self._read(body.strip(), known),))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result in its tags, for the same message."""

@@ -78,7 +78,7 @@ class ProgramAgent(TextAgent):
         """Whether a run with these options needs the sandbox."""
         return bool(options.get("command")) and options.get("sandbox", "session") == "session"
 
-    def parse(self, text: str) -> NoReturn:
+    def parse(self, text: str, task: Task) -> NoReturn:
         """Never called: what a turn means is the program's affair."""
         raise TypeError("a program reads its turns itself")
 

@@ -66,13 +66,13 @@ class ReplAgent(TextAgent):
         banner = python_banner() if self.banner is None else self.banner
         return banner + PROMPTS[0].rstrip()
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         r"""The line up to its newline. Without one the policy ended its message: its last line.
 
-        >>> agent = ReplAgent()
-        >>> agent.parse(" print(1)\n\n")
+        >>> agent, task = ReplAgent(), Task(id="", messages=(), spec={})
+        >>> agent.parse(" print(1)\n\n", task)
         RunCode(code='print(1)', language='python')
-        >>> agent.parse("  ")
+        >>> agent.parse("  ", task)
         Finish(answer=None)
         """
         line, newline, _ = text.removeprefix(" ").partition("\n")

@@ -83,12 +83,13 @@ class TagAgent(FormAgent):
         acts = (f"<{name}>" for name in (*self._acts, self.answer))
         return PROMPT.format_map(vars(self)) + self.talk(*acts)
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         r"""What the turn's last pair of tags asks for; without one, what is said, or no answer.
 
-        >>> TagAgent().parse("<think>Hm.</think><python>6*7</python>")
+        >>> agent, task = TagAgent(), Task(id="", messages=(), spec={})
+        >>> agent.parse("<think>Hm.</think><python>6*7</python>", task)
         RunCode(code='6*7', language='python')
-        >>> TagAgent().parse(r"<answer> It is \[ \boxed{42} \] </answer>")
+        >>> agent.parse(r"<answer> It is \[ \boxed{42} \] </answer>", task)
         Finish(answer='42')
         """
         for name in (*self._acts, self.answer):

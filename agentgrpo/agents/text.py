@@ -157,20 +157,20 @@ class PairAgent(FormAgent, ABC):
         return (self.close_tag,)
 
     @abstractmethod
-    def act(self, body: str) -> Action:
+    def act(self, body: str, task: Task) -> Action:
         """The action of what stands between the tags.
 
         Raises:
             ValueError: it is none; the message is for the policy.
         """
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         """What is between the first open tag and the next close tag; else the answer, if any."""
         _, opened, rest = text.partition(self.open_tag)
         body, closed, _ = rest.partition(self.close_tag)
         try:
             if opened and closed:
-                return self.act(body)
+                return self.act(body, task)
             if opened:
                 raise ValueError(f"{self.open_tag} without {self.close_tag}")
             if self.close_tag in text:

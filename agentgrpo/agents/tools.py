@@ -70,7 +70,6 @@ class ToolAgent(FormAgent):
         if self.one_call_rule:
             self.system_prompt = f"{ONE_CALL_RULE}\n\n{self.system_prompt or ''}".strip()
         self._read_calls = self.call_reader(self.parser)
-        self._known: dict[str, Schema] = {}
 
     def messages(self, task: Task) -> list[Message]:
         """System prompt (the task's own joins it), worked examples, the task's messages."""
@@ -86,12 +85,11 @@ class ToolAgent(FormAgent):
     def tools(self, task: Task) -> Sequence[Schema]:
         """The task's tools, for the chat template."""
         tools: Sequence[Schema] = self.env.tools(task)
-        self._known.update({tool["function"]["name"]: tool for tool in tools})
         return tools
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         """Calls, or an error if one cannot be read; else the answer or what is said."""
-        reading = self._read_calls(text, list(self._known.values()))
+        reading = self._read_calls(text, self.env.tools(task))
         if not reading.calls:
             if reading.attempted:
                 return self.malformed("Error: the tool call could not be read; no call was made")

@@ -112,7 +112,7 @@ def redundant(shop: Workshop, chosen: Chosen) -> Trajectory:
     _, found, corrected = reply.partition("Corrected step:")
     if not found:
         raise NothingMade("the critic's reply has no 'Corrected step:'")
-    new = _written(shop, corrected.strip(), "critic")
+    new = _written(shop, corrected.strip(), "critic", chosen.task)
     return _continued(shop, chosen, "redundant", [*chosen.trajectory.turns[:number], new])
 
 
@@ -157,7 +157,8 @@ def reflection(shop: Workshop, chosen: Chosen) -> Trajectory:
     if not analysis.strip():
         raise NothingMade("the reflector's analysis is empty")
     prompt = REWRITE.format(question=question, steps=seen, analysis=analysis.strip())
-    new = _written(shop, shop.ask(shop.reflector, prompt).strip(), "reflector")
+    rewritten = shop.ask(shop.reflector, prompt).strip()
+    new = _written(shop, rewritten, "reflector", chosen.task)
     return _continued(shop, chosen, "reflection", [*turns[:number], new])
 
 
@@ -234,9 +235,9 @@ def _steps(turns: Sequence[PlayedTurn]) -> str:
     )
 
 
-def _written(shop: Workshop, text: str, author: str) -> PlayedTurn:
+def _written(shop: Workshop, text: str, author: str, task: Task) -> PlayedTurn:
     try:
-        return shop.player.written(text, author)
+        return shop.player.written(text, author, task)
     except ValueError as error:
         raise NothingMade(str(error)) from None
 

@@ -115,7 +115,7 @@ class TrajectoryPlayer:
         self._loop, self._env, self._reward = loop, env, reward
         self._worlds, self._config = worlds, config
 
-    def written(self, text: str, author: str) -> PlayedTurn:
+    def written(self, text: str, author: str, task: Task) -> PlayedTurn:
         """A turn that somebody wrote: cut behind the first stop string, else closed.
 
         Raises:
@@ -126,7 +126,7 @@ class TrajectoryPlayer:
             text = head + found
         if not text.strip():
             raise ValueError("an empty step")
-        action = self.agent.parse(text)
+        action = self.agent.parse(text, task)
         if isinstance(action, Malformed):
             raise ValueError(f"a malformed step: {action.message}")
         ids = self.chat.text_ids(text, own=True)

@@ -254,7 +254,8 @@ class Play:
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
             with self._groups.users(index, self._agent.parse):
-                action = parsed(self._agent, self._chat.decode(turn.token_ids))
+                text = self._chat.decode(turn.token_ids)
+                action = parsed(self._agent, text, live.rollout.task)
             self._act(index, action)
 
     def _act(self, index: int, action: Action) -> None:

@@ -53,9 +53,9 @@ def _prefill_of(said: list[Message]) -> tuple[list[Message], str]:
     return said[:-1], str(said[-1]["content"])
 
 
-def parsed(agent: Agent, text: str) -> Action:
+def parsed(agent: Agent, text: str, task: Task) -> Action:
     """What a turn means."""
-    action: Any = agent.parse(text)
+    action: Any = agent.parse(text, task)
     if not isinstance(action, Action):
         raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
     return action

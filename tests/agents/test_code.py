@@ -10,6 +10,7 @@ from agentgrpo.actions import Action, Finish, Malformed, Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.text import ExampleMessage
 from agentgrpo.types import Task
+from tests.given import TASK
 
 AGENT = CodeAgent()
 PIECES = ("<code>", "</code>", "Answer:", " 4 ", "print(1)", "\n", "<code", "code>", "answer:")
@@ -43,14 +44,14 @@ PIECES = ("<code>", "</code>", "Answer:", " 4 ", "print(1)", "\n", "<code", "cod
     ],
 )
 def test_what_a_turn_means(text: str, action: Action) -> None:
-    assert AGENT.parse(text) == action
+    assert AGENT.parse(text, TASK) == action
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
 def test_only_code_between_an_open_and_a_later_close_tag_is_run(text: str) -> None:
     first_open = text.find("<code>")
     closed = first_open >= 0 and text.find("</code>", first_open + len("<code>")) >= 0
-    action = AGENT.parse(text)
+    action = AGENT.parse(text, TASK)
     assert isinstance(action, RunCode) == closed
     if isinstance(action, RunCode):
         assert action.code.strip("\n") == action.code
@@ -65,10 +66,10 @@ def test_only_code_between_an_open_and_a_later_close_tag_is_run(text: str) -> No
 def test_tags_and_answer_are_the_users() -> None:
     agent = CodeAgent(open_tag="```python", close_tag="```", answer_prefix="####")
     assert agent.stop == ("```",)
-    assert agent.parse("```python\n1+1\n```") == RunCode("1+1")
-    assert agent.parse("#### 7") == Finish("7")
-    assert agent.parse("```") == Malformed("Error: ``` without ```python")
-    assert agent.parse("<code>1</code>") == Finish(None)
+    assert agent.parse("```python\n1+1\n```", TASK) == RunCode("1+1")
+    assert agent.parse("#### 7", TASK) == Finish("7")
+    assert agent.parse("```", TASK) == Malformed("Error: ``` without ```python")
+    assert agent.parse("<code>1</code>", TASK) == Finish(None)
 
 
 def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:

@@ -25,6 +25,7 @@ from agentgrpo.rollout import generate
 from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Status
+from tests.given import TASK
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import StubEnv, Turn
 
@@ -264,8 +265,8 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
     episode = env.reset(task())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        text = episode.step(AGENT.parse("<code>print('a' * 10**6 + 'z' * 10**6)</code>")).text
-        flood = episode.step(AGENT.parse("<code>print('a' * 10**7)</code>"))
+        text = episode.step(AGENT.parse("<code>print('a' * 10**6 + 'z' * 10**6)</code>", TASK)).text
+        flood = episode.step(AGENT.parse("<code>print('a' * 10**7)</code>", TASK))
     finally:
         episode.close()
     assert text.startswith("a" * 50 + "\n... ")

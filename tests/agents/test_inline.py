@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentgrpo.actions import CallTools, Finish, Malformed, ToolCall
 from agentgrpo.agents.inline import InlineAgent, read_json, read_python
 from agentgrpo.envs.tools import ToolEnv
+from tests.given import TASK
 from tests.playing import EOT, given_and_sampled, play, shown, task
 
 CALLS: list[Any] = []
@@ -116,10 +117,10 @@ def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:
 
 
 def test_half_a_call_is_told_as_such() -> None:
-    assert AGENT.parse("<fn>weather(") == Malformed("SyntaxError: <fn> without </fn>")
-    assert AGENT.parse("weather()</fn>") == Malformed("SyntaxError: </fn> without <fn>")
+    assert AGENT.parse("<fn>weather(", TASK) == Malformed("SyntaxError: <fn> without </fn>")
+    assert AGENT.parse("weather()</fn>", TASK) == Malformed("SyntaxError: </fn> without <fn>")
     ends = InlineAgent(env=ENV, after_malformed="end")
-    assert ends.parse("<fn>weather(") == Finish(None)
+    assert ends.parse("<fn>weather(", TASK) == Finish(None)
 
 
 def test_the_calling_convention_is_the_users() -> None:
@@ -137,7 +138,7 @@ def test_the_calling_convention_is_the_users() -> None:
     assert played.answer == "ok"
     assert agent.stop == ("]]",)
     own = InlineAgent(env=ENV, call_form=f"{__name__}:shout")
-    assert own.parse("<fn>BONN</fn>") == CallTools((ToolCall("weather", {"city": "BONN"}),))
+    assert own.parse("<fn>BONN</fn>", TASK) == CallTools((ToolCall("weather", {"city": "BONN"}),))
     with pytest.raises(ValueError, match=r"^call_form: expected python, json or .*, got 'jsn'"):
         InlineAgent(env=ENV, call_form="jsn")
     with pytest.raises(ValueError, match=r"agent\.options\.call_form: module .* has no 'nothing'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,10 +22,12 @@ from agentgrpo.actions import (
     Say,
     ToolCall,
 )
+from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.tools import ONE_CALL_RULE, ToolAgent
 from agentgrpo.config.read import load_config
 from agentgrpo.envs.tools import Tool, ToolEnv
 from agentgrpo.types import Status, Task
+from tests.given import TASK
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
 from tests.rollout.stubs import Turn
 
@@ -145,7 +148,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("text", "action"), TABLE, ids=[text[:40] for text, _ in TABLE])
 def test_S2_6_what_a_turn_means(hermes: ReadCalls, text: str, action: Any) -> None:
-    assert agent(hermes).parse(text) == action
+    assert agent(hermes).parse(text, TASK) == action
 
 
 def test_S2_6_errors_go_back_to_the_policy_and_are_counted(hermes: ReadCalls) -> None:
@@ -214,8 +217,10 @@ def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
     talker = agent(hermes, talks=True)
-    assert talker.parse("<think>Who?</think>Hello?") == Say("Hello?", "<think>Who?</think>Hello?")
-    assert talker.parse(call("add", a=1)) == ADD
+    assert talker.parse("<think>Who?</think>Hello?", TASK) == Say(
+        "Hello?", "<think>Who?</think>Hello?"
+    )
+    assert talker.parse(call("add", a=1), TASK) == ADD
 
 
 def test_the_rule_of_one_call_is_in_the_prompt(hermes: ReadCalls) -> None:
@@ -265,10 +270,10 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     marks += ["[TOOL_CALLS]", *["[ARGS]"][: "[ARGS]" in text]]
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     reader = tool_call_reader(parser, tokenizer)
-    assert agent(reader).parse(text) == ADD
+    assert agent(reader).parse(text, TASK) == ADD
     for broken in [*BROKEN, text[: len(text) // 2], text[:-1]]:
-        assert isinstance(agent(reader).parse(broken), Malformed | Finish | CallTools)
-    assert agent(reader).parse("plain words") == Finish("plain words")
+        assert isinstance(agent(reader).parse(broken, TASK), Malformed | Finish | CallTools)
+    assert agent(reader).parse("plain words", TASK) == Finish("plain words")
 
 
 def test_a_parser_that_vllm_has_not_is_refused() -> None:
@@ -375,3 +380,29 @@ def test_a_tasks_own_system_message_joins_the_agents(hermes: ReadCalls) -> None:
     assert agent(hermes, shots=[[shot]]).messages(given) == [own, shot, ask]
     both = {"role": "system", "content": "S\n\nown"}
     assert agent(hermes, system_prompt="S", shots=[[shot]]).messages(given) == [both, shot, ask]
+
+
+class ByTask(ToolEnv):
+    """Each task has its own `look`: what it takes is in the task."""
+
+    def tools(self, task: Task) -> list[Any]:
+        parameters = {"type": "object", "properties": task.spec}
+        return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+
+
+def test_a_call_is_read_by_the_schema_of_its_own_task() -> None:
+    """Though an agent serves many tasks, whose tools may share names and differ in all else."""
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    reader = tool_call_reader("qwen3_coder", TOKENIZER)
+    by_task = ToolAgent(env=ByTask([add]), call_reader=lambda parser: reader)
+    inline = InlineAgent(env=ByTask([add]))
+    tasks = [replace(TASK, spec={"n": {"type": kind}}) for kind in ("integer", "string")]
+    tasks.append(replace(TASK, spec={"m": {"type": "string"}}))
+    for one in tasks:
+        by_task.messages(one), by_task.tools(one), inline.messages(one)
+    said = "<tool_call>\n<function=look>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
+    for one, value in zip(tasks, (7, "7"), strict=False):
+        assert by_task.parse(said, one) == CallTools((ToolCall("look", {"n": value}, "call_0"),))
+    for one, name in zip(tasks, "nnm", strict=True):
+        assert inline.parse("<fn>look(7)</fn>", one) == CallTools((ToolCall("look", {name: 7}),))

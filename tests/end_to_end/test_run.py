@@ -23,6 +23,7 @@ from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
+from tests.given import TASK
 from tests.warm import ROOT, Command, environment
 
 STEPS = 4
@@ -242,7 +243,7 @@ class TestWholeRun:
             ):
                 text = tokenizer.decode(sampled.token_ids).removesuffix("<|im_end|>")
                 seen = tokenizer.decode(observed.token_ids)
-                code = getattr(agent.parse(text), "code", "")
+                code = getattr(agent.parse(text, TASK), "code", "")
                 if numbers := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", code):
                     total = int(numbers[1]) + int(numbers[2])
                     assert f"user\n{total}<|im_end|>" in seen

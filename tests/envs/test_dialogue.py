@@ -364,7 +364,7 @@ def test_all_else_is_the_environments_own() -> None:
 )
 def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> None:
     agent, _ = parts(*KINDS["repl"][:2])
-    read = agent.parse(f"{line}\n")
+    read = agent.parse(f"{line}\n", TASK)
     if means is not None:
         assert read == Say(means)
         return

@@ -415,7 +415,7 @@ from agentgrpo.agents.tags import TagAgent
 
 class Asker(TagAgent):
     acts, stop = ("tools",), ("</code>",)
-    def parse(self, text):
+    def parse(self, text, task):
         return CallTools((ToolCall("search", {"query": "vary"}),))
 """
 RUN = """

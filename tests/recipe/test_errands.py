@@ -17,6 +17,7 @@ from agentgrpo.recipe.errands import COMPUTE, LOOK, ErrandsEnv, critic, reflecto
 from agentgrpo.recipe.operators import ANALYSE, FLAW, REDUNDANT, REFINE, REWRITE
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
+from tests.given import TASK
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 
@@ -83,8 +84,8 @@ def test_the_shown_examples_are_as_the_world_answers(env: ErrandsEnv) -> None:
     assert len(shots) == 3
     for asked, said in shots:
         first, told, last = re.split("( <result>.*</result>)", said["content"], flags=re.S)
-        action = agent.parse(first)
-        assert agent.parse(last) == Finish(last[len(" <answer>") : -len("</answer>")])
+        action = agent.parse(first, TASK)
+        assert agent.parse(last, TASK) == Finish(last[len(" <answer>") : -len("</answer>")])
         if isinstance(action, RunCode):
             task = Task(id="t", messages=(asked,), spec={})
             episode = env.reset(task)

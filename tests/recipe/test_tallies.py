@@ -19,7 +19,7 @@ from agentgrpo.rewards.efficiency import add_efficiency
 from agentgrpo.rewards.rewards import TextReward, score
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Rollout, Task
-from tests.given import a_rollout
+from tests.given import TASK, a_rollout
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 
@@ -121,11 +121,11 @@ def test_the_shown_examples_are_as_the_world_answers(env: TalliesEnv) -> None:
     names = {entry.name for entry in almanac.entries()}
     for asked_first, said in options["shots"]:
         *turns, last = re.split(r"(?<=</result>)", said["content"])
-        end = agent.parse(last)
+        end = agent.parse(last, TASK)
         assert isinstance(end, Finish)
         for turn in turns:
             text, told = re.split(r"(?= <result>)", turn)
-            action = agent.parse(text)
+            action = agent.parse(text, TASK)
             if isinstance(action, RunCode):
                 episode = env.reset(Task(id="t", messages=(asked_first,), spec={}))
                 assert agent.observe(action, episode.step(action)) == told

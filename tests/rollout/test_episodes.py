@@ -45,7 +45,7 @@ class EchoAgent(TextAgent):
     def prefill(self, task: Task) -> str:
         return self.begins
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         if text.startswith("call"):
             return CallTools((ToolCall("a", {}), ToolCall("b", {})))
         return Finish(text[1:]) if text.startswith("!") else RunCode(text)
@@ -275,7 +275,7 @@ def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
 
 
 class Shy(EchoAgent):
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         return cast(Action, text)
 
 

@@ -15,6 +15,7 @@ from agentgrpo.learn.packing import pack_tree
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout import generate
+from agentgrpo.types import Task
 from tests.models.test_templates import judge_of
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
@@ -44,7 +45,7 @@ class Spelling:
 class Chatter(TextAgent):
     """Every turn is a step, until it says that it is done."""
 
-    def parse(self, text: str) -> Action:
+    def parse(self, text: str, task: Task) -> Action:
         return Finish(None) if "done" in text else RunCode(text)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message]:

@@ -70,7 +70,8 @@ class Agent:
     def messages(self, task): return task.messages
     def prefill(self, task): return ""
     def tools(self, task): return ()
-    def parse(self, text): return at("parse", RunCode(text) if "<code>" in text else Finish(text))
+    def parse(self, text, task):
+        return at("parse", RunCode(text) if "<code>" in text else Finish(text))
     def observe(self, action, told): return [{"role": "user", "content": told.text}]
 class Sampler:
     def __init__(self, chat, config): pass
