@@ -1,22 +1,19 @@
-"""How long does packing a step take, beside memcpy, numpy and TRL's TreeRow on the same rollouts?
+"""How long does packing a step take, beside TRL's TreeRow on the same rollouts?
 
 python -m bench.packing [--trl PATH]   PATH: trl/experimental/async_grpo/packing.py of TRL 1.16.0
 
 Rollouts are a shared prompt, an answer, a tool's observation and an answer; 64 groups of 8. Every
-variant's result is checked before it is timed; all run on one thread, whose CPU time is taken, but
-for tree_two_threads, whose wall time is. Every batch and mask is in memory that is allocated for it
-and let go of after the next was made, as by a learner; what malloc then gives out again is warm.
+variant's result is checked before it is timed; all run on one thread, whose CPU time is taken.
+Every batch and mask is in memory that is allocated for it and let go of after the next was made, as
+by a learner; what malloc then gives out again is warm.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.packing import Batches, flex_blocks, pack_tree
-from agentgrpo.models.encoding import ids_from_list
+from agentgrpo.learn.packing import flex_blocks, pack_tree
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from bench.harness import append_row, cpu_seconds
 
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 64, 8, 4096
-CPU = torch.device("cpu")
 TASK = Task(id="", messages=(), spec={})
 
 
@@ -79,17 +74,6 @@ def step(groups: list[Group], budget: int) -> int:
     return terms
 
 
-def step_in_threads(groups: list[Group], budget: int, pool: ThreadPoolExecutor, n: int) -> None:
-    """The same by n threads that are there already, every nth batch each."""
-    batches = pack_tree(groups, max_tokens=budget)
-
-    def part(first: int) -> None:
-        for index in range(first, len(batches), n):
-            flex_blocks(batches[index].tout_T)
-
-    list(pool.map(part, range(n)))
-
-
 def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> None:
     shape = {"rollouts": len(all_rollouts(groups)), "tokens": NUM_TOKENS, "prompt": prompt}
     budget = prompt + GROUP_SIZE * (NUM_TOKENS - prompt)
@@ -102,71 +86,6 @@ def bench_tree(prompt: int, groups: list[Group], tree_row: type[Any] | None) -> 
         append_row("packing", "tree_trl", ms(times), unit="ms", shape=shape, note=note)
     times = cpu_seconds(lambda: step(groups, budget), repeats=31)
     append_row("packing", "tree", ms(times), unit="ms", shape=shape, note=f"{note}, with masks")
-    with ThreadPoolExecutor(2) as pool:
-        times = wall_seconds(lambda: step_in_threads(groups, budget, pool, 2), repeats=101)
-    note = f"{note}, with masks: planned by one thread, the batches divided among two; wall time"
-    append_row("packing", "tree_two_threads", ms(times), unit="ms", shape=shape, note=note)
-    for rows in (8192, 16384):
-        times = cpu_seconds(functools.partial(step, groups, rows), repeats=31)
-        note = f"batches of at most {rows} tokens, with masks"
-        append_row("packing", f"tree_{rows}", ms(times), unit="ms", shape=shape, note=note)
-    plan = pack_tree(groups, max_tokens=budget)
-    times = cpu_seconds(lambda: drain(plan), repeats=31)
-    note = "the batches one after another, planned already, without masks"
-    append_row("packing", "tree_lay_out", ms(times), unit="ms", shape=shape, note=note)
-    times = cpu_seconds(lambda: pack_tree(groups, max_tokens=budget), repeats=31)
-    note = "read, check, sort and cut into bins only"
-    append_row("packing", "tree_plan", ms(times), unit="ms", shape=shape, note=note)
-
-
-def drain(batches: Batches) -> None:
-    for batch in batches:
-        _ = batch.tokens(CPU), batch.terms(CPU)
-
-
-def bench_flat(prompt: int, groups: list[Group]) -> None:
-    """Rollouts side by side, against copying as many bytes as that writes."""
-    shape = {"rollouts": len(all_rollouts(groups)), "tokens": NUM_TOKENS, "prompt": prompt}
-    budget = GROUP_SIZE * NUM_TOKENS
-    batches = pack_tree(groups, max_tokens=budget, share_prefixes=False)
-    assert sum(tokens for tokens, _ in batches.sizes) == shape["rollouts"] * (NUM_TOKENS - 1)
-
-    def flat() -> list[torch.Tensor]:
-        batches = pack_tree(groups, max_tokens=budget, share_prefixes=False)
-        return [x for b in batches for x in (*b.tokens(CPU), *b.terms(CPU))]
-
-    times = cpu_seconds(flat, repeats=31)
-    note = "planned and expanded, all batches kept"
-    ours = append_row("packing", "flat", ms(times), unit="ms", shape=shape, note=note)
-    outputs = flat()
-    copies = [torch.empty_like(x) for x in outputs]
-
-    def memcpy() -> None:
-        for copy, x in zip(copies, outputs, strict=True):
-            copy.copy_(x)
-
-    times = cpu_seconds(memcpy, repeats=31)
-    note = f"{sum(x.nbytes for x in outputs)} bytes: what flat writes"
-    theirs = append_row("packing", "flat_memcpy", ms(times), unit="ms", shape=shape, note=note)
-    print(f"flat packing takes {ours / theirs:.2f} x memcpy")
-
-
-def bench_lists(rng: np.random.Generator) -> None:
-    """One engine output: the ids of 4096 tokens."""
-    ids = rng.integers(0, 150_000, NUM_TOKENS).tolist()
-    np.testing.assert_array_equal(ids_from_list(ids), np.array(ids, np.int32))
-    variants = {
-        "lists": lambda: ids_from_list(ids),
-        "lists_numpy": lambda: np.array(ids, np.int32),
-    }
-    medians = [
-        append_row(
-            "packing", name, [1e6 * t for t in cpu_seconds(fn, repeats=301)],
-            unit="us", shape={"tokens": NUM_TOKENS}, note="ids",
-        )
-        for name, fn in variants.items()
-    ]  # fmt: skip
-    print(f"lists are read {medians[1] / medians[0]:.2f} x as fast as by numpy")
 
 
 def bench_masks(groups: list[Group]) -> None:
@@ -187,16 +106,6 @@ def bench_masks(groups: list[Group]) -> None:
     append_row("packing", "blocks", ms(times), unit="ms", shape=shape)
     times = cpu_seconds(torch_blocks, repeats=3, warmup=0)
     append_row("packing", "blocks_torch", ms(times), unit="ms", shape=shape)
-
-
-def wall_seconds(fn: Callable[[], object], *, repeats: int) -> list[float]:
-    """Wall time of each call, after two untimed ones; on a machine that does nothing else."""
-    times = []
-    for _ in range(2 + repeats):
-        start = time.perf_counter()
-        fn()
-        times.append(time.perf_counter() - start)
-    return times[2:]
 
 
 def ms(times: list[float]) -> list[float]:
@@ -270,11 +179,9 @@ def main() -> None:
     tree_row = None if (path := parser.parse_args().trl) is None else load_tree_row(path)
     torch.set_num_threads(1)  # all variants on one thread, whose CPU time is what counts
     rng = np.random.default_rng(0)
-    bench_lists(rng)
     for prompt in (1024, 3072):
         groups = make_groups(prompt, rng)
         bench_tree(prompt, groups, tree_row)
-        bench_flat(prompt, groups)
     bench_masks(groups)
 
 
