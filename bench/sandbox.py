@@ -1,17 +1,16 @@
 """How fast the sandbox is, beside what people use instead. Appends to bench/results/sandbox.jsonl.
 
-    python -m bench.sandbox [--only WORD] [--heavy SITE_DIR] [--ipykernel SITE_DIR] [--bwrap PATH]
+    python -m bench.sandbox [--only WORD] [--heavy SITE_DIR]
 
 Every variant runs the same work: cold start to the value of ``1 + 1``; a step of a live session;
 create, three steps, destroy. Each row notes the load average it was measured under, and the value
-of a bar counts only from an idle machine. Alternatives that are not installed are reported absent.
+of a bar counts only from an idle machine.
 """
 
 import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepLoop, StepStatus, Template
-from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.jail import find_nsjail
 from agentgrpo.sandbox.templates import find_template
-from agentgrpo.sandbox.watchdog import private_kib
 from bench.harness import append_row
 
 PYTHON = "/usr/bin/python3"
@@ -86,41 +83,6 @@ def bench_cold(repeats: int) -> None:
         first_result(pool)
         settle()
         row("cold: session", [span(lambda: first_result(pool)) for _ in range(repeats)])
-
-
-def bench_bwrap(bwrap: str, repeats: int) -> None:
-    argv = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--ro-bind", "/usr",
-            "/usr", "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc",
-            "/proc", "--dev", "/dev", PYTHON, "-I", "-S", "-c", CODE]  # fmt: skip
-    row("cold: bubblewrap per call", [span(lambda: run(*argv)) for _ in range(repeats)])
-
-
-def bench_ipykernel(site: str) -> None:
-    """Start of a kernel to the first cell, and a cell of a running one; no isolation."""
-    code = (
-        "import time, sys\nfrom jupyter_client.manager import start_new_kernel\n"
-        "def cell(client, code):\n"
-        " client.execute(code)\n"
-        " while client.get_iopub_msg(timeout=60)['content'].get('execution_state') != 'idle':\n"
-        "  pass\n"
-        "for _ in range(5):\n"
-        " t = time.perf_counter(); manager, client = start_new_kernel(); cell(client, '1 + 1')\n"
-        " print('cold', (time.perf_counter() - t) * 1e3)\n"
-        " for _ in range(40):\n"
-        "  t = time.perf_counter(); cell(client, 'x = 1')\n"
-        "  print('step', (time.perf_counter() - t) * 1e3)\n"
-        " client.stop_channels(); manager.shutdown_kernel(now=True)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": site, "JUPYTER_PLATFORM_DIRS": "1"}
-    shown = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    seen: dict[str, list[float]] = {"cold": [], "step": []}
-    for line in shown.splitlines():
-        kind, value = line.split()
-        seen[kind].append(float(value))
-    row("cold: ipykernel, no isolation", seen["cold"])
-    row("step: ipykernel, no isolation", seen["step"])
 
 
 def bench_heavy(site: str, repeats: int) -> None:
@@ -273,93 +235,6 @@ def bench_throughput_of_peers(seconds: float, threads: int) -> None:
         row(f"sessions (3 runs): {name}", [rate], "1/s", threads=threads)
 
 
-def footprint(pool: SandboxPool) -> dict[str, int]:
-    """What could grow: of this process, its zygotes and the machine."""
-    own, spawner = os.getpid(), pool._spawner
-    groups = spawner.cgroups
-    zygotes = [zygote.pid for zygote in spawner._zygotes]
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "processes": len(process_tree(own)),
-        "threads": threading.active_count(),
-        "control groups": len(groups._all) if groups is not None else 0,
-        "mounts": sum(Path(f"/proc/{pid}/mountinfo").read_text().count("\n")
-                      for zygote in zygotes for pid in (own, *process_tree(zygote))),
-        "KiB of this process": private_kib(own) or 0,
-        "KiB of the zygotes": sum(private_kib(p) or 0 for z in zygotes for p in process_tree(z)),
-    }  # fmt: skip
-
-
-def bench_churn(cycles: int, threads: int = 4) -> None:
-    """What sessions leave behind: growth over many, after a first hundred."""
-    with SandboxPool(min_idle=0) as pool:
-        left = iter(range(100))
-
-        def turn() -> None:
-            while next(left, None) is not None:
-                first_result(pool)
-
-        def all_turns() -> None:
-            workers = [threading.Thread(target=turn) for _ in range(threads)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            settle()
-
-        all_turns()
-        before = footprint(pool)
-        left = iter(range(cycles))
-        all_turns()
-        for name, value in footprint(pool).items():
-            row(f"growth: {name}", [float(value - before[name])], "1", cycles=cycles)
-
-
-def bench_limits(repeats: int) -> None:
-    with SandboxPool(min_idle=4) as pool:
-        kept, killed, cut, closed = [], [], [], []
-        for _ in range(repeats):
-            with pool.acquire() as session:
-                kept.append(session.step("while True: pass", 0.1).wall_s * 1e3 - 100)
-            with pool.acquire() as session:
-                code = "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass"
-                killed.append(session.step(code, 0.1).wall_s * 1e3 - 100)
-            with pool.acquire() as session:
-                cut.append(session.step("while True: print('x' * 1000)").wall_s * 1e3)
-            session = pool.acquire()
-            closed.append(span(session.close))
-        row("overshoot of a timeout, interrupted", kept)
-        row("overshoot of a timeout, killed", killed)
-        row("infinite output cut after", cut)
-        row("close", closed)
-
-
-def bench_kill(repeats: int) -> None:
-    """SIGKILL of the process that owns the pool, until the last process of a session is gone."""
-    code = (
-        "import time\nfrom agentgrpo.sandbox import SandboxPool\n"
-        "from agentgrpo.sandbox.hostile.lifecycle import pids\npool = SandboxPool(min_idle=0)\n"
-        "found = []\nfor _ in range(5):\n s = pool.acquire(); found += pids(s)\n"
-        " s.step('import os\\nif os.fork() == 0:\\n while True: pass')\n"
-        "print(*found, flush=True)\ntime.sleep(100)"
-    )
-    values = []
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as scratch:
-            owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
-                                     text=True, env={**os.environ, "TMPDIR": scratch})  # fmt: skip
-            assert owner.stdout is not None
-            left = owner.stdout.readline().split()
-            start = time.perf_counter()
-            owner.kill()
-            while any(os.path.exists(f"/proc/{pid}") for pid in left):
-                time.sleep(0.0005)
-            values.append((time.perf_counter() - start) * 1e3)
-            owner.wait()
-            owner.stdout.close()
-    row("kill -9 of the owner until nothing is left", values)
-
-
 def each(bench: Callable[[int], None], values: Iterable[int]) -> None:
     for value in values:
         bench(value)
@@ -370,10 +245,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--live", type=int, nargs="*", default=[200, 1000])
-    parser.add_argument("--cycles", type=int, default=10_000)
     parser.add_argument("--heavy", help="a site directory with numpy, sympy and pandas")
-    parser.add_argument("--ipykernel", help="a site directory with ipykernel")
-    parser.add_argument("--bwrap", help="the bubblewrap binary")
     given = parser.parse_args()
     n = given.repeats
     benches: dict[str, Callable[[], object]] = {
@@ -383,22 +255,13 @@ def main() -> None:
         "acquire": lambda: bench_acquire(n),
         "throughput": lambda: each(lambda t: bench_throughput(3.0, t), (1, 2, 4)),
         "peers": lambda: bench_throughput_of_peers(3.0, 4),
-        "churn": lambda: bench_churn(given.cycles),
         "live": lambda: each(bench_live, given.live),
         "loop": lambda: each(bench_loop, given.live),
-        "limits": lambda: bench_limits(max(5, n // 6)),
-        "kill": lambda: bench_kill(max(3, n // 10)),
     }
-    optional: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
-        ("heavy", given.heavy, partial(bench_heavy, given.heavy, n)),
-        ("ipykernel", given.ipykernel, partial(bench_ipykernel, given.ipykernel)),
-        ("bwrap", given.bwrap, partial(bench_bwrap, given.bwrap, n)),
-    )
-    for name, wanted, bench in optional:
-        if wanted:
-            benches[name] = bench
-        else:
-            print(f"sandbox {name}: absent, name it with --{name}")
+    if given.heavy:
+        benches["heavy"] = lambda: bench_heavy(given.heavy, n)
+    else:
+        print("sandbox heavy: absent, name it with --heavy")
     for name, bench in benches.items():
         if given.only in name:
             bench()
