@@ -15,7 +15,7 @@ from agentgrpo.engine.engine import Engine
 from agentgrpo.engine.weights import views_for
 from agentgrpo.learn.learner import Learner
 from tests.learn.given import learner_on
-from tests.tiny import VOCAB
+from tests.tiny import VOCAB, make_model
 
 THRESHOLD = EngineConfig().agreement_on("cpu")
 
@@ -79,20 +79,7 @@ def test_a_skipped_sync(engine: Engine, copied: Learner, probes: Probes) -> None
         agree(engine, copied, probes)
 
 
-NAMES = (
-    "model.embed_tokens.weight",
-    "model.layers.0.self_attn.q_proj.weight",
-    "model.layers.0.self_attn.k_proj.weight",
-    "model.layers.1.self_attn.v_proj.weight",
-    "model.layers.1.self_attn.o_proj.weight",
-    "model.layers.0.self_attn.q_norm.weight",
-    "model.layers.0.mlp.gate_proj.weight",
-    "model.layers.1.mlp.up_proj.weight",
-    "model.layers.1.mlp.down_proj.weight",
-    "model.layers.0.input_layernorm.weight",
-    "model.layers.1.post_attention_layernorm.weight",
-    "model.norm.weight",
-)
+NAMES = [name for name, _ in make_model().named_parameters()]
 
 
 @pytest.mark.parametrize("name", NAMES)
