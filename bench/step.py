@@ -1,8 +1,6 @@
 """What a learner step costs by layout: prefixes shared in a tree, unshared rows, a padded batch.
 
     python -m bench.step --model FOLDER [--group 8] [--length 256] [--groups 1] [--share 0.667]
-    python -m bench.step --model FOLDER --rollouts RUN/rollouts.jsonl       what a run has played
-    python -m bench.step --model FOLDER --head                              memory of the LM head
 
 Made rollouts are of agentic shape: a group's prompt, then turns of sampled tokens and tool output
 in equal parts. `share` is the prompt's part of a rollout. Tokens per second count the rollouts'
@@ -43,7 +41,6 @@ from torch import Tensor
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer
-from agentgrpo.run.records import read_rollouts
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from bench.harness import append_row
 
@@ -74,25 +71,6 @@ def make_groups(arguments: argparse.Namespace, vocab: int) -> list[Group]:
             )
         groups.append(Group(task=TASK, rollouts=rollouts))
     return groups
-
-
-def played_groups(path: Path, count: int) -> list[Group]:
-    """The first groups that a run trained on, every rollout of them with the same advantage."""
-    groups: dict[tuple[int, int], Group] = {}
-    for place, rollout in read_rollouts(path):
-        if place.get("split") == "train":
-            group = groups.setdefault(
-                (place["step"], place["group"]), Group(task=TASK, rollouts=[])
-            )
-            rollout.advantage, rollout.segment_advantages = 1.0, None
-            group.rollouts.append(rollout)
-    return list(groups.values())[:count]
-
-
-def groups_of(arguments: argparse.Namespace, vocab: int) -> list[Group]:
-    if arguments.rollouts is not None:
-        return played_groups(arguments.rollouts, arguments.groups)
-    return make_groups(arguments, vocab)
 
 
 def shape_of(groups: Sequence[Group]) -> dict[str, int]:
@@ -195,7 +173,7 @@ def peak_of(run: Callable[[], object]) -> float:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """One variant, in this process."""
     model = load(arguments.model)
-    groups = groups_of(arguments, model.config.vocab_size)
+    groups = make_groups(arguments, model.config.vocab_size)
     if arguments.variant == "padded":
         run = padded_pass(model, groups)
     else:
@@ -221,36 +199,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rates": rates, "peak_mib": peak, "error": error, "shape": shape}
 
 
-def measure_head(arguments: argparse.Namespace) -> None:
-    """Memory of the head's forward and backward, by trained tokens among 2048."""
-    total = 2048
-    head = load(arguments.model).get_output_embeddings().weight.detach().requires_grad_()
-    head.grad = torch.zeros_like(head)
-    hidden = torch.randn(total, head.shape[1], requires_grad=True)
-    hidden.grad = torch.zeros_like(hidden)
-    target = torch.zeros(total, dtype=torch.int64)
-
-    def ours(count: int) -> None:
-        rows = torch.arange(count) * (total // count)
-        linear_logp(hidden, head, rows, target[:count])[0].sum().backward()
-
-    def plain(count: int) -> None:
-        rows = torch.arange(count) * (total // count)
-        logits = torch.nn.functional.linear(hidden, head)
-        logp = torch.log_softmax(logits, -1)[rows, target[:count]]
-        logp.sum().backward()
-
-    for count in (128, 256, 512, 1024):
-        for variant, run in (("head", ours), ("head, all logits", plain)):
-            run(count)
-            peaks = [peak_of(lambda c=count, r=run: r(c)) for _ in range(3)]  # type: ignore[misc]
-            shape = {"tokens": total, "trained": count, "vocab": head.shape[0]}
-            if arguments.dry:
-                print(variant, shape, [round(peak) for peak in peaks], "MiB")
-            else:
-                append_row("step", variant, peaks, unit="MiB", shape=shape, note=arguments.model)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
@@ -259,24 +207,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--share", type=float, default=2 / 3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rollouts", type=Path)
     parser.add_argument("--variant", choices=VARIANTS)
-    parser.add_argument("--head", action="store_true", help="memory of the LM head alone")
     parser.add_argument("--dry", action="store_true", help="write no row")
     arguments = parser.parse_args()
-    if arguments.head:
-        measure_head(arguments)
-        return
     if arguments.variant:
         print(json.dumps(measure(arguments)))
         return
     found = {variant: in_a_process(variant, sys.argv[1:]) for variant in VARIANTS}
     base = np.median(found["rows"]["rates"])
-    source = "made" if arguments.rollouts is None else "played by the quickstart"
     for variant, result in found.items():
         ratio = np.median(result["rates"]) / base
         note = (
-            f"{Path(arguments.model).name}, {source}; {ratio:.2f} x rows; "
+            f"{Path(arguments.model).name}, made; {ratio:.2f} x rows; "
             f"gradient off by {result['error']:.0e}"
         )
         shape, peak = result["shape"], result["peak_mib"]
