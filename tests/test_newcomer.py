@@ -253,11 +253,20 @@ def test_a_reward_that_fails_is_known_before_the_run(
     assert "`raised`, `called sys.exit`, `gave a wrong result`" in PAGE
 
 
-def test_no_nsjail(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSJAIL", "/nosuch/nsjail")
+@pytest.mark.parametrize(
+    ("nsjail", "message"),
+    [
+        ("/nosuch/nsjail", "'/nosuch/nsjail' is not an executable file; remedy: "),
+        ("/bin/false", "the jail did not start"),
+    ],
+)
+def test_no_nsjail(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, nsjail: str, message: str
+) -> None:
+    monkeypatch.setenv("NSJAIL", nsjail)
     answer = dry_run()
     refused(answer, "this machine cannot isolate untrusted code")
-    assert "remedy: " in answer[2]
+    assert message in answer[2]
 
 
 def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:

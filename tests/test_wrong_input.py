@@ -49,6 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     folder = tmp_path_factory.mktemp("wrong")
     model = tiny.make_model_dir(folder / "model")
+    shutil.copytree(model, folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     write_lines(folder / "rows.jsonl", ROWS)
     write_lines(folder / "talks.jsonl", TALKS)
     (folder / "c.toml").write_text(
@@ -186,6 +187,9 @@ PATHS = {
     "train {c} --dry-run model={here}": "the directory holds no config.json",
     "train {c} --dry-run model=a//b": "no such directory",
     "train {c} --dry-run model=some/--model": "no such directory, and no hub name",
+    "train {c} --dry-run model=nobody/has-this-model": "its tokenizer cannot be read",
+    "train {c} --dry-run model=package:nosuchpackage": "'nosuchpackage' is not installed; try: ",
+    "train {c} --dry-run model=bare": "'bare'",
     "train ./nosuch.toml": "config './nosuch.toml' is neither a file nor",
     "train {here}/nosuch/c.toml": "/nosuch/c.toml' is neither a file nor the name of a shipped ",
     "train quickstat": "did you mean quickstart?",

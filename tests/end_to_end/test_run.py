@@ -346,16 +346,6 @@ def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Roll
             yield read_rollout(row)
 
 
-def refused(process: Command) -> str:
-    """What a run that stops before any work says: one message, and nothing else."""
-    status, _, err = finish(process)
-    assert status == 2, err
-    assert "Traceback" not in err
-    assert err.startswith("error: ")
-    assert err.count("error: ") == 1
-    return err.strip()
-
-
 @pytest.mark.nsjail
 @pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
@@ -451,47 +441,3 @@ def weather(city: str) -> str:
     report = verify.verify_run(tmp_path / "run")
     assert (report.faults, report.unaccounted) == ([], 0)
     assert read_run(tmp_path / "run").index["rollouts"]
-
-
-@pytest.fixture
-def random_config(tmp_path: Path, tiny_model: Path) -> Path:
-    return write_config(tmp_path, tiny_model)
-
-
-@pytest.mark.nsjail
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nosuch/dir/here", "model 'nosuch/dir/here': no such directory"),
-        ("/nosuch", "model '/nosuch': no such directory"),
-        ("{tmp}", "the directory holds no config.json"),
-        ("nobody/has-this-model", "model 'nobody/has-this-model': its tokenizer cannot be read"),
-        ("package:nosuchpackage", "nosuchpackage"),
-    ],
-)
-def test_a_missing_model(random_config: Path, tmp_path: Path, name: str, message: str) -> None:
-    line = refused(start(random_config, f"model={name.format(tmp=tmp_path)}"))
-    assert message in line
-
-
-@pytest.mark.nsjail
-@pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors"])
-def test_half_a_model(tmp_path: Path, missing: str) -> None:
-    model = tiny.make_model_dir(tmp_path / "model")
-    (model / missing).unlink()
-    if missing == "tokenizer.json":
-        (model / "tokenizer_config.json").unlink()
-    assert str(model) in refused(start(write_config(tmp_path, model)))
-
-
-@pytest.mark.parametrize(
-    ("nsjail", "message"),
-    [
-        ("/nosuch/nsjail", "'/nosuch/nsjail' is not an executable file; remedy: "),
-        ("/bin/false", "the jail did not start"),
-    ],
-)
-def test_a_machine_that_cannot_isolate(random_config: Path, nsjail: str, message: str) -> None:
-    line = refused(start(random_config, NSJAIL=nsjail))
-    assert line.startswith("error: this machine cannot isolate untrusted code")
-    assert message in line
