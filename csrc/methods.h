@@ -5,7 +5,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-extern PyMethodDef agentgrpo_ingest_methods[];
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_landlock_methods[];
 extern PyMethodDef agentgrpo_sandbox_loop_methods[];

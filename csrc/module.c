@@ -12,7 +12,6 @@ add_all(PyObject *module)
 {
     // clang-format off: one table a line
     PyMethodDef *const tables[] = {
-        agentgrpo_ingest_methods,
         agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_landlock_methods,
         agentgrpo_sandbox_loop_methods,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -25,7 +26,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from agentgrpo import _C
 from agentgrpo.types import Int32
 
 _MARKS = range(0xF0000, 0xFFFFE)  # private characters: no template and no vocabulary has them
@@ -203,6 +203,6 @@ def ids_from_list(ids: list[int]) -> Int32:
 
     Raises:
         TypeError: not a list of ints.
-        ValueError: an id is negative or 2**31 or more.
+        OverflowError: an id is negative.
     """
-    return np.frombuffer(_C.ids_from_list(ids), np.int32)
+    return np.frombuffer(array("I", ids), np.int32)  # unsigned: no id is negative

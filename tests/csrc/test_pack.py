@@ -235,24 +235,7 @@ def test_no_argument_crashes(anything: list[object], swaps: dict[int, object]) -
     for function, args in (
         (_C.TreePlan, anything),
         (_C.TreePlan, call),
-        (_C.ids_from_list, anything[:1]),
         (_C.TagScanner, anything[:2]),
     ):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             function(*args)
-
-
-@pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        ((1, 2), TypeError, "expected a list, got <class 'tuple'>"),
-        ([1, -1], ValueError, r"ids\[1\] is not in \[0, 2\*\*31\)"),
-        ([2**31], ValueError, r"ids\[0\] is not in \[0, 2\*\*31\)"),
-        ([2**200], ValueError, r"ids\[0\] is not in \[0, 2\*\*31\)"),
-        ([1, 2.0], TypeError, "an integer is required"),
-        ([None], TypeError, "an integer is required"),
-    ],
-)
-def test_bad_ids_are_named(ids: list[int], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        _C.ids_from_list(ids)
