@@ -6,7 +6,7 @@ taken front by front, as NSGA-II does (Deb et al., 2002); the front that does no
 crowding distance. Differences to the released code, each on purpose: questions without contrast in
 correctness leave before the selection and not after, so that `count` are returned where there are
 as many; kinds of questions may be selected apart, since the variance of 0/1 outcomes is larger than
-that of graded ones; and 20,000 questions take milliseconds (bench/results/pareto.jsonl).
+that of graded ones; and 20,000 questions take a tenth of a second.
 """
 
 from __future__ import annotations
