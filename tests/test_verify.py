@@ -148,7 +148,7 @@ def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Rec
     """
     files = Files.of(run)
     r = next(line for line in files.rollouts if which(line))
-    exec(change, {"r": r, "s": r["segments"], "t": r["turns"], "x": sampled_of(r), "inf": np.inf})
+    exec(change, {"r": r, "s": r["segments"], "t": r["turns"], "x": sampled_of(r)})
     files.write(run, forged=True)
     return r, verify.verify_run(run).faults
 
@@ -156,36 +156,19 @@ def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Rec
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ("x['token_ids'][0] ^= 1", "its tokens are not those that the engine sampled"),
-        ("s[0]['token_ids'][3] ^= 1", "turn 0: the engine's prompt is not the"),
-        ("s[2]['token_ids'][0] ^= 1", "turn 1: the engine's prompt is not the"),
-        ("s[2]['logprobs'] = [-1.0] * len(s[2]['token_ids'])", "sampled segments, but the engine"),
-        ("s[1]['logprobs'] = None", "sampled segments, but the engine played"),
-        ("s.insert(3, dict(s[2]))", "segment 3: given right after segment 2"),
-        ("del s[2]", "turn 1: sampled from token"),
-        ("del t[0]", "sampled segments, but the engine played"),
-        ("t[:2] = t[1::-1]", "turn 0: sampled from token"),
-        ("s[1]['token_ids'].pop(), s[1]['logprobs'].pop()", "tokens, but the engine sampled"),
         (
-            "s[1]['token_ids'].insert(0, s[0]['token_ids'].pop()), s[1]['logprobs'].insert(0, -1)",
-            "turn 0: sampled from token",
+            "x['token_ids'][0] ^= 1",
+            r"step {step} {split} group {group} rollout \d+: turn .* are not those that the engine",
         ),
-        ("x['logprobs'][0] = 0.5", "logprobs has 0.5, not a log-probability"),
-        ("x['logprobs'][0] = inf - inf", "logprobs has nan, not a log-probability"),
-        ("x['logprobs'][0] = 'no'", "logprobs: holds what is not a number"),
-        ("del t[0]['replaced']", "turns[0]: lacks 'replaced'"),
-        ("s[2]['token_ids'][0] = -1", "segment 2: token_ids has -1, not an id"),
-        ("r['span_rewards'][0]['end'] = 10**6", "reward 'ran': tokens ["),
-        ("t[0]['row'] = 1", "turn 0: row 1 of 1"),
-        ("t[0]['prompt_hash'] = ''", "turn 0: the engine's prompt is not the"),
+        ("x['logprobs'][0] = 'no'", r"rollouts\.jsonl:\d+: .*logprobs: holds what is not a number"),
+        ("del t[0]['replaced']", r"rollouts\.jsonl:\d+: .*turns\[0\]: lacks 'replaced'"),
     ],
 )
 def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
+    """Where it is and what it is; proof/test_definitions.py has the rest of what a rollout says."""
     write_run(tmp_path)
     record, faults = changed(tmp_path, change, lambda r: r["span_rewards"] and len(r["turns"]) > 1)
-    place = f"step {record['step']} {record['split']} group {record['group']} rollout "
-    place = "rollouts.jsonl:" if "[0]" in fault or "holds" in fault else place
-    assert any(f.startswith(place) and fault in f for f in faults), faults
+    assert any(re.match(fault.format(**record), found) for found in faults), faults
     assert verify.main([str(tmp_path)]) == 1
 
 
@@ -196,15 +179,10 @@ FORGET = "r['learner_logprobs'] = r['entropies'] = None"
     ("change", "fault"),
     [
         (FORGET, r"update 0: packed, or seen by the learner, but not both: rollouts \[\d+\]"),
-        ("r['entropies'] = None", "one is recorded without the other"),
         (
             "r['learner_logprobs'][0] = [-1.0] * len(s[0]['token_ids'])",
             "learner_logprobs: not one number for each sampled token",
         ),
-        ("r['entropies'][1].pop()", "entropies: not one number for each sampled token"),
-        ("r['learner_logprobs'][1][0] = -inf", "learner_logprobs: a number that can be none: -inf"),
-        ("r['learner_logprobs'][1][0] = 0.5", "learner_logprobs: a number that can be none"),
-        ("r['entropies'][1][0] = -0.5", "entropies: a number that can be none: -0.5"),
         (
             "r['learner_logprobs'][1][0] -= 0.002",
             r"the learner and the sampler are 0.00\d+ nats apart, over 0.001",
