@@ -4,7 +4,6 @@ barrier   64 rollouts with heavy-tailed tool times, without a barrier and with o
           prompts, seeds, turn lengths, tool times are the same; wall time and idle share of engine
 overhead  Python time outside of the engine, with 256 rollouts alive and tools that answer at once
 sync      publish() with shared and with copied weights, beside a plain copy of as many bytes
-adapter   publish() of a LoRA adapter, handed over in memory, after updates that the sampler follows
 memory    what a learner adds to the process, with shared and with copied weights
 start     from a fresh process to its first token
 """
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentgrpo.actions import Action, Message, Observation, RunCode, Schema
-from agentgrpo.config import EngineConfig, LearnerConfig, LoraConfig, LossConfig, RolloutConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, RolloutConfig
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.types import Int32, Task
 from bench.harness import append_row
@@ -41,7 +40,6 @@ TURNS = 4
 REPEATS = 2
 TOKENS = 8
 """Of a turn in the barrier part: from half to twice as many."""
-NO_LORA = LoraConfig()
 ENGINE = EngineConfig(max_model_len=512, kv_cache_gib=1.0, max_num_seqs=256)
 
 
@@ -235,28 +233,6 @@ def sync(model: str) -> None:
     engine.shutdown()
 
 
-def adapter(model: str) -> None:
-    import torch
-
-    from agentgrpo.engine.agreement import check_agreement, probe_prompts
-    from agentgrpo.engine.engine import Engine
-
-    engine = Engine(model, ENGINE, lora_rank=16)
-    learner = make_learner(model, engine, "shared", LoraConfig(rank=16))
-    probes, millis, gaps = probe_prompts(learner.policy.vocab_size), [], []
-    for _ in range(10):
-        with torch.no_grad():
-            for matrix in learner.policy.trained:
-                matrix += 0.01 * torch.randn_like(matrix)
-        millis.append(1e3 * learner.publish()["publish_s"])
-        gaps.append(check_agreement(engine, learner, probes, threshold=1e-3)["max_dlogp"])
-    size = sum(p.nbytes for p in learner.policy.trained)
-    note = f"max |delta logp| after {len(gaps)} updates: {max(gaps):.2g} nats"
-    shape = {"rank": 16, "adapter_kib": size // 2**10}
-    append_row("rollout", "publish: adapter", millis, unit="ms", shape=shape, note=note)
-    engine.shutdown()
-
-
 def memory(model: str) -> None:
     from agentgrpo.machine.memory import release, rss_bytes
 
@@ -300,16 +276,13 @@ os._exit(0)
 
 
 def start(model: str) -> None:
-    seconds, cpu = [], []
+    seconds = []
     for _ in range(REPEATS):
-        began, used = time.perf_counter(), os.times()
+        began = time.perf_counter()
         subprocess.run([sys.executable, "-c", FIRST_TOKEN, model], check=True, capture_output=True)
         seconds.append(time.perf_counter() - began)
-        now = os.times()
-        cpu.append(now.children_user + now.children_system - used[2] - used[3])
     load = f"load average {os.getloadavg()[0]:.1f}"
     append_row("rollout", "start to first token", seconds, unit="s", shape={}, note=load)
-    append_row("rollout", "start to first token, CPU time", cpu, unit="s", shape={}, note=load)
 
 
 def tasks(count: int) -> list[Task]:
@@ -333,11 +306,11 @@ def make_chat(model: str) -> Any:
     return ChatTemplate(AutoTokenizer.from_pretrained(model))
 
 
-def make_learner(model: str, engine: Engine, weights: str, lora: LoraConfig = NO_LORA) -> Learner:
+def make_learner(model: str, engine: Engine, weights: str) -> Learner:
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.publish import policy_on
 
-    config = LearnerConfig(lora=lora)
+    config = LearnerConfig()
     return Learner(
         *policy_on(engine, model, config, weights=weights), config, LossConfig(),
         total_steps=1, temperature=1.0, dlogp_limit=1.0,
@@ -348,7 +321,6 @@ PARTS: dict[str, Callable[[str], None]] = {
     "barrier": barrier,
     "overhead": overhead,
     "sync": sync,
-    "adapter": adapter,
     "memory": memory,
     "start": start,
 }
