@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from agentgrpo.config import LossConfig
 from agentgrpo.learn.learner import Learner
@@ -72,32 +71,6 @@ def test_a_step_is_the_formula(
     assert metrics["updates"] == len(losses)
     assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
     assert_same_model(learner.model, model, tiny_model)
-
-
-def test_gspo_and_cispo_are_their_formulas(
-    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
-) -> None:
-    gspo = LossConfig(
-        importance_sampling_level="sequence", num_iterations=2, epsilon=0.005,
-        vllm_importance_sampling_correction=False,
-    )  # fmt: skip
-    cispo = LossConfig(
-        loss_type="cispo", epsilon_high=1.001, num_iterations=2,
-        vllm_importance_sampling_correction=False,
-    )  # fmt: skip
-
-    def of_gspo(logp: Tensor, old: Tensor, _: Tensor, a: float) -> Tensor:
-        return clipped((logp - old).mean().exp().expand(len(logp)), a, 0.005, 0.005)
-
-    def of_cispo(logp: Tensor, old: Tensor, _: Tensor, a: float) -> Tensor:
-        return -(logp - old).exp().detach().clamp(max=1.001) * a * logp
-
-    for loss, term in ((gspo, of_gspo), (cispo, of_cispo)):
-        learner = make_learner(loss)
-        metrics = learner.step(plan_updates(groups, run_config(loss), step=0))
-        model, losses = oracle_step(tiny_model, groups, [[0, 1]], iterations=2, term=term, cap=None)
-        assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
-        assert_same_model(learner.model, model, tiny_model)
 
 
 def test_only_tokens_of_high_entropy_are_trained_on(
