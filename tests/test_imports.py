@@ -81,7 +81,7 @@ WINGS = {
     "measures": "types actions rewards engine",
     "audit": "types files engine proof foreign",
     "data": "types files extras usercode config run envs",
-    "view": "types files config run foreign",
+    "view": "types files config run foreign models",
     "registry": (
         "types files extras usercode config actions machine rewards agents "
         "envs models engine rollout sandbox"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from agentgrpo.models.pieces import bytes_of
+
 Shown = str | list[int]
 """A token's text; its bytes where they are not UTF-8 by themselves."""
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
@@ -51,15 +50,11 @@ class Vocabulary:
             return f"⟨{token}⟩"
         if token in self._special:
             return piece
-        if self._byte_level and all(character in _BYTE_OF for character in piece):
-            raw = bytes(_BYTE_OF[character] for character in piece)
-            try:
-                return raw.decode()
-            except UnicodeDecodeError:
-                return list(raw)
-        if match := _BYTE_TOKEN.fullmatch(piece):
-            return [int(match[1], 16)]
-        return piece.replace("\u2581", " ")
+        raw = bytes_of(piece, byte_level=self._byte_level)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return list(raw)
 
 
 def find_tokenizer(places: Sequence[Path]) -> Tokenizer | None:
@@ -68,14 +63,3 @@ def find_tokenizer(places: Sequence[Path]) -> Tokenizer | None:
         if (place / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(place / "tokenizer.json"))
     return None
-
-
-def _bytes_by_character() -> dict[str, int]:
-    """The printable stand-ins that byte-level tokenizers (GPT-2's and its heirs) use for bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    found = {chr(byte): byte for byte in printable}
-    return found | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _bytes_by_character()
