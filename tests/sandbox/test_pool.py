@@ -338,26 +338,6 @@ def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
     group.close()
 
 
-@pytest.mark.slow
-def test_many_sessions_leave_nothing_behind() -> None:
-    with SandboxPool(min_idle=0) as pool:
-
-        def descriptors() -> tuple[int, int]:
-            """Those of this process but for the two of each control group, and the groups."""
-            groups = len(pool._spawner.cgroups._all) if pool._spawner.cgroups is not None else 0
-            return len(os.listdir("/proc/self/fd")) - 2 * groups, groups
-
-        for _ in range(50):
-            pool.acquire().close()
-        before, groups = descriptors()
-        for _ in range(250):
-            with pool.acquire() as session:
-                assert session.step("1").value == "1"
-        after, groups_after = descriptors()
-        assert after == before
-        assert groups_after < groups + 50, "a busy machine takes its time to end sessions"
-
-
 @pytest.mark.parametrize("policy", [os.SCHED_RR, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK])
 def test_a_trainers_realtime_priority_is_not_its_sessions(policy: int) -> None:
     try:

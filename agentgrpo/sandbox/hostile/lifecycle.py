@@ -154,17 +154,18 @@ def too_many_sessions(pool: SandboxPool) -> None:
 
 @on_pool
 def nothing_is_left(pool: SandboxPool) -> None:
-    """Sessions leave no descriptors behind."""
+    """Sessions leave neither descriptors nor control groups behind."""
+    groups = pool._spawner.cgroups._all if pool._spawner.cgroups else []
 
     def held() -> int:
         """Once the background has refilled the pool, and but for the two of each control group."""
         assert within(lambda: pool.metrics()["idle"] == pool.min_idle)
-        groups = pool._spawner.cgroups
-        return len(os.listdir("/proc/self/fd")) - (2 * len(groups._all) if groups else 0)
+        return len(os.listdir("/proc/self/fd")) - 2 * len(groups)
 
     pool.acquire().close()
-    before = held()
+    before, made = held(), len(groups)
     for _ in range(30):
         with pool.acquire() as session:
             session.step("1")
     assert within(lambda: held() == before), f"{held()} descriptors, before {before}"
+    assert len(groups) < made + 30, "each session left its control group"
