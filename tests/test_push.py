@@ -329,6 +329,10 @@ def broken(run: Path, how: str) -> None:
         log.write(3, learner={"loss": float("nan")})
     elif how == "short":
         (newest / "model.safetensors").write_bytes(b"\0" * 100)
+    elif how == "flipped":
+        whole = bytearray((newest / "model.safetensors").read_bytes())
+        whole[len(whole) // 2] ^= 1
+        (newest / "model.safetensors").write_bytes(whole)
     elif how == "ahead":
         newest.rename(newest.with_name("step_000009"))
     elif how == "none":
@@ -346,6 +350,7 @@ def broken(run: Path, how: str) -> None:
         ("edited", "metrics.jsonl:5: does not follow the line before it"),
         ("nan", "step 3: learner/loss is nan: the run is broken"),
         ("short", "--checkpoint STEP chooses another"),
+        ("flipped", "model.safetensors: is not as it was written"),
         ("ahead", "metrics.jsonl ends before step 9"),
         ("none", "no checkpoint was saved"),
         ("no run", "no run.json, so this is not a run's folder"),
@@ -358,20 +363,6 @@ def test_broken_runs_are_refused(
     broken(run, how)
     assert push.main([str(run), "me/model"]) == 2
     assert message in said(capsys)
-    assert not hub.files
-
-
-def test_one_flipped_bit_of_a_checkpoint_is_found(
-    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in sorted((run / "checkpoints" / "step_000004").iterdir()):
-        whole = path.read_bytes()
-        flipped = bytearray(whole)
-        flipped[len(whole) // 2] ^= 1
-        path.write_bytes(flipped)
-        assert push.main([str(run), "me/model"]) == 2
-        assert f"{path}: is not as it was written" in said(capsys)
-        path.write_bytes(whole)
     assert not hub.files
 
 
