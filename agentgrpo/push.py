@@ -167,7 +167,7 @@ def upload(ready: Upload, *, public: bool = False, exist_ok: bool = False) -> st
         created = True
         done = api.create_commit(
             repo,
-            [CommitOperationAdd(name, _content(file)) for name, file in ready.files.items()],
+            [CommitOperationAdd(name, file) for name, file in ready.files.items()],
             commit_message=f"{ready.folder.name} of a run of agentgrpo",
         )
     except Exception as error:
@@ -177,10 +177,6 @@ def upload(ready: Upload, *, public: bool = False, exist_ok: bool = False) -> st
         left = "; the repository was made and is empty: --exist-ok goes on" if created else ""
         raise OSError(f"{said}{left}") from error
     return str(done.commit_url)
-
-
-def _content(file: Path | bytes) -> str | bytes:
-    return file if isinstance(file, bytes) else str(file)
 
 
 def _explained(error: BaseException | None, repo: str, endpoint: str) -> str | None:

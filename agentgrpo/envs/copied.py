@@ -66,8 +66,4 @@ def changed_records(tables: Mapping[str, Any], base: Mapping[str, Any]) -> dict[
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=_dump)
-
-
-def _dump(value: Any) -> Any:
-    return value.model_dump(mode="json")
+    return json.dumps(value, sort_keys=True, default=lambda record: record.model_dump(mode="json"))

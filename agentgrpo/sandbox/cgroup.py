@@ -228,8 +228,8 @@ class Cgroups:
         missing = [name for name in wanted if name not in mounted]
         if missing:
             raise CgroupsUnavailable("no cgroup file system with memory and pids is mounted")
-        if self.version == 2:
-            mounted[""] = _without_leaf(mounted[""])
+        if self.version == 2 and mounted[""].name == HOST_LEAF:  # an earlier pool moved us down
+            mounted[""] = mounted[""].parent
         name = f"{owner_name(os.getpid())}.{id(self):x}"
         self._parents = {key: mounted[key] / name for key in wanted}
         self._cpu: Path | None = None
@@ -316,11 +316,6 @@ class Cgroups:
                 _remove_tree(path)
             if self._cpu is not None:
                 _remove_tree(self._cpu)
-
-
-def _without_leaf(own: Path) -> Path:
-    """The group that was delegated: ours, or the one above if an earlier pool moved us down."""
-    return own.parent if own.name == HOST_LEAF else own
 
 
 def _delegate(group: Path) -> None:
