@@ -182,7 +182,7 @@ def seal(folder: Path) -> None:
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        sums = threads.map(_hashed, paths)
+        sums = threads.map(sha256_of, paths)
         for path in paths:
             _flush(path)
     lines = [f"{n}  {p.relative_to(folder)}\n" for n, p in zip(sums, paths, strict=True)]
@@ -222,7 +222,7 @@ def require_as_sealed(folder: Path, *, whole: bool) -> None:
         raise ValueError(f"{added[0]}: was added: {path} does not list it")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         there = [path for path in wanted if path not in gone]
-        for file, hashed in zip(there, threads.map(_hashed, there), strict=True):
+        for file, hashed in zip(there, threads.map(sha256_of, there), strict=True):
             if hashed != wanted[file]:
                 raise ValueError(
                     f"{file}: is not as it was written: its SHA-256 is {hashed[:12]}..., {path} "
@@ -234,7 +234,8 @@ def _of_lines(lines: list[str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _hashed(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal; errors as of opened()."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -26,10 +26,10 @@ import pytest
 from agentgrpo import cli
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.files import sha256_of
 from agentgrpo.models.gguf import (
     MARKER,
     Metadata,
-    _sha256,
     find_in_package,
     model_config,
     write_tokenizer,
@@ -158,7 +158,7 @@ def make_standin(folder: Path) -> None:
         model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0
     model.save_pretrained(folder)
     write_tokenizer(told, folder)
-    marker = {"source": source.name, "sha256": _sha256(source)}
+    marker = {"source": source.name, "sha256": sha256_of(source)}
     (folder / MARKER).write_text(json.dumps(marker))
 
 

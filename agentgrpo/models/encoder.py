@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentgrpo.files import how_far, opened
+from agentgrpo.files import how_far, sha256_of
 from agentgrpo.types import Float32
 
 Pooling = Literal["mean", "cls", "last"]
@@ -78,6 +78,5 @@ class Encoder:
 def _checksum(folder: Path, pooling: str) -> str:
     made = hashlib.sha256(pooling.encode())
     for path in sorted(filter(Path.is_file, folder.iterdir())):
-        with opened(path) as file:
-            made.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+        made.update(f"{path.name}\n{sha256_of(path)}".encode())
     return made.hexdigest()

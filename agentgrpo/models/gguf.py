@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the imports: a package may be missing
     cli.run("gguf")
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -33,6 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentgrpo.files import sha256_of
 
 if TYPE_CHECKING:  # the importer's libraries load when it runs: finding them costs seconds
     from gguf import GGUFReader, ReaderTensor
@@ -68,7 +69,7 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> bool:
     """
     if not gguf_path.is_file():
         raise FileNotFoundError(f"no GGUF file at {gguf_path}")
-    source = {"source": gguf_path.name, "sha256": _sha256(gguf_path)}
+    source = {"source": gguf_path.name, "sha256": sha256_of(gguf_path)}
     if _is_import_of(out_dir, source):
         return False
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -298,11 +299,6 @@ def _is_import_of(out_dir: Path, source: dict[str, str]) -> bool:
     if held["sha256"] != source["sha256"]:
         raise FileExistsError(f"{out_dir} holds an import of {held['source']}; remove it first")
     return True
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
