@@ -7,7 +7,9 @@ docstring.
 from __future__ import annotations
 
 import ast
+import copy
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,13 +112,13 @@ def described(definition: Definition) -> Iterator[str]:
     bases = ", ".join(map(ast.unparse, definition.bases))
     head = f"class {definition.name}" + (f"({bases})" if bases else "")
     yield f"### {definition.name}"
-    yield fenced(signature(made, head) if made else head)
+    yield fenced(f"{head}:\n{textwrap.indent(signature(made), '    ')}" if made else head)
     yield prose(ast.get_docstring(definition) or "")
     yield "\n".join(_fields(definition))
     for method in methods:
         if not method.name.startswith("_") and (text := ast.get_docstring(method)):
             yield f"#### {definition.name}.{method.name}"
-            yield fenced(signature(method, drop_self=True))
+            yield fenced(signature(method))
             yield prose(text)
 
 
@@ -139,36 +141,12 @@ def _fields(definition: ast.ClassDef) -> Iterator[str]:
         yield f"* `{head}`{text}"
 
 
-def signature(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, head: str = "", *, drop_self: bool = False
-) -> str:
-    """`def name(arguments) -> result`, an argument a line where one line is too short."""
-    arguments = ast.unparse(function.args)
-    if head or drop_self:
-        arguments = re.sub(r"^(self|cls)(, )?", "", arguments)
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns and not head else ""
-    marks = [ast.unparse(d) for d in function.decorator_list]
-    if "property" in marks:
-        return f"{function.name}: {ast.unparse(function.returns) if function.returns else ''}"
-    word = "async def" if isinstance(function, ast.AsyncFunctionDef) else "def"
-    name = head or f"{word} {function.name}"
-    line = f"{name}({arguments}){returns}"
-    if len(line) <= 100:
-        return line
-    lines = [f"    {argument}," for argument in split(arguments)]
-    return "\n".join([f"{name}(", *lines, f"){returns}"])
-
-
-def split(arguments: str) -> list[str]:
-    """The arguments of a list of them: commas inside brackets do not divide."""
-    parts, depth = [""], 0
-    for char in arguments:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return [part.strip() for part in parts]
+def signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The definition without its body, cut into lines where one would be too long."""
+    bare = copy.copy(function)
+    bare.body = []
+    lines = ast.unparse(bare).removesuffix(":").splitlines()
+    return "\n".join(textwrap.fill(x, 100, subsequent_indent="        ") for x in lines)
 
 
 def fenced(code: str) -> str:
