@@ -166,7 +166,8 @@ TRL = (
     Row("environment_factory", "env.kind", '`"factory"`: [agents.md](agents.md)'),
     Row("rollout_func", "rollout.sampler", '`"rollout_func:module:function"`'),
     Row("train_dataset", "data.train data.question data.answer",
-        ".jsonl, .parquet or a saved dataset"),
+        "`agentgrpo init MODEL DATA` writes these: .jsonl, .parquet, a saved dataset, or a hub's "
+        "owner/name"),
     Row("eval_dataset", "data.heldout"),
     Row("peft_config", "learner.lora.rank learner.lora.alpha learner.lora.target_modules"),
 )  # fmt: skip
