@@ -42,7 +42,7 @@ class Trainer:
 
     Raises:
         As build(); ValueError: there is not one weight for each function, or two functions have one
-        name; RuntimeError: torch was imported before agentgrpo.
+        name.
     """
 
     def __init__(
