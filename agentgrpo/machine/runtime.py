@@ -27,8 +27,8 @@ ENVIRONMENT = {
 }
 
 TOO_LATE = (
-    "torch was imported before agentgrpo: its threads spin while they wait, which makes sampling "
-    "on a CPU up to ten times slower beside other work. Restart Python, and write `from agentgrpo "
+    "torch was imported before agentgrpo: its threads spin while they wait, which makes a run on "
+    "a CPU up to ten times slower beside other work. Restart Python, and write `from agentgrpo "
     "import Trainer` above `import torch`; or start Python with OMP_WAIT_POLICY=PASSIVE"
 )
 
