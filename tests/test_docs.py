@@ -21,6 +21,7 @@ from agentgrpo import cli
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import _all_keys, load_config, shipped_configs
 from agentgrpo.registry import KINDS
+from agentgrpo.rewards.view import RolloutView
 from agentgrpo.sandbox.hostile import CASES
 from agentgrpo.settings import options
 from agentgrpo.types import Rollout
@@ -125,7 +126,10 @@ def test_settings_named_in_backticks_exist() -> None:
                 (".py", ".json", ".jsonl", ".md")
             ):
                 first, second, *_ = name.split(".")
-                of_rollout = first == "rollout" and second in Rollout.__annotations__
+                of_rollout = first == "rollout" and second in {
+                    *Rollout.__annotations__,
+                    *vars(RolloutView),
+                }
                 assert name in KEYS or of_rollout, f"{page.name}: there is no setting {name}"
 
 
