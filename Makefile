@@ -79,7 +79,7 @@ bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)
 
 # Old Pythons cannot read install.py
-INSTALL := @command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); Python 3.11 or newer is needed: make PYTHON=/PLACE/python3.12 ..."; exit 1; }; $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, %s is %s: make PYTHON=python3.12 ..." % (sys.executable, sys.version.split()[0]))' && $(PYTHON) install.py $(VENV)
+INSTALL := @command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); Python 3.11 or newer is needed: make PYTHON=/PLACE/python3.12 ..."; exit 1; }; $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, %s is %s: make PYTHON=python3.12 ...; docs/install.md says where to get one" % (sys.executable, sys.version.split()[0]))' && $(PYTHON) install.py $(VENV)
 
 $(BASE): requirements-$(SET).txt setup.py install.py
 	@test ! -e $(VENV)/.installed-$(OTHER_$(SET)) || { echo "error: $(VENV) holds the $(NAME_$(OTHER_$(SET))) set; remove it, or name another folder: make VENV=.venv-$(SET) ..."; exit 1; }

@@ -35,8 +35,10 @@ WORKS = {
     ),
 }
 """What shows that a set's torch is one for this machine, and what to do if it is not."""
+PYTHON = "python{}.{}".format(*sys.version_info)
+"""As Debian and Ubuntu name the packages of the Python that runs this, which may not be python3."""
 COMPILER = (
-    "a C compiler and Python's headers are needed: apt-get install build-essential python3-dev "
+    f"a C compiler and Python's headers are needed: apt-get install build-essential {PYTHON}-dev "
     "(Debian, Ubuntu), dnf install gcc python3-devel (Fedora)"
 )
 NETWORK = (
@@ -63,7 +65,7 @@ REMEDIES = {
         "glibc 2.34 or newer, Python 3.11 to 3.13: make PYTHON=python3.12 VENV=.venv-3.12 ..."
     ),
     r"ensurepip|No module named '?venv": (
-        "this Python cannot make environments: apt-get install python3-venv (Debian, Ubuntu), or "
+        f"this Python cannot make environments: apt-get install {PYTHON}-venv (Debian, Ubuntu), or "
         "name another Python, 3.11 to 3.13: make PYTHON=python3.12 ..."
     ),
     r"Python\.h|command '\S*(?:cc|clang)\S*' failed|unable to execute|error: linker": COMPILER,
@@ -274,11 +276,14 @@ def say(line: str) -> None:
 
 
 def compiles() -> None:
-    """Refuse a machine without a C compiler before anything is downloaded.
+    """Refuse another system, and one without a C compiler, before anything is downloaded.
 
     Raises:
         Failed: names the packages.
     """
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        here = f"{platform.system()} on {platform.machine()}"
+        raise Failed(f"these packages are for Linux on x86-64, and this is {here}: docs/install.md")
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     include = sysconfig.get_path("include")
     command = [*shlex.split(compiler), "-fsyntax-only", f"-I{include}", "-x", "c", "-"]

@@ -78,24 +78,15 @@ def published(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def as_config(settings: Mapping[str, Any]) -> str:
-    """Settings as a config file; what is None has no TOML and is the default or was decided."""
+    """Settings as a config file."""
     top, sections = [], []
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            lines = [f"{key} = {toml(inner)}" for key, inner in _set(value).items()]
+            lines = [f"{key} = {toml(inner)}" for key, inner in value.items()]
             sections += ["", f"[{name}]", *lines] if lines else []
-        elif value is not None:
+        else:
             top.append(f"{name} = {toml(value)}")
     return "\n".join([*top, *sections]) + "\n"
-
-
-def _set(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a table, and of those in it, that are not None."""
-    return {
-        key: _set(value) if isinstance(value, Mapping) else value
-        for key, value in table.items()
-        if value is not None
-    }
 
 
 def model_name(model: str) -> tuple[str, str | None]:

@@ -1,8 +1,9 @@
 """Write a config for your model and your data, every setting in it with what it means.
 
 The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
-datasets' save_to_disk wrote. Some of its rows are held out, to see whether the policy learns.
-`env` instead of a file: the tasks of an environment that has its own (env.kind).
+datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
+data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
+`env` instead of data: the tasks of an environment that has its own (env.kind).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
+from agentgrpo.data.hub import is_from_hub
+from agentgrpo.data.sources import rows_of
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
 from agentgrpo.registry import checked_options, env_kind, judges, needs_answers
@@ -46,7 +49,7 @@ def values_for(
 
     Args:
         model: directory, hub name or package:NAME.
-        data: a file, a saved dataset's directory, or "env".
+        data: a file, a saved dataset's directory, a hub's owner/name, or "env".
         overrides: settings of the user's: what judges says whether rows must have an answer.
         question: column of a file.
         answer: column of a file.
@@ -57,10 +60,11 @@ def values_for(
             names no setting.
     """
     named = {"data.question": question, "data.answer": answer}
+    path = "" if data == "env" or is_from_hub(data) else str(Path(data).resolve())
     values = {
         "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
         "steps": 100,
-        "data.train": data if data == "env" else str(Path(data).resolve()),
+        "data.train": path or data,
         "data.heldout": data if data == "env" else "split",
         "rollout.max_turn_tokens": 256,
         "rollout.max_observation_tokens": 256,
@@ -71,21 +75,19 @@ def values_for(
     }
     if data != "env":
         config = _chosen(values, overrides)
-        rows = _rows(Path(data), question, answer, config)
+        rows = _rows(config)
         values["data.num_heldout"] = max(1, min(64, len(rows) // 5))
         if _are_texts(rows, config):
             values["reward.kind"] = "text"
     return values
 
 
-def _rows(data: Path, question: str, answer: str, config: TrainConfig) -> list[Task]:
-    from agentgrpo.data.files import read_tasks
-
+def _rows(config: TrainConfig) -> list[Task]:
     answered = needs_answers(config.reward, judged=judges(config) is not False)
-    rows = read_tasks(data, question=question, answer=answer, answered=answered).rows
+    rows = rows_of(config.data, "train", None, answers=answered).rows
     if len(rows) < 2:
         raise ValueError(
-            f"{data}: {len(rows)} row; at least 2 are needed, one of them to be held out"
+            f"{config.data.train}: {len(rows)} row; at least 2 are needed, one to be held out"
         )
     return rows
 
@@ -146,7 +148,9 @@ def main(arguments: list[str]) -> int:
     """Parse the command line, write the config. Returns the exit status."""
     parser = parser_of("init", __doc__)
     parser.add_argument("model", help="a model directory, hub name or package:NAME")
-    parser.add_argument("data", help=".jsonl, .parquet, a saved dataset, or env")
+    parser.add_argument(
+        "data", help=".jsonl, .parquet, a saved dataset, a hub's owner/name, or env"
+    )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings of yours"
     )

@@ -111,7 +111,8 @@ def as_markdown() -> str:
         "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
         "is named. On the command line a setting is `section.key=value`, and the same holds. A key",
         "that does not exist is refused, and the nearest one named; so is a value of another type:",
-        "true is no number, and 200.0 no whole one.",
+        'true is no number, and 200.0 no whole one. A key that takes "none" is unset by it, where',
+        "a file sets it or it has a default: `learner.trained_layers=none`. Its meaning says None.",
     ]
     endpoints = settings(EndpointConfig, "endpoints.NAME.")
     about["endpoints.NAME"] = EndpointConfig.__doc__ or ""
@@ -169,9 +170,9 @@ def as_toml(values: Mapping[str, Any], kinds: Mapping[str, str] | None = None) -
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it; None, which TOML has not, as `none`."""
+    """A value as TOML writes it; None, which TOML has not, as the text "none" that means it."""
     if value is None:
-        return "none"
+        return toml("none")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | Path):
@@ -206,7 +207,8 @@ def _named(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(map(toml, arguments))
     if origin in (UnionType, Union):
-        return " or ".join(_named(part) for part in arguments if part is not NoneType)
+        said = " or ".join(_named(part) for part in arguments if part is not NoneType)
+        return f"{said}, or {toml(None)}" if NoneType in arguments else said
     if origin in (tuple, list, abc.Sequence):
         return f"list of: {_named(arguments[0])}"
     if origin in (dict, abc.Mapping) or is_typeddict(kind):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,8 @@ from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.interrupt import stop_after_step, timeouts
 from agentgrpo.types import Metrics, Task
 
+RewardFunction = Callable[..., Any] | str
+
 
 class Trainer:
     """A run, from Python: what `agentgrpo train` does is written with it.
@@ -33,43 +35,47 @@ class Trainer:
 
     Args:
         config: a file, the name of a shipped config, or a TrainConfig; None: settings are all.
-        callbacks: told of every step, see Callback.
+        callbacks: one Callback or several, told of every step.
         reward_funcs: functions in TRL's form or ours (docs/agents.md), instead of
-            `reward.functions`: a list of them, each with a name in a module or the notebook.
+            `reward.functions`: one or several, each with a name in a module or the notebook, or
+            named as there ("module:function").
         reward_weights: of these; None: 1 each.
         make: instead of build(), what makes the parts.
         settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
 
     Raises:
-        As build(); ValueError: there is not one weight for each function, or two functions have one
-        name; RuntimeError: torch was imported before agentgrpo.
+        As build(); ValueError: there is not one weight for each function, two functions have one
+        name, or a callback is no Callback.
     """
 
     def __init__(
         self,
         config: str | Path | TrainConfig | None = None,
         *,
-        callbacks: Iterable[Callback] = (),
-        reward_funcs: Sequence[Callable[..., Any]] = (),
-        reward_weights: Sequence[float] | None = None,
+        callbacks: Callback | Sequence[Callback] = (),
+        reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+        reward_weights: float | Sequence[float] | None = None,
         make: Callable[[TrainConfig], Parts] | None = None,
         **settings: Any,
     ) -> None:
         prepare_environment()
-        weights = [1.0] * len(reward_funcs) if reward_weights is None else reward_weights
-        if len(weights) != len(reward_funcs):
+        names = [_name(function) for function in _several(reward_funcs)]
+        weights = [1.0] * len(names) if reward_weights is None else _several(reward_weights)
+        if len(weights) != len(names):
             raise ValueError(
-                f"reward_weights: expected {len(reward_funcs)}, as many as reward_funcs, "
+                f"reward_weights: expected {len(names)}, as many as reward_funcs, "
                 f"got {len(weights)}"
             )
-        if reward_funcs:
-            names = [name_of(function, key="reward_funcs") for function in reward_funcs]
-            if len({*names}) < len(names):
-                raise ValueError(f"reward_funcs: expected different names, got {', '.join(names)}")
+        if len({*names}) < len(names):
+            raise ValueError(f"reward_funcs: expected different names, got {', '.join(names)}")
+        if names:
             functions = dict(zip(names, weights, strict=True))
             settings["reward"] = {**settings.get("reward", {}), "functions": functions}
+        self._callbacks = _several(callbacks)
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise ValueError(f"callbacks: expected agentgrpo.Callback, got {callback!r}")
         self.config = config_of(config, settings)
-        self._callbacks = list(callbacks)
         self._asked = self._finished = False
         self._parts: Parts | None = None
         parallel.start()
@@ -146,13 +152,14 @@ class Trainer:
             return play_heldout(self.config, self.parts)[1]
 
     def generate(
-        self, tasks: Sequence[Task | str], n: int = 1, *, temperature: float = 0.0, seed: int = 0
-    ) -> list[list[RolloutView]]:
+        self, tasks: Task | str | Sequence[Task | str], n: int = 1, *, temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[list[RolloutView]]:  # fmt: skip
         """Play tasks with the policy as it is, in the run's environment; neither scored nor learnt.
 
         Args:
-            tasks: a text becomes a task of one user message.
-            n: rollouts of each.
+            tasks: one or several; a text becomes a task of one user message.
+            n: rollouts of each; more than one need a temperature.
             temperature: 0: greedy.
             seed: of what is sampled.
 
@@ -161,9 +168,15 @@ class Trainer:
 
         Raises:
             RuntimeError: it is closed.
+            ValueError: the n attempts at a task would be one and the same.
         """
+        if n > 1 and not temperature:
+            raise ValueError(
+                f"n {n} with temperature 0 is the same attempt {n} times: set a temperature, 1.0 "
+                "for what training samples"
+            )
         parts = self.parts
-        made = [as_task(task, str(place)) for place, task in enumerate(tasks)]
+        made = [as_task(task, str(place)) for place, task in enumerate(_several(tasks))]
         with timeouts(), awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
             groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
         return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
@@ -189,3 +202,18 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _several(given: Any) -> list[Any]:
+    """What may be given alone, or as a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _name(function: RewardFunction) -> str:
+    if isinstance(function, str):
+        return function
+    if not callable(function):
+        raise ValueError(
+            f"reward_funcs: expected a function or 'module:function', got {function!r}"
+        )
+    return name_of(function, key="reward_funcs")

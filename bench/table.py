@@ -50,8 +50,11 @@ LINES = (
         "quickstart, 12 steps: held-out problems solved, greedy", "quickstart", "heldout_after",
         "heldout_before", "before",
     ),
+    Line("quickstart, three seeds: the whole of a run", "quickstart", "wall_s"),
+    Line("the same: a step", "quickstart", "step_s"),
     Line(
-        "quickstart: widest log-probability gap, sampler to learner", "quickstart", "max_dlogp"
+        "the same: a run's widest log-probability gap, sampler to learner, median of the three",
+        "quickstart", "max_dlogp",
     ),
     Line(
         "quickstart's first two steps of 96 rollouts, two quiet cores", "beside_trl",

@@ -31,10 +31,12 @@ from agentgrpo.kernels.objective import LossType, Objective
 from agentgrpo.kernels.reduce import term_weights
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.rewards import score
+from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rewards.view import BUILT_IN
 from agentgrpo.sandbox import Sandbox, SandboxPool
-from agentgrpo.types import Group, Task
+from agentgrpo.types import Group, SpanReward, Task
 from tests import tiny
-from tests.given import a_config, a_rollout
+from tests.given import TASK, a_config, a_rollout
 from tests.playing import play, shown
 from tests.test_docs import PAGES, ROOT, blocks, lines, words
 from tests.warm import run
@@ -321,6 +323,27 @@ def test_a_typed_function_is_a_tool(code: str) -> None:
     assert said["description"].startswith("The weather of a city.")
     assert said["parameters"]["properties"]["city"]["description"] == "its name."
     assert said["parameters"]["required"] == ["city"]
+
+
+@of_page("docs/agents.md", after="# my_rewards.py")
+def test_rewards_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their comments name them in a config, and the page all that are built in."""
+    (tmp_path / "my_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = re.findall(r"# (reward\.\w+ = .+)", code)
+    config = RewardConfig(**tomllib.loads("\n".join(settings))["reward"])
+    texts = {0: "please: 6?", 10: "42"}
+    played = a_rollout([[-1.0], [-1.0]], task=TASK, answer=42)
+    Scoring(make_reward(config), config, lambda ids: texts[ids[0]]).score(
+        [Group(task=TASK, rollouts=[played])]
+    )
+    sys.modules.pop("my_rewards", None)
+    assert played.rewards == pytest.approx(
+        {"answer": 1.0, "asked": 0.1, "brief": -0.4, "length": -0.0002}
+    )
+    assert played.span_rewards == [SpanReward(2, 3, "polite", 0.5)]
+    page = (ROOT / "docs/agents.md").read_text()
+    assert [name for name in BUILT_IN if f"`{name}` " not in page] == []
 
 
 @of_page("README.md", after="# guess.py")

@@ -6,6 +6,7 @@ A stand-in for the environment's Python takes the part of pip; nothing is instal
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ import install
 
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = "torch==2.13.0+cpu", "torch===2.13.0"
+HERE = f"python{sys.version_info.major}.{sys.version_info.minor}"
 ABSENT = f"ERROR: No matching distribution found for {CPU}"
 OFFLINE = "WARNING: Retrying (Retry(total=4)) ... NewConnectionError\n" + ABSENT
 STAND_IN = """#!/bin/sh
@@ -126,7 +128,8 @@ def test_a_second_make_waits_for_the_first(venv: Venv, capsys: Any) -> None:
         ("error: incomplete-download\n\nDownload failed after 6 attempts", "look at the network"),
         ("SSLError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
         ("ERROR: No matching distribution found for numpy==2", "no wheel of numpy==2 for Python 3"),
-        ("csrc/x.c:1: fatal error: Python.h: No such file", "python3-dev"),
+        ("csrc/x.c:1: fatal error: Python.h: No such file", f"{HERE}-dev"),
+        ("The virtual environment was not created: ensurepip is not available", f"{HERE}-venv"),
         ("error: command 'gcc' failed: No such file or directory", "build-essential"),
         ("PermissionError: [Errno 13] Permission denied", "cannot write"),
         ("something new", "it says why above"),
@@ -200,6 +203,20 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
         status, calls = venv.install()
         assert (status, calls) == (1, [])
         assert "build-essential" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("darwin", "x86_64")]
+)
+def test_another_system_is_told_before_anything_is_downloaded(
+    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch, system: str, machine: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert venv.install() == (1, [])
+    said = capsys.readouterr().err
+    assert "these packages are for Linux on x86-64, and this is " in said
+    assert f" on {machine}: docs/install.md" in said
 
 
 def test_an_environment_that_pip_was_killed_in_is_mended(venv: Venv) -> None:

@@ -286,6 +286,7 @@ def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.Monke
         "holds a run with",
         "is in use by another run",
         "its tokenizer cannot be read",
+        "torch was imported before agentgrpo",
     ],
 )
 def test_the_page_has_the_messages_that_the_code_says(message: str) -> None:

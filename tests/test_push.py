@@ -243,7 +243,8 @@ def test_the_card_says_data_config_results_and_versions(
 def test_the_published_config_trains_the_same_again(run: Path, tmp_path: Path) -> None:
     """All that differs from the defaults, nested or not; TOML that our reader takes."""
     options = 'agent.options={ system_prompt = "say `x`\\n```", shots = [[{ role = "user" }]] }'
-    changed = ["learner.lora.rank=8", "loss.epsilon_high=0.3", "reward.kind=none", options]
+    changed = ["learner.lora.rank=8", "loss.epsilon_high=0.3", "reward.kind=none", options,
+               "rollout.call_timeout_s=none"]  # fmt: skip
     run = write_run(tmp_path / "two", *changed, adapter=True)
     ready = push.prepared(run, "me/model")
     config = ready.files["agentgrpo_config.toml"]

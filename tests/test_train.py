@@ -458,6 +458,46 @@ def test_two_reward_functions_of_one_name_are_refused() -> None:
         Trainer(config(), reward_funcs=[len, len])
 
 
+@pytest.mark.parametrize(
+    ("given", "functions"),
+    [
+        ({"reward_funcs": len}, {"builtins:len": 1.0}),
+        ({"reward_funcs": len, "reward_weights": 0.5}, {"builtins:len": 0.5}),
+        ({"reward_funcs": ["json:loads", len, "length"]},
+         {"json:loads": 1.0, "builtins:len": 1.0, "length": 1.0}),
+        ({"reward_funcs": (len, max), "reward_weights": (2.0, 3.0)},
+         {"builtins:len": 2.0, "builtins:max": 3.0}),
+    ],
+)  # fmt: skip
+def test_reward_functions_and_callbacks_may_be_one_or_several(
+    given: dict[str, Any], functions: dict[str, float]
+) -> None:
+    trainer = Trainer(config(), make=lambda _: FakeRun().parts(), callbacks=Callback(), **given)
+    assert trainer.config.reward.functions == functions
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"reward_funcs": {"json:loads": 1.0}}, "reward_funcs: expected a function or 'module:fun"),
+        ({"callbacks": Callback}, "callbacks: expected agentgrpo.Callback, got <class"),
+        ({"callbacks": [len]}, "callbacks: expected agentgrpo.Callback, got <built-in function l"),
+    ],
+)
+def test_what_is_no_function_or_callback_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        Trainer(config(), make=lambda _: FakeRun().parts(), **given)
+
+
+def test_generate_takes_one_text_and_refuses_to_repeat_itself() -> None:
+    trainer = Trainer(config(), make=lambda _: FakeRun().parts())
+    ((attempt,),) = trainer.generate("What is 1 + 2?")
+    assert attempt.task.messages[0]["content"] == "What is 1 + 2?"
+    with pytest.raises(ValueError, match="n 4 with temperature 0 is the same attempt 4 times"):
+        trainer.generate("What is 1 + 2?", 4)
+
+
 def test_callbacks_are_told_of_all_in_order_and_may_stop_the_run() -> None:
     class Told(Callback):
         def __init__(self) -> None:

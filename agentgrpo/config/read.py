@@ -214,7 +214,10 @@ def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
     if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
         return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
     if error["type"] == "extra_forbidden":
-        return f"unknown config key {where}{_hint(where, _all_keys(kind))}"
+        named = {leaf: said_elsewhere(leaf) for leaf in _leaves(where, error["input"])}
+        if not any(named.values()):
+            named = {where: _hint(where, _all_keys(kind))}
+        return "\n".join(f"unknown config key {key}{said}" for key, said in named.items())
     if error["type"] == "missing":
         return f"config key {where} is required, and {of} does not set it"
     if error["type"] == "value_error":  # one of ours: it names its keys
@@ -226,11 +229,20 @@ def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
     return told(error, "config key ") + hint
 
 
+def _leaves(where: str, value: Any) -> Iterator[str]:
+    """The keys that a table sets; of what is none, its own."""
+    if not (isinstance(value, Mapping) and value):
+        yield where
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{where}.{name}", inner)
+
+
 def _hint(wrong: str, keys: Sequence[str]) -> str:
     """The key that was meant: nearly so called, or so called elsewhere; else what there is."""
     section, _, leaf = wrong.rpartition(".")
     here = any(key.rpartition(".")[2] == leaf for key in keys)
-    if not here and (said := said_elsewhere(wrong) or said_elsewhere(leaf)):
+    if not here and (said := said_elsewhere(leaf)):
         return said
     sections = {key.rpartition(".")[0] for key in keys}
     beside = [

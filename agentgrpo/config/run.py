@@ -124,7 +124,10 @@ class TrainConfig(Section):
                 f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
             )
         if self.learner.lora.rank and self.learner.trained_layers is not None:
-            raise ValueError("learner.trained_layers and learner.lora.rank exclude each other")
+            raise ValueError(
+                f"learner.trained_layers {self.learner.trained_layers} and learner.lora.rank "
+                "exclude each other; learner.trained_layers=none unsets it"
+            )
         if self.learner.lora.rank and self.loss.sync_ref_model:
             raise ValueError(
                 "loss.sync_ref_model and learner.lora.rank exclude each other: the reference is "

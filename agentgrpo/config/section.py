@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
 from agentgrpo.files import expanded
 
@@ -36,7 +36,7 @@ NotNegativeNumber = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class AsWritten:
-    """Marks a type in which true is no number, "1" neither, and 1 not true."""
+    """Marks a type in which true is no number, "1" neither, 1 not true, and "none" may be None."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -49,8 +49,16 @@ def _as_written(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     inner = {key: x if key == "default" else _as_written(x) for key, x in schema.items()}
-    strict = {"strict": True} if schema.get("type") in ("bool", "int", "float") else {}
-    return inner | strict
+    if schema.get("type") in ("bool", "int", "float"):
+        return inner | {"strict": True}
+    if schema.get("type") == "nullable" and "none" not in schema["schema"].get("expected", ()):
+        return core_schema.no_info_before_validator_function(_unset, inner)
+    return inner
+
+
+def _unset(value: Any) -> Any:
+    """TOML has no None: where None may be, the text "none" means it."""
+    return None if value == "none" else value
 
 
 class Section(AsWritten, pydantic.BaseModel):

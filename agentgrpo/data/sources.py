@@ -39,7 +39,7 @@ def training_tasks(
     require_read(config)
     if config.train == "word_problems":
         return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
-    rows = _rows(config, "train", env, answers=answers, seed=seed)
+    rows = rows_of(config, "train", env, answers=answers, seed=seed)
     if config.heldout_source == "split":
         return rows.split(config.num_heldout, config.split_seed)[1]
     return rows
@@ -54,9 +54,9 @@ def heldout_tasks(
         source = word_problems.generate("heldout", config.heldout_levels)
         return list(islice(source, config.num_heldout))
     if config.heldout_source == "split":
-        rows = _rows(config, "train", env, answers=answers)
+        rows = rows_of(config, "train", env, answers=answers)
         return rows.split(config.num_heldout, config.split_seed)[0]
-    return _rows(config, "heldout", env, answers=answers).rows[: config.num_heldout]
+    return rows_of(config, "heldout", env, answers=answers).rows[: config.num_heldout]
 
 
 def require_read(config: DataConfig) -> None:
@@ -77,7 +77,7 @@ def require_read(config: DataConfig) -> None:
     unread("columns", unless=bool(files), need="a file or dataset as data.train or data.heldout")
 
 
-def _rows(
+def rows_of(
     config: DataConfig,
     key: Literal["train", "heldout"],
     env: Environment | None,
@@ -85,6 +85,7 @@ def _rows(
     answers: bool,
     seed: int = 0,
 ) -> RowTasks:
+    """All rows of a source that is not made up as it goes; errors as of training_tasks()."""
     name = config.train if key == "train" else config.heldout_source
     if name == "env":
         return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)

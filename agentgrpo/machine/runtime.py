@@ -26,6 +26,11 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
+TOO_LATE = (
+    "torch was imported before agentgrpo: its threads spin while they wait, which makes a run on "
+    "a CPU up to ten times slower beside other work. Restart Python, and write `from agentgrpo "
+    "import Trainer` above `import torch`; or start Python with OMP_WAIT_POLICY=PASSIVE"
+)
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Either configures torch's allocator; vLLM looks at the second."""
@@ -39,11 +44,11 @@ and NCCL hand memory to other processes, which such segments cannot be."""
 def prepare_environment() -> None:
     """Set the variables above where the user has not, and quieten vLLM. Call before torch.
 
-    Raises:
-        RuntimeError: torch is loaded already and OMP_WAIT_POLICY is unset: too late to matter.
+    What torch reads when it is imported changes speed on a CPU alone: too late is a warning.
     """
-    if "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-        raise RuntimeError("prepare_environment() must run before torch is imported")
+    late = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
+    if late and not hardware.has_nvidia_gpu():
+        warnings.warn(TOO_LATE, RuntimeWarning, stacklevel=2)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     alone = parallel.world_size() == 1 and hardware.has_nvidia_gpu()

@@ -1,7 +1,8 @@
 """What a rollout was worth, in named parts whose sum is the reward.
 
-A reward is any callable that takes a finished Rollout (its task with the hidden spec, the final
-answer, status, counts) and returns {part: value}. Rollouts that the machine broke are not scored.
+A reward is any callable that takes a finished rollout as a RolloutView (its task with the hidden
+spec, the final answer, texts, status, counts) and returns {part: value}. Rollouts that the machine
+broke are not scored.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from agentgrpo.rewards.answers import (
     same_mathematics,
     words,
 )
+from agentgrpo.rewards.view import RolloutView
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named_numbers
 from agentgrpo.usercode import (
     UserCodeError,
@@ -37,8 +39,8 @@ from agentgrpo.usercode import (
 )
 
 Made = TypeVar("Made")
-Reward = Callable[[Rollout], Any]
-"""See the module's docstring; of the user's own it may be a coroutine function."""
+Reward = Callable[[Any], Any]
+"""Of a RolloutView, see the module's docstring; the user's own may be a coroutine function."""
 
 
 def try_reward(reward: Reward, task: Task) -> None:
@@ -65,17 +67,21 @@ def try_reward(reward: Reward, task: Task) -> None:
 
 
 def score(group: Group, reward: Reward) -> None:
-    """As score_async(), waited for."""
-    work = score_async(group, reward)
+    """As score_async(), waited for, by rewards that read no texts."""
+    work = score_async(group, reward, functools.partial(RolloutView, decode=lambda ids: ""))
     asyncio.run_coroutine_threadsafe(work, event_loop("rewards")).result()
 
 
-async def score_async(group: Group, reward: Reward, *, limit_s: float | None = None) -> None:
+async def score_async(
+    group: Group, reward: Reward, view: Callable[[Rollout], RolloutView], *,
+    limit_s: float | None = None,
+) -> None:  # fmt: skip
     """Add the rewards of every rollout that the machine did not break to what the world gave it.
 
     Args:
         group: played.
         reward: of the run.
+        view: a rollout as it is shown to it.
         limit_s: seconds that it may take for one rollout.
 
     Raises:
@@ -87,7 +93,7 @@ async def score_async(group: Group, reward: Reward, *, limit_s: float | None = N
     for index, rollout in enumerate(group.rollouts):
         if rollout.status is Status.INFRA_ERROR:
             continue
-        call, task = functools.partial(reward, rollout), group.task.id
+        call, task = functools.partial(reward, view(rollout)), group.task.id
         given = await ask(call, task, index, _given, limit_s=limit_s)
         if given.keys() & rollout.rewards.keys():
             raise ValueError(

@@ -146,7 +146,7 @@ class Scoring:
             for group in groups
         ]
         for group in groups:
-            await score_async(group, self._base, limit_s=self._limit_s)
+            await score_async(group, self._base, self.view, limit_s=self._limit_s)
         if self._functions:
             await asyncio.gather(*(self._apply_all(rollouts) for rollouts in sound if rollouts))
         if self._config.solved_at is not None:

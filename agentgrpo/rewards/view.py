@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from agentgrpo.types import Rollout, Task
 
@@ -14,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class RolloutView:
-    """What a reward function sees of a finished rollout; text is decoded when it is asked for."""
+    """A finished rollout for a reward: all that it has, and its texts, decoded when asked for."""
 
     rollout: Rollout
     decode: Decode
@@ -32,6 +33,12 @@ class RolloutView:
     def stats(self) -> Mapping[str, float]:
         """Counts and costs of the episode: turns, tool_calls, tool_errors, ..."""
         return self.rollout.stats
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the rollout has: status, rewards, num_sampled, ..."""
+        if name.startswith("_"):  # nothing of Python's own protocols
+            raise AttributeError(name)
+        return getattr(self.rollout, name)
 
     @cached_property
     def turns(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
 from agentgrpo.sandbox.jail import find_nsjail
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.remedies import SYSTEM_PATHS, cgroup_remedy, masked_proc
+from agentgrpo.sandbox.remedies import OTHERWISE, SYSTEM_PATHS, cgroup_remedy, masked_proc
 from agentgrpo.sandbox.spawner import NO_PROC, Spawner
 from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import LADDER, Rung
@@ -141,10 +141,7 @@ def report() -> tuple[str, bool]:
     checks, rung = examine()
     lines = [line for check in checks for line in check.lines()]
     if rung is None:
-        lines.append(
-            "\nNothing can be isolated here, so nothing will be run. (SandboxPool("
-            "allow_degraded=True) would run code without namespaces, and say so in every result.)"
-        )
+        lines.append(f"\nNothing can be isolated here, so nothing will be run. {OTHERWISE}")
     else:
         lines.append(f"\nSessions will be isolated by: {rung}")
     return "\n".join(lines), rung is not None

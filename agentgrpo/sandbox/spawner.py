@@ -15,7 +15,7 @@ from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.remedies import masked_proc, remedy
+from agentgrpo.sandbox.remedies import OTHERWISE, masked_proc, remedy
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.sweeper import Sweeper
@@ -126,7 +126,8 @@ class Spawner:
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n"
             f"{self.failures_text()}\n"
-            "`agentgrpo sandbox doctor` looks at this machine in detail"
+            "`agentgrpo sandbox doctor` looks at this machine in detail."
+            + ("" if Rung.BARE in rungs else f" {OTHERWISE}")
         )
 
     def failures_text(self) -> str:

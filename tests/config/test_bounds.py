@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from agentgrpo.config import EndpointConfig, Section
-from agentgrpo.config.read import load_config_of
+from agentgrpo.config.read import load_config, load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.registry import KINDS, checked_options, class_of, options_of, require_names
+from agentgrpo.registry import (
+    KINDS,
+    _checked,
+    checked_options,
+    class_of,
+    options_of,
+    require_names,
+)
 from agentgrpo.types import Status, Treatment
 from tests.given import LEAST
 
@@ -101,6 +110,48 @@ def test_bounds_that_belong_to_one_setting(override: str, said: str | None) -> N
             load_config_of(RecipeConfig, LEAST, together)
     else:
         assert said in refused(override)
+
+
+NULLABLE = [key for key, kind in KEYS.items() if type(None) in get_args(kind)]
+
+
+def test_a_key_that_may_be_none_is_unset_by_that_word(tmp_path: Path) -> None:
+    """In a file over the one that sets it, on the command line, and among options."""
+    assert {"rollout.call_timeout_s", "learner.trained_layers", "sft.data"} < {*NULLABLE}
+    assert len(NULLABLE) > 25
+    above = tmp_path / "above.toml"
+    above.write_text(f"{LEAST.read_text()}learner.trained_layers = 4\nsft.data = 'a.jsonl'\n")
+    below = tmp_path / "below.toml"
+    below.write_text("\n".join(["extends = 'above.toml'", *(f"{k} = 'none'" for k in NULLABLE)]))
+    overrides = [f"{key}=none" for key in NULLABLE]
+    for config in (
+        load_config_of(RecipeConfig, below),
+        load_config_of(RecipeConfig, above, overrides),
+    ):
+        assert {key for key in NULLABLE if attrgetter(key)(config) is not None} == set()
+    for key in (key for key, kind in KEYS.items() if key not in NULLABLE and int is kind):
+        assert "got 'none'" in refused(f"{key}=none")
+    config = load_config_of(RecipeConfig, LEAST, ["loss.scale_rewards=none", "reward.kind=none"])
+    assert (config.loss.scale_rewards, config.reward.kind) == ("none", "none")
+
+
+def test_an_option_that_may_be_none_is_unset_by_that_word() -> None:
+    nullable = [
+        option
+        for section, kinds in KINDS.items()
+        for kind in kinds
+        for option in options_of(section, class_of(section, kind))
+        if type(None) in get_args(option.annotation)
+    ]
+    assert len(nullable) > 20
+    assert [option for option in nullable if _checked("", option, "none") is not None] == []
+
+
+def test_a_shipped_config_that_trains_layers_can_train_an_adapter_instead() -> None:
+    rank = "learner.lora.rank=8"
+    with pytest.raises(ValueError, match=r"learner\.trained_layers=none unsets it"):
+        load_config("quickstart", [rank])
+    assert load_config("quickstart", [rank, "learner.trained_layers=none"]).learner.lora.rank == 8
 
 
 def test_the_objective_alone_has_bounds_too() -> None:

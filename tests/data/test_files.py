@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentgrpo import init
 from agentgrpo.config import DataConfig
+from agentgrpo.config.read import load_config
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.hub import hub_rows
 from agentgrpo.data.sources import heldout_tasks, training_tasks
@@ -241,6 +243,18 @@ def test_a_dataset_of_the_hub_is_read_by_its_name(at_hub: None, tmp_path: Path) 
     (tmp_path / "org" / "rows").mkdir(parents=True)
     with pytest.raises(ValueError, match="not a dataset that save_to_disk wrote"):
         training_tasks(hub(), 0)  # what is here has its name first
+
+
+@pytest.mark.slow
+def test_init_writes_a_config_that_reads_a_dataset_of_the_hub(at_hub: None) -> None:
+    """What the overrides say of the data is read too: ids, columns, subset, split."""
+    part = ["data.split=train[:10]", "data.subset=main", "data.id=key", 'data.columns=["extra"]']
+    assert init.main(["m/m", "org/rows", "--question", "q", "--answer", "gold", *part]) == 0
+    config = load_config("train.toml").data
+    assert (config.train, config.split, config.num_heldout) == ("org/rows", "train[:10]", 2)
+    trained = training_tasks(config, 0).rows  # type: ignore[attr-defined]
+    assert {task.id for task in trained} < {f"k{n}" for n in range(10)}
+    assert init.main(["m/m", "org/rows", "-o", "b.toml", "data.split=dev"]) == 2
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,6 +41,25 @@ def test_segments_grow_on_one_card_and_where_nobody_said_otherwise(
         monkeypatch.setenv(name, value)
     prepare_environment()
     assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == set_
+
+
+def test_torch_before_us_is_slower_on_a_cpu_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_environment()
+    assert not recwarn.list, "it was set before Python started"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.warns(RuntimeWarning, match="`from agentgrpo import Trainer` above `import torch`"):
+        prepare_environment()
+    prepare_environment()
+    assert not recwarn.list
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
+    prepare_environment()
+    assert not recwarn.list, "nothing waits for these threads there"
 
 
 def test_the_installed_vllm_starts_with_them() -> None:

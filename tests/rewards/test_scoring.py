@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import re
 import sys
@@ -202,6 +203,17 @@ def test_what_the_policy_wrote_is_apart_from_what_it_was_shown() -> None:
     assert view.cost("tool_calls") == 4.0
     with pytest.raises(ValueError, match="no cost 'gpu_s' was recorded, only tool_calls, tool_er"):
         view.cost("gpu_s")
+
+
+def test_what_reward_kind_names_sees_the_same_and_all_that_a_rollout_has() -> None:
+    def own(view: RolloutView) -> dict[str, float]:
+        return {"wrote": float(view.turns[-1] == "the answer"), "sampled": view.num_sampled}
+
+    rollout = played()
+    Scoring(own, RewardConfig(), decode).score([Group(task=rollout.task, rollouts=[rollout])])
+    assert rollout.rewards == {"wrote": 1.0, "sampled": 25.0}
+    assert not hasattr(RolloutView(rollout, decode), "nosuch")
+    assert copy.copy(RolloutView(rollout, decode)).status is Status.COMPLETED
 
 
 def test_turns_of_all_rows_are_seen() -> None:

@@ -58,6 +58,7 @@ def test_pool_fails_closed_and_names_the_remedy() -> None:
     assert "SandboxUnavailable" in result.stderr
     assert "none will be run" in result.stderr
     assert "--security-opt seccomp=unconfined" in result.stderr
+    assert "sandbox.allow_degraded=true" in result.stderr
 
 
 def test_doctor_reports_every_rung_and_fails() -> None:
@@ -70,6 +71,7 @@ def test_doctor_reports_every_rung_and_fails() -> None:
     for rung in ("zygote-userns", "zygote-root", "nsjail-once"):
         assert f"MISS {rung}" in result.stdout
     assert "nothing will be run" in result.stdout
+    assert "sandbox.allow_degraded=true" in result.stdout
 
 
 def test_exhausted_user_namespaces_name_the_sysctl() -> None:

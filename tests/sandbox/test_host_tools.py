@@ -1,5 +1,6 @@
 """Functions of the host that sessions call: what is offered, and what crosses."""
 
+import sys
 import threading
 from functools import partial
 from typing import Any
@@ -116,6 +117,15 @@ def test_data_is_limited_in_depth_on_both_sides() -> None:
 def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentException, match=message):
         HostTools(functions)
+
+
+def test_without_the_package_that_checks_them_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sandbox alone is installed without it."""
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(InvalidArgumentException, match="remedy: pip install pydantic"):
+        HostTools([add])
 
 
 def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() -> None:
