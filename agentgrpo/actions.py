@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from agentgrpo.types import named_numbers
+from agentgrpo.types import OWN_NUMBERS, PLAYED, named_numbers
 from agentgrpo.usercode import InfrastructureError as InfrastructureError
 from agentgrpo.usercode import WrongResult
 
@@ -154,7 +154,8 @@ class Observation:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What this step was worth, by name: credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Added to the counts of the rollout (Rollout.stats)."""
+    """Added to the counts of the rollout (Rollout.stats), each a number of the metrics by its name:
+    none of those that a run has of itself (types.OWN_NUMBERS, PLAYED), and without "/"."""
     memory: Any = field(default=None, compare=False)
     """What an episode that repeats this action is handed before it does, by recall(memory): answers
     that came from elsewhere and are not to be asked for again."""
@@ -164,7 +165,7 @@ class Observation:
 
 
 def checked_observation(told: Any) -> Observation:
-    """What step() returned, an Observation, with its rewards as floats.
+    """What step() returned, an Observation, with its rewards and counts as floats.
 
     Raises:
         WrongResult: it is not.
@@ -174,7 +175,38 @@ def checked_observation(told: Any) -> Observation:
     for text in (told.text, *told.outputs):
         if not isinstance(text, str):
             raise WrongResult(f"expected a text, got {text!r:.80}")
-    return replace(told, rewards=checked_rewards(told.rewards))
+    return replace(
+        told, failed=bool(told.failed), answer=checked_answer(told.answer),
+        rewards=checked_rewards(told.rewards), counts=checked_counts(told.counts, PLAYED),
+    )  # fmt: skip
+
+
+def checked_answer(answer: Any) -> str | None:
+    """A text, or None.
+
+    Raises:
+        WrongResult: it is neither.
+    """
+    if not isinstance(answer, str | None):
+        raise WrongResult(f"answer: expected a text or None, got {answer!r:.80}")
+    return answer
+
+
+def checked_counts(counts: Any, taken: Collection[str] = ()) -> dict[str, float]:
+    """Counts of a rollout by name, as floats.
+
+    Args:
+        counts: what somebody's code has counted.
+        taken: names that it cannot have besides OWN_NUMBERS.
+
+    Raises:
+        WrongResult: they are no finite numbers by name, or one has the name of another number.
+    """
+    made = checked_rewards(counts)
+    for name in made:
+        if name in OWN_NUMBERS or name in taken or "/" in name:
+            raise WrongResult(f"counts: {name!r} is a number of the run's own; choose another name")
+    return made
 
 
 def checked_rewards(rewards: Any) -> dict[str, float]:

@@ -138,17 +138,29 @@ def require_output(path: Path) -> None:
 def read_text(path: Path) -> str:
     """A text file's text; errors as of opened()."""
     with opened(path) as file:
-        return file.read().decode()
+        return file.read().decode("utf-8-sig")
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
+        said = _nested(error) if text.strip() else "it is empty"
+        raise ValueError(f"not JSON: {said}") from None
 
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file; errors as of opened()."""
     text = read_text(path)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        said = _nested(error) if text.strip() else "the file is empty"
-        raise ValueError(f"{path}: not JSON: {said}") from None
+        return from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_table(path: Path) -> dict[str, Any]:

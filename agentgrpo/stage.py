@@ -17,6 +17,7 @@ from agentgrpo import parallel
 from agentgrpo.actions import CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
+from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, question_of
 from agentgrpo.engine.endpoints import make_endpoint
@@ -25,6 +26,7 @@ from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.machine import hardware
 from agentgrpo.machine.packages import require_packages, require_trainable
+from agentgrpo.measures.quality import require_answer
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import (
     SavedAdapter,
@@ -46,8 +48,7 @@ from agentgrpo.registry import (
     reward_kind,
     script_of,
 )
-from agentgrpo.rewards.answers import expected_number
-from agentgrpo.rewards.rewards import NumericReward, try_reward
+from agentgrpo.rewards.rewards import try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.rollout.telling import prompt_of, said_by
@@ -112,15 +113,17 @@ class Stage:
         """The tasks whose prompts fit; that each can be shown and scored.
 
         Raises:
-            ValueError: one has no answer, or a prompt leaves no room and data.max_prompt_tokens
-                does not say to leave it out.
+            ValueError: one has no answer that reward or measures.quality can compare with, or a
+                prompt leaves no room and data.max_prompt_tokens does not say to leave it out.
         """
-        is_number = reward_kind(config.reward, judged=judged(self.env)) is NumericReward
+        kind = reward_kind(config.reward, judged=judged(self.env))
+        expected = getattr(kind, "expected", lambda task: None)
+        quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
         limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
         kept = []
         for task in tasks:
-            if is_number:
-                expected_number(task)
+            expected(task)
+            require_answer(quality, task)
             require_recordable(task)
             if isinstance(self.env, DialogueEnv):
                 self.env.texts_of(task)

@@ -18,9 +18,10 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.build import Parts
 from agentgrpo.collect import collect
 from agentgrpo.config import RewardConfig, RolloutConfig
+from agentgrpo.measures.report import report
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.types import Group, Rollout, Task
+from agentgrpo.types import OWN_NUMBERS, Group, Rollout, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
 from tests.playing import CHAT, EOT, scripted, tasks
@@ -110,6 +111,14 @@ def result(groups: Sequence[Group]) -> list[Any]:
         return r.task.id, r.token_ids.tolist(), r.rewards, r.advantage, counted
 
     return [of(r) for group in groups for r in group.rollouts]
+
+
+def test_no_count_may_have_the_name_of_another_number() -> None:
+    groups, metrics, *_ = collected(live_for("t1"))
+    counted = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
+    assert "dead_all_equal" in metrics
+    others = {*report([], model="m", seed=0, **metrics)} - counted
+    assert others - OWN_NUMBERS == set()
 
 
 def test_groups_are_scored_while_others_play() -> None:

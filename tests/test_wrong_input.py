@@ -407,6 +407,38 @@ def test_what_is_set_for_a_whole_recipe_is_given_to_all_of_its_parts(place: Path
     assert cli.main(parts) == 0
 
 
+UNSCORED = [
+    ("train reward.kind=numeric", "blue", "no number in the answer 'blue'"),
+    ("train reward.kind=math", "$$", "there is nothing in the answer '$$'"),
+    ("train reward.kind=math", "", "there is nothing in the answer ''"),
+    ("train reward.kind=text", [], "spec['answer'] must hold an answer, got []"),
+    ("train reward.kind=text", ["x", None], "must hold an answer, got ['x', None]"),
+    ("heldout reward.kind=text", [], "must hold an answer, got []"),
+    *(
+        (f"{asked} reward.kind=none measures.quality=f1", None,
+         "measures.quality = 'f1': task odd.jsonl:6: spec['answer'] must hold an answer")
+        for asked in ("evaluate", "flywheel", "recipe")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "answer", "wanted"), UNSCORED)
+def test_a_task_that_cannot_be_scored_is_refused_before_the_run(
+    place: Path, said: Said, asked: str, answer: Any, wanted: str
+) -> None:
+    command, *settings = asked.split()
+    write_lines(place / "odd.jsonl", [*ROWS[:5], {"question": "odd", "answer": answer}])
+    key = "data.heldout" if command in ("evaluate", "heldout") else "data.train"
+    config = "c.toml" if command in ("train", "heldout") else "recipe.toml"
+    more = {"recipe": ["curriculum.start=sft"], "flywheel": ["flywheel.tasks=6"]}.get(command, [])
+    line = ["train" if command == "heldout" else command, config, f"{key}=odd.jsonl", *settings]
+    kept = "data.heldout=rows.jsonl" if key == "data.train" else "data.train=rows.jsonl"
+    status, told = said(" ".join([*line, kept, "data.num_heldout=6", *more, "--dry-run"]))
+    assert (status, told.count("\n")) == (2, 1), told
+    assert "task odd.jsonl:6: " in told
+    assert wanted in told
+
+
 ABSURD = {
     "train c.toml engine.kv_cache_gib=900000": "are needed to start it",
     "train c.toml engine.max_model_len=100000 learner.max_tokens=100000": "must be at most 1024",

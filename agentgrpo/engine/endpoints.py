@@ -26,6 +26,7 @@ from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require
+from agentgrpo.files import from_json
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
 
@@ -309,7 +310,7 @@ def _clean(request: httpx2.Request, config: EndpointConfig) -> None:
 def _texts(answer: bytes, n: int) -> list[str]:
     """The n replies in a server's answer."""
     try:
-        choices = as_json(json.loads(answer))["choices"]
+        choices = as_json(from_json(answer))["choices"]
         replies = [choice["message"]["content"] for choice in choices]
     except (ValueError, KeyError, TypeError) as error:
         raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
@@ -323,7 +324,7 @@ def _texts(answer: bytes, n: int) -> list[str]:
 def _documents(answer: bytes) -> list[dict[str, str]]:
     """Those in a retriever's answer."""
     try:
-        rows = as_json(json.loads(answer))
+        rows = as_json(from_json(answer))
         texts = [row["contents"] if "contents" in row else row["text"] for row in rows]
     except (ValueError, KeyError, TypeError) as error:
         raise BadAnswer(

@@ -148,6 +148,19 @@ def quality_by(name: str, *, weight: float = 1.0, judge: Endpoint | None = None)
     return quality
 
 
+def require_answer(name: str, task: Task) -> None:
+    """That a quality of this name can be told of a task's rollouts.
+
+    Raises:
+        ValueError: it compares answers, and the task has none; names both.
+    """
+    try:
+        if name != "answer":
+            accepted_answers(task)
+    except ValueError as error:
+        raise ValueError(f"measures.quality = {name!r}: {error}") from None
+
+
 def _judged_answer(rollout: Rollout, weight: float) -> float:
     """What the environment says (`solved`), else the reward: `answer`, or a share as `partial`."""
     if "solved" in rollout.rewards:

@@ -65,7 +65,7 @@ class Chain:
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
         raise ValueError(f"{path}:{number}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{path}:{number}: not a JSON object")

@@ -304,8 +304,8 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
     return loop.serve_while(partial(turn, tasks, shop, quality, recipe, stage.progress))
 
 
-def settings_of(recipe: RecipeConfig) -> TrainConfig:
-    """The run whose tasks are played, the flywheel's own settings checked.
+def settings_of(recipe: RecipeConfig) -> RecipeConfig:
+    """The recipe, the flywheel's own settings checked.
 
     Raises:
         ValueError: sessions are too few, or the agent is a program.
@@ -317,7 +317,7 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
         )
     recipe.require_sessions()
     require_folder(recipe.out_dir)
-    return recipe.of_run()
+    return recipe
 
 
 def plan(recipe: RecipeConfig, _: object = None) -> str:

@@ -79,8 +79,7 @@ line per step that has a thought, in exactly this form:
 Thought NUMBER: TEXT"""
 
 FLAW = """Question: {question}
-Accepted answers: {accepted}
-A wrong solution in numbered steps:
+{accepted}A wrong solution in numbered steps:
 {steps}
 Which step is the first that is flawed? Reply in exactly this form:
 Step: NUMBER
@@ -223,9 +222,9 @@ def _step_in(reply: str, chosen: Chosen) -> int:
 
 def _prompt(template: str, chosen: Chosen) -> str:
     fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
-    if "{accepted}" in template:
-        fields["accepted"] = ", ".join(accepted_answers(chosen.task))
-    return template.format(**fields)
+    known = chosen.task.spec.get("answer") is not None  # else the environment alone judges
+    accepted = f"Accepted answers: {', '.join(accepted_answers(chosen.task))}\n" if known else ""
+    return template.format(**fields, accepted=accepted)
 
 
 def _steps(turns: Sequence[PlayedTurn]) -> str:

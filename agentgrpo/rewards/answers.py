@@ -90,14 +90,17 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     r"""Compare as mathematics, LaTeX included (math-verify); two plain numbers exactly.
 
     Formulas stand in dollars or `\boxed{}`. An answer without either is read as text with a number
-    or formula in it, and as one formula; either may be equal.
+    or formula in it, and as one formula; either may be equal. Where math-verify finds no formula in
+    what is wanted, it is compared as text.
     """
     number, expected = only_number(answer), only_number(wanted)
     if number is not None and expected is not None:
         return Comparison(wanted_read=True, said_read=True, equal=number == expected)
     seen = compare(_as_formula(wanted), answer)
     wanted_read, said_read, equal = seen
-    if not equal and seen is not TOO_MUCH and answer != _as_formula(answer):
+    if not wanted_read:
+        equal = _bare(answer) == _bare(wanted)
+    elif not equal and seen is not TOO_MUCH and answer != _as_formula(answer):
         equal = compare(_as_formula(wanted), _as_formula(answer)).equal
     return Comparison(wanted_read, said_read or equal, equal)
 
@@ -109,6 +112,23 @@ def math_equal(answer: str, accepted: Sequence[str]) -> float:
 
 def _as_formula(text: str) -> str:
     return text if "\\boxed" in text or "$" in text else f"${text}$"
+
+
+def _bare(text: str) -> str:
+    """Without space and dollars."""
+    return "".join(text.replace("$", "").split())
+
+
+def expected_mathematics(task: Task) -> list[str]:
+    """The accepted answers, each a formula or a text.
+
+    Raises:
+        ValueError: one is empty, or there is none; names the task.
+    """
+    accepted = accepted_answers(task)
+    if not all(map(_bare, accepted)):
+        raise ValueError(f"task {task.id}: there is nothing in the answer {task.spec['answer']!r}")
+    return accepted
 
 
 # -- words -----------------------------------------------------------------------------------------

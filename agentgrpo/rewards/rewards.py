@@ -3,6 +3,8 @@
 A reward is any callable that takes a finished rollout as a RolloutView (its task with the hidden
 spec, the final answer, texts, status, counts) and returns {part: value}. Rollouts that the machine
 broke are not scored.
+A shipped one that compares answers has `expected`, its own reading of what a task's spec expects,
+which raises what the reward would: every task is read by it before a run.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from agentgrpo.config import RewardConfig
 from agentgrpo.rewards.answers import (
     accepted_answers,
+    expected_mathematics,
     expected_number,
     f1,
     last_number,
@@ -161,10 +164,11 @@ class NumericReward:
     """For a number as answer, after code that ran without an error, with no malformed turn."""
     strict: bool = False
     """Accept only an answer that is a number and nothing else."""
+    expected = staticmethod(expected_number)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        expected = expected_number(rollout.task)
+        expected = self.expected(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
         well_formed = number is not None and _acted_well(rollout)
@@ -192,22 +196,20 @@ class MathReward:
     """`answer` for an answer equal to the expected one as mathematics, by the package math-verify.
 
     Raises (when called):
-        ValueError: `task.spec["answer"]` is missing or cannot be read, or there is no such package.
+        ValueError: `task.spec["answer"]` is missing or empty, or there is no such package.
     """
 
     answer: float = 1.0
     format: float = 0.0
+    expected = staticmethod(expected_mathematics)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        task, said = rollout.task, rollout.answer or ""
-        seen = [(gold, same_mathematics(said, gold)) for gold in accepted_answers(task)]
-        for gold, comparison in seen:
-            if not comparison.wanted_read:
-                raise ValueError(f"task {task.id}: cannot read the answer {gold!r}")
-        said_read = any(comparison.said_read for _, comparison in seen)
+        said = rollout.answer or ""
+        seen = [same_mathematics(said, gold) for gold in self.expected(rollout.task)]
+        said_read = any(comparison.said_read for comparison in seen)
         return {
-            "answer": self.answer * any(comparison.equal for _, comparison in seen),
+            "answer": self.answer * any(comparison.equal for comparison in seen),
             "format": self.format * (said_read and _acted_well(rollout)),
         }
 
@@ -224,11 +226,12 @@ class TextReward:
     answer: float = 1.0
     format: float = 0.0
     max_words: int = 32
+    expected = staticmethod(accepted_answers)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` or `partial`, together in [0, answer], and `format`."""
         answer = rollout.answer or ""
-        said, score = words(answer), f1(answer, accepted_answers(rollout.task))
+        said, score = words(answer), f1(answer, self.expected(rollout.task))
         short = len(said) <= self.max_words
         worth = self.answer * score * short
         return {

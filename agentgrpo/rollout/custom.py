@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from agentgrpo.actions import checked_answer, checked_counts
 from agentgrpo.config import RolloutConfig
 from agentgrpo.rollout.decoder import Watch
 from agentgrpo.rollout.limits import treatment_of
@@ -153,6 +154,11 @@ def _check(rollout: Rollout, task: Task, max_model_len: int, where: str) -> None
             if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
                 raise WrongResult(f"{where}: a sampled token's log-probability is nan or infinite")
         total += length
+    try:
+        checked_answer(rollout.answer)
+        rollout.stats = checked_counts(rollout.stats)
+    except WrongResult as error:
+        raise WrongResult(f"{where}: {error}") from None
     for name, value in rollout.rewards.items():
         number = as_number(value)
         if number is None:

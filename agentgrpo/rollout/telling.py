@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from agentgrpo.actions import Action, CallTools, Message, Observation, Schema
+from agentgrpo.actions import (
+    Action,
+    CallTools,
+    Finish,
+    Message,
+    Observation,
+    Say,
+    Schema,
+    checked_answer,
+)
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
@@ -58,6 +67,8 @@ def parsed(agent: Agent, text: str, task: Task) -> Action:
     action: Any = agent.parse(text, task)
     if not isinstance(action, Action):
         raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
+    if isinstance(action, Finish | Say):
+        checked_answer(action.answer)
     return action
 
 

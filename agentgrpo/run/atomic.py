@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.files import opened, writing
+from agentgrpo.files import from_json, opened, writing
 
 
 def write_text(path: Path, text: str) -> None:
@@ -52,9 +52,9 @@ def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, A
             if not line.strip() or (growing and not line.endswith(b"\n")):
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+                row = from_json(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
             yield number, row
 
 

@@ -79,7 +79,7 @@ def require_same_run(config: TrainConfig) -> None:
     if not isinstance(about.get("config"), dict):
         raise ValueError(f"{described}: not that of a training run: no config")
     then = flat(about["config"])
-    now = flat(config.model_dump(mode="json"))
+    now = flat(config.model_dump(mode="json", include={*TrainConfig.model_fields}))
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 

@@ -50,7 +50,7 @@ def require_recordable(task: Task) -> None:
     for key, value in task.spec.items():
         try:
             json.dumps(_plain(value))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"task {task.id!r}: spec[{key!r}] cannot be recorded: {error}"
             ) from error

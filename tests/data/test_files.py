@@ -86,9 +86,13 @@ def test_arrows_other_types_are_what_a_record_can_hold(tmp_path: Path) -> None:
         read_tasks(path, question="q", answer="gold")
 
 
-def test_what_cannot_be_recorded_is_refused_before_it_is_played() -> None:
-    given = Task(id="t", messages=(), spec={"fine": np.zeros(2), "when": datetime.date(2020, 1, 2)})
-    with pytest.raises(ValueError, match=r"task 't': spec\['when'\] cannot be recorded: .* date"):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(datetime.date(2020, 1, 2), ".* date"), (json.loads("[" * 600 + "]" * 600), ".* recursion")],
+)
+def test_what_cannot_be_recorded_is_refused_before_it_is_played(value: Any, said: str) -> None:
+    given = Task(id="t", messages=(), spec={"fine": np.zeros(2), "odd": value})
+    with pytest.raises(ValueError, match=rf"task 't': spec\['odd'\] cannot be recorded: {said}"):
         require_recordable(given)
 
 

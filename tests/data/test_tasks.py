@@ -211,6 +211,7 @@ GOOD = b'{"question": "q", "answer": 1, "id": "x"}\n'
         (b"\n \n", r"rows.jsonl: no rows"),
         (GOOD + b"{'a': 1}\n", r"rows.jsonl:2: not JSON: Expecting property name"),
         (GOOD + b"\n\xff\n", r"rows.jsonl:3: not JSON: "),
+        (GOOD + b"[" * 99_999, r"rows.jsonl:2: not JSON: nested too deeply"),
         (b"[1]\n", r"rows.jsonl:1: expected a JSON object, got list"),
         (b'{"q": 1, "id": 2}', r"rows.jsonl:1: no column 'question'; the row has \['id', 'q'\]"),
         (b'{"question": "q", "answer": null}', r"rows.jsonl:1: no column 'answer'"),

@@ -205,6 +205,7 @@ def test_what_the_server_refuses_is_final(server: Any) -> None:
     [
         (b"<html>", "expected choices with messages, got b'<html>'"),
         (b"", "expected choices with messages"),
+        (b"[" * 99_999, "expected choices with messages"),
         ({"choices": [{}]}, "expected choices with messages"),
         ({"error": "overloaded"}, "expected choices with messages"),
         ({"choices": []}, "0 of 1 replies came"),

@@ -21,7 +21,7 @@ from agentgrpo.learn.advantages import (
     turn_returns,
     why_dead,
 )
-from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
+from agentgrpo.types import OWN_NUMBERS, Group, Rollout, Segment, SpanReward, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
 NORMALIZE_THEN_SUM: dict[str, Any] = {"multi_objective_aggregation": "normalize_then_sum"}
@@ -362,6 +362,7 @@ def test_S2_14_a_gradient_needs_two_sound_rollouts_that_differ(
     group = make_group(rewards, broken=broken)
     assigned(group)
     assert why_dead(group) == reason
+    assert reason is None or f"dead_{reason}" in OWN_NUMBERS
     assert has_gradient(group) is (reason is None)
 
 

@@ -127,6 +127,12 @@ def test_a_formula_without_dollars_is_read_where_it_is_equal() -> None:
     assert same_mathematics("nothing to read", "$y+x$") == (True, False, False)
 
 
+@pytest.mark.parametrize("wanted", [r"\$5", "a$b", r"\boxed{a"])
+def test_what_math_verify_cannot_read_is_compared_as_text(wanted: str) -> None:
+    assert same_mathematics(f" {wanted} ", wanted) == (False, True, True)
+    assert not same_mathematics("6", wanted).equal
+
+
 def test_S3_10_judge() -> None:
     asked = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -252,6 +253,15 @@ def test_S3_13_a_reply_in_another_form_makes_nothing(
     (record,) = made.lines("buffer.jsonl")
     assert len(record["trajectories"]) == 1
     assert why in record["log"][0]["why"]
+
+
+def test_the_critic_is_told_no_answers_where_there_are_none(tmp_path: Path) -> None:
+    """An environment that judges needs none in its rows."""
+    made, asked = World(tmp_path, operators=("step_hint",)), []
+    made.scripts.critic = lambda messages: asked.append(messages[0]["content"]) or "Step: 1"
+    summary = made.spin(dataclasses.replace(question(), spec={}))
+    assert summary["operators"]["step_hint"]["made"] == 1
+    assert "Q: q\nA wrong solution in" in asked[0]
 
 
 def test_S3_13_many_questions_at_once_do_not_mix(tmp_path: Path) -> None:

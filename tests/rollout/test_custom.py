@@ -152,6 +152,12 @@ def nan_in_another_row(r: Rollout) -> None:
         (lambda r: r.closed_rows.append([]), "must begin with a prompt"),
         (lambda r: r.rewards.update(taste=np.nan), "its reward 'taste' is nan"),
         (
+            lambda r: r.stats.update(seen=None),
+            r"expected {name: finite number}, got {'seen': None}",
+        ),
+        (lambda r: r.stats.update(solved=1.0), "'solved' is a number of the run's own"),
+        (lambda r: setattr(r, "answer", 42), "answer: expected a text or None, got 42"),
+        (
             lambda r: r.segments.append(Segment(np.zeros(10_000, np.int32))),
             "10006 tokens exceed engine.max_model_len 10000",
         ),

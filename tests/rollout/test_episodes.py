@@ -274,9 +274,14 @@ def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
     assert world.closed == 1
 
 
-class Shy(EchoAgent):
+@dataclass
+class Acting(EchoAgent):
+    """Whose every turn is this action."""
+
+    action: Any = None
+
     def parse(self, text: str, task: Task) -> Action:
-        return cast(Action, text)
+        return cast(Action, self.action)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +303,35 @@ class Shy(EchoAgent):
             r"World.step gave .*: expected \{name: finite number\}, got \{'a': nan\}",
         ),
         (
+            World([Observation("s", counts=cast(Any, {"a": None}))]),
+            EchoAgent(),
+            r"World.step gave .*: expected \{name: finite number\}, got \{'a': None\}",
+        ),
+        *(
+            (
+                World([Observation("s", counts={name: 7})]),
+                EchoAgent(),
+                f"World.step gave .*: counts: '{name}' is a number of the run's own",
+            )
+            for name in ("reward", "turns", "log/mine")
+        ),
+        (
+            World([Observation("s", done=True, answer=cast(Any, 42))]),
+            EchoAgent(),
+            "World.step gave .*: answer: expected a text or None, got 42",
+        ),
+        (
+            World(),
+            Acting(action=Finish(cast(Any, 42))),
+            "Acting.parse gave .*: answer: expected a text or None, got 42",
+        ),
+        (
             World([SAID], cast(Any, 1.0)),
             EchoAgent(),
             r"World.finish gave .*: expected \{name: finite n.*1\.0",
         ),
         (World([SAID], {"a": math.inf}), EchoAgent(), "World.finish gave .*inf"),
-        (World(), Shy(), r"Shy.parse gave .*: expected an action of actions.py, got 'x\\n'"),
+        (World(), Acting(), "Acting.parse gave .*: expected an action of actions.py, got None"),
         (
             World([SAID]),
             EchoAgent(cast(Any, lambda o: None)),

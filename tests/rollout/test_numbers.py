@@ -59,9 +59,11 @@ def given(number: Any) -> Rollout:
     def mine(engine: Any, tasks: Any, n: int, params: Any) -> Any:
         made = rollout_from_tokens(task, [1], [2], [-1.0])
         made.rewards, made.span_rewards = {"mine": number}, [SpanReward(1, 2, "span", number)]
+        made.stats = {"own": number}
         return [[made]]
 
-    env = Env(answer=lambda code: Observation("seen", rewards={"step": number}))
+    counts = {"goals": number}
+    env = Env(answer=lambda code: Observation("seen", rewards={"step": number}, counts=counts))
     groups, _ = sampled(says("<code>1</code>", f"Answer: 1{EOT}"), AGENT, env, [task])
     (played,) = groups[0].rollouts
     config = RewardConfig(functions={f"{__name__}:half": 1.0}, overlap=False)
@@ -72,6 +74,7 @@ def given(number: Any) -> Rollout:
     (custom,), _ = sampler.play([task], 1, seed=0)
     played.rewards |= custom.rollouts[0].rewards
     played.span_rewards += custom.rollouts[0].span_rewards
+    played.stats |= custom.rollouts[0].stats
     world: Any = SimpleNamespace(_world=None)
     played.rewards |= factory._World._rewards(world, number)
     return played
@@ -89,6 +92,8 @@ def test_whoever_gives_it_it_is_recorded_as_a_float(number: Any) -> None:
     values = [*rollout.rewards.values(), *(span.value for span in rollout.span_rewards)]
     assert {type(value) for value in values} == {float}
     assert json.loads(json.dumps(values)) == [0.5] * 7
+    assert {type(value) for value in rollout.stats.values()} == {float}
+    assert (rollout.stats["goals"], rollout.stats["own"]) == (0.5, 0.5)
 
 
 def test_the_built_in_reward_takes_no_other_form() -> None:

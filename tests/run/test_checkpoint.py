@@ -309,6 +309,14 @@ def test_a_file_that_is_nested_too_deeply_is_named(
         read(tmp_path / "deep")
 
 
+@pytest.mark.parametrize(("read", "text"), [(read_json, '{"x": 1}'), (read_toml, "x = 1")])
+def test_a_byte_order_mark_is_not_part_of_a_text(
+    tmp_path: Path, read: Callable[[Path], object], text: str
+) -> None:
+    (tmp_path / "marked").write_text(text, encoding="utf-8-sig")
+    assert read(tmp_path / "marked") == {"x": 1}
+
+
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="gone: it was removed while the run was writing there"):
         checkpoint.save(tmp_path / "gone", 1, writer("a"), keep=1)
