@@ -221,6 +221,9 @@ class Rollout:
     """How many tokens it shares with its parent: the parent's segments up to there are its own."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """What the numbers of parts were multiplied by, where that was not 1 from the first: GDPO
+    normalises a part without its weight."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the episode (COUNTS, and what its environment adds), for the metrics."""
     not_applicable: list[str] = field(default_factory=list)
@@ -249,6 +252,11 @@ class Rollout:
     segment_advantages: list[float] | None = None
     """One per segment of all rows instead of `advantage`, where rewards of spans are credited to
     what was sampled before them, or branches share segments; of sampled segments alone read."""
+
+    def weighted(self, part: str, weight: float, value: float) -> float:
+        """The value times its weight, which is written down as that part's."""
+        self.weights[part] = weight
+        return weight * value
 
     @property
     def scored(self) -> bool:

@@ -36,7 +36,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, starmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,10 +352,9 @@ def _verify_step(
     where = f"step {step} train"
     _verify_rollouts(report, groups, run, where)
     report.steps += 1
-    loss, weights = run.config.loss, run.config.reward.weights
     report.faults += [
         f"{where} group {group} rollout {index}: {fault}"
-        for group, index, fault in credit_faults(groups, loss, weights)
+        for group, index, fault in credit_faults(groups, run.config.loss)
     ]
     faults, terms = step_faults(groups, run.config, step, run.limit, run.outliers)
     report.terms += terms
@@ -411,8 +410,9 @@ def _reward_faults(rollout: Rollout, run: Run, *, compared: bool) -> Iterator[st
     if rollout.status is Status.INFRA_ERROR:
         return
     replaced = {"format"} if compared and (c.sigma_tool or c.sigma_length) else set()
+    again = replace(rollout, weights={})  # which the reward writes down
     try:
-        parts = run.reward(rollout) if run.reward else {}
+        parts = run.reward(again) if run.reward else {}
     except (ValueError, KeyError, TypeError) as error:
         yield f"its reward cannot be computed again: {error}"
         return
@@ -420,6 +420,9 @@ def _reward_faults(rollout: Rollout, run: Run, *, compared: bool) -> Iterator[st
         said = rollout.rewards.get(name)
         if said is None or not math.isclose(said, parts[name], abs_tol=1e-12):
             yield f"reward {name!r} is {said}, its answer and counts give {parts[name]:.6g}"
+    for name in again.weights.keys() - replaced:
+        if rollout.weights.get(name) != again.weights[name]:
+            yield f"reward {name!r} is not said to be weighted by {again.weights[name]:g}"
     if c.solved_at is None or replaced:
         return
     if rollout.stats.get("solved") != float(reward_of(rollout) >= c.solved_at):

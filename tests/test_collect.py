@@ -158,7 +158,7 @@ def test_what_a_call_costs_falls_from_step_to_step(overlap: bool) -> None:
 
     for step, sigma in enumerate((2.0, 1.0, 0.0)):
         groups, *_ = collected(right, overlap=overlap, sigma_tool=2.0, step=step)
-        least = min(r.rewards["efficiency"] for group in groups for r in group.rollouts)
+        least = min(r.rewards["answer_efficiency"] for group in groups for r in group.rollouts)
         assert least == pytest.approx(2 / (1 + math.exp(sigma / 2)) - 1)
 
 

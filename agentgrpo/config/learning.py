@@ -89,12 +89,6 @@ class RewardConfig(Section):
         )  # fmt: skip
         return self
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of the parts, by name."""
-        named = {name.rpartition(":")[2]: weight for name, weight in self.functions.items()}
-        return {"answer": self.answer, "format": self.format, **named}
-
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of the adapters that vLLM can be started for."""
@@ -240,7 +234,8 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself."""
+    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself, then
+    times its weight (of a cost: its rate)."""
     span_credit: Literal["auto", "rollout", "return_to_go", "turn"] = "auto"
     """What rewards of single turns or lines (Rollout.span_rewards) count for. rollout: all of it;
     return_to_go: what was sampled before they were given; turn: their own turn or line alone

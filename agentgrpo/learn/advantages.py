@@ -25,7 +25,7 @@ for k beyond the last none: a line with a syntax error pays for it alone, not th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from agentgrpo.config import LossConfig
@@ -74,9 +74,7 @@ def has_contrast(rewards: Sequence[float]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > EQUAL_WITHIN
 
 
-def assign_advantages(
-    groups: Sequence[Group], config: LossConfig, weights: Mapping[str, float] | None = None
-) -> None:
+def assign_advantages(groups: Sequence[Group], config: LossConfig) -> None:
     """Set the advantages of all rollouts of a step.
 
     Each is relative to the rollouts of its group that are sound. scale_rewards: `group` divides by
@@ -86,8 +84,6 @@ def assign_advantages(
     Args:
         groups: all groups of the step, scored.
         config: see LossConfig.
-        weights: of the reward's parts, 1 where it has none; only read by normalize_then_sum, where
-            normalising would otherwise cancel the weights that the parts come with.
 
     Raises:
         ValueError: a reward is not finite; the message names the task.
@@ -97,7 +93,7 @@ def assign_advantages(
         for rollout in group.rollouts:
             rollout.advantage, rollout.segment_advantages = 0.0, None
     if config.multi_objective_aggregation == "normalize_then_sum":
-        _gdpo(groups, sound, config.baseline, weights or {})
+        _gdpo(groups, sound, config.baseline)
     else:
         returns = [_returns(rollouts, config.span_credit) for rollouts in sound]
         every = [value for rows in returns for row in rows for value in row]
@@ -150,23 +146,23 @@ def _one_over_deviation(rewards: Sequence[float]) -> float:
     return 1.0 / (stdev(rewards) + EPS) if len(rewards) > 1 else 1.0
 
 
-def _gdpo(
-    groups: Sequence[Group], sound: Sequence[list[Rollout]], baseline: str,
-    weights: Mapping[str, float],
-) -> None:  # fmt: skip
+def _gdpo(groups: Sequence[Group], sound: Sequence[list[Rollout]], baseline: str) -> None:
     """GDPO (arXiv:2601.05242) as TRL computes it: z-scores of each part by group, weighted and
     summed, then whitened over the step. A part without contrast adds nothing, and one that does not
-    apply to a rollout is normalised without it.
+    apply to a rollout is normalised without it. Parts come weighted, and a z-score keeps of a
+    weight the sign alone: so it is of the part without its weight.
     """
     for group, rollouts in zip(groups, sound, strict=True):
         parts = [reward_parts(rollout) for rollout in rollouts]
+        weights = {name: w for rollout in rollouts for name, w in rollout.weights.items()}
         for name in sorted({name for part in parts for name in part}):
             pairs = zip(rollouts, parts, strict=True)
             applies = [
                 (r, part.get(name, 0.0)) for r, part in pairs if name not in r.not_applicable
             ]
-            values = [value for _, value in applies]
-            factor = weights.get(name, 1.0) * _one_over_deviation(values)
+            weight = weights.get(name, 1.0)
+            values = [value / (weight or 1.0) for _, value in applies]
+            factor = weight * _one_over_deviation(values)
             for (rollout, _), value in zip(applies, _checked(group, values, baseline), strict=True):
                 rollout.advantage += value * factor
     summed = [rollout.advantage for rollouts in sound for rollout in rollouts]
@@ -182,14 +178,16 @@ def _gdpo(
 def reward_parts(rollout: Rollout) -> dict[str, float]:
     """All that the rollout earned, by name; its reward is the sum.
 
-    `partial` is within what it is a share of: normalised apart, the one would cancel the other.
+    `partial` is within what it is a share of, and what efficiency makes of an answer within the
+    answer: normalised apart, the one would cancel the other.
     """
     parts = dict(rollout.rewards)
     for span in rollout.span_rewards:
         parts[span.name] = parts.get(span.name, 0.0) + span.value
-    if share := parts.pop("partial", 0.0):
-        whole = "solved" if "solved" in parts else "answer"
-        parts[whole] = parts.get(whole, 0.0) + share
+    judged = "solved" if "solved" in parts else "answer"
+    for name, whole in (("partial", judged), ("answer_efficiency", "answer")):
+        if share := parts.pop(name, 0.0):
+            parts[whole] = parts.get(whole, 0.0) + share
     return parts
 
 

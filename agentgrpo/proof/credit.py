@@ -45,21 +45,18 @@ def reward_of(rollout: Rollout) -> float:
     return sum(rollout.rewards.values()) + sum(span.value for span in rollout.span_rewards)
 
 
-def credit_faults(
-    groups: Sequence[Group], loss: LossConfig, parts: Mapping[str, float]
-) -> Iterator[tuple[int, int, str]]:
+def credit_faults(groups: Sequence[Group], loss: LossConfig) -> Iterator[tuple[int, int, str]]:
     """Where a step's recorded advantages are not those of its recorded rewards.
 
     Args:
         groups: of the step, as recorded.
         loss: its settings.
-        parts: the weights of the reward's parts, 1 where they have none.
 
     Yields:
         Group, rollout, and what is wrong with it.
     """
     samples = [[r for r in group.rollouts if is_sample(r)] for group in groups]
-    wanted = _wanted(samples, loss, parts)
+    wanted = _wanted(samples, loss)
     for g, group in enumerate(groups):
         for index, rollout in enumerate(group.rollouts):
             whole, each = wanted.get(id(rollout), (0.0, None))
@@ -79,11 +76,9 @@ Wanted = dict[int, tuple[float, list[float] | None]]
 """By id() of a rollout: its advantage, and those of its segments where they have their own."""
 
 
-def _wanted(
-    samples: Sequence[Sequence[Rollout]], loss: LossConfig, parts: Mapping[str, float]
-) -> Wanted:
+def _wanted(samples: Sequence[Sequence[Rollout]], loss: LossConfig) -> Wanted:
     if loss.multi_objective_aggregation == "normalize_then_sum":
-        tables = _parts_normalised(samples, loss, parts)
+        tables = _parts_normalised(samples, loss)
     else:
         returns = [_returns(rollouts, loss) for rollouts in samples]
         everything = np.concatenate([table.ravel() for table in returns] or [np.zeros(0)])
@@ -150,9 +145,7 @@ def _scale(values: Floats) -> float:
     return 1.0 / (float(values.std(ddof=1)) + EPSILON) if values.size > 1 else 1.0
 
 
-def _parts_normalised(
-    samples: Sequence[Sequence[Rollout]], loss: LossConfig, weights: Mapping[str, float]
-) -> list[Floats]:
+def _parts_normalised(samples: Sequence[Sequence[Rollout]], loss: LossConfig) -> list[Floats]:
     """GDPO: z-scores of each part in its group, weighted, summed, whitened over the step."""
     sums = []
     for rollouts in samples:
@@ -161,7 +154,10 @@ def _parts_normalised(
         for name in sorted(set().union(*earned)):
             applies = [name not in rollout.not_applicable for rollout in rollouts]
             values = np.array([[part.get(name, 0.0)] for part in earned])[applies]
-            total[applies] += weights.get(name, 1.0) * _centred(values, loss) * _scale(values)
+            weight = ([r.weights[name] for r in rollouts if name in r.weights] or [1.0])[-1]
+            if weight:
+                values = values / weight  # as its maker gave it
+                total[applies] += weight * _centred(values, loss) * _scale(values)
         sums.append(total)
     every = np.concatenate([total.ravel() for total in sums] or [np.zeros(0)])
     if every.size < 2 or every.max() - every.min() <= CONTRAST:
@@ -171,7 +167,7 @@ def _parts_normalised(
 
 
 def _parts(rollout: Rollout) -> dict[str, float]:
-    """By name, spans with the rest; `partial` belongs to what it is a share of."""
+    """By name, spans with the rest; shares belong to what they are shares of."""
     earned: dict[str, float] = {}
     solved = "solved" if "solved" in rollout.rewards else "answer"
     solved = "solved" if any(span.name == "solved" for span in rollout.span_rewards) else solved
@@ -179,7 +175,7 @@ def _parts(rollout: Rollout) -> dict[str, float]:
         *rollout.rewards.items(),
         *((span.name, span.value) for span in rollout.span_rewards),
     ]:
-        name = solved if name == "partial" else name
+        name = {"partial": solved, "answer_efficiency": "answer"}.get(name, name)
         earned[name] = earned.get(name, 0.0) + value
     return earned
 

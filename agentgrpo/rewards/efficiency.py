@@ -8,8 +8,8 @@ The reward of ET-Agent for rollout i of a group G that answers one question:
 
 It multiplies, so a wrong answer gains nothing by being short. Both factors lie in (0, 2) and are 1
 for the group's average. Sigmas decay to 0 in the course of a stage: efficient first, then accurate.
-What the factors add or take away is a part of its own, `efficiency`, so that `answer` still says
-whether the answer was right. The part `partial`, where a reward has one, counts with `answer`.
+What the factors add or take away is a part of its own, `answer_efficiency`, so that `answer` still
+says whether the answer was right. The part `partial`, where a reward has one, counts with `answer`.
 
 Unlike the released code, only what the policy sampled is counted: a tool call is one that was
 parsed and carried out (one of sandbox.host_tools by the policy's code is another), and a long
@@ -36,7 +36,7 @@ def add_efficiency(
     sigma_tool: float = 0.2,
     sigma_length: float = 0.5,
 ) -> None:
-    """Add the part `efficiency` to the rewards of a scored group, and replace the part `format`.
+    """Add the part `answer_efficiency` to a scored group's rewards, and replace the part `format`.
 
     The part `format` is -1 of a rollout that is not well_formed(), else 0.
 
@@ -67,8 +67,8 @@ def add_efficiency(
         factor = _factor(sigma_tool * (rollout.num_calls - mean_calls))
         factor *= _factor(sigma_length * z)
         worth = rollout.rewards["answer"] + rollout.rewards.get("partial", 0.0)
-        rollout.rewards["efficiency"] = worth * (factor - 1.0)
-        rollout.rewards["format"] = 0.0 if well_formed(rollout) else -1.0
+        rollout.rewards["answer_efficiency"] = worth * (factor - 1.0)
+        rollout.rewards["format"] = rollout.weighted("format", 1.0, well_formed(rollout) - 1.0)
 
 
 def decay(step: int, steps: int) -> float:

@@ -173,8 +173,8 @@ class NumericReward:
         number = None if rollout.answer is None else read(rollout.answer)
         well_formed = number is not None and _acted_well(rollout)
         return {
-            "answer": self.answer if number == expected else 0.0,
-            "format": self.format if well_formed else 0.0,
+            "answer": rollout.weighted("answer", self.answer, number == expected),
+            "format": rollout.weighted("format", self.format, well_formed),
         }
 
 
@@ -188,7 +188,9 @@ class EnvironmentReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The part `format` where it is worth anything."""
-        return {"format": self.format * _acted_well(rollout)} if self.format else {}
+        if not self.format:
+            return {}
+        return {"format": rollout.weighted("format", self.format, _acted_well(rollout))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +211,10 @@ class MathReward:
         seen = [same_mathematics(said, gold) for gold in self.expected(rollout.task)]
         said_read = any(comparison.said_read for comparison in seen)
         return {
-            "answer": self.answer * any(comparison.equal for comparison in seen),
-            "format": self.format * (said_read and _acted_well(rollout)),
+            "answer": rollout.weighted(
+                "answer", self.answer, any(comparison.equal for comparison in seen)
+            ),
+            "format": rollout.weighted("format", self.format, said_read and _acted_well(rollout)),
         }
 
 
@@ -233,32 +237,38 @@ class TextReward:
         answer = rollout.answer or ""
         said, score = words(answer), f1(answer, self.expected(rollout.task))
         short = len(said) <= self.max_words
-        worth = self.answer * score * short
+        worth = rollout.weighted("answer", self.answer, score * short)
+        well_formed = bool(said) and short and _acted_well(rollout)
         return {
             "answer": worth if score == 1.0 else 0.0,
             "partial": worth if score < 1.0 else 0.0,
-            "format": self.format * (bool(said) and short and _acted_well(rollout)),
+            "format": rollout.weighted("format", self.format, well_formed),
         }
 
 
 def with_costs(reward: Reward, config: RewardConfig) -> Reward:
     """The reward, less what the rollout's calls and its use of the sandbox cost, as parts."""
     rates = {
-        "sandbox_wall_s": config.cost_per_wall_s,
-        "sandbox_cpu_s": config.cost_per_cpu_s,
-        "sandbox_bytes": config.cost_per_mib / (1 << 20),
+        "tool_cost": config.tool_cost,
+        "wall_cost": config.cost_per_wall_s,
+        "cpu_cost": config.cost_per_cpu_s,
+        "mib_cost": config.cost_per_mib,
     }
-    if not config.tool_cost and not any(rates.values()):
+    if not any(rates.values()):
         return reward
 
     def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
-        parts = dict(given)
-        if config.tool_cost:
-            parts["tool_cost"] = -config.tool_cost * rollout.num_calls
-        if any(rates.values()):
-            used = rollout.stats.get
-            parts["sandbox_cost"] = -sum(rate * used(name, 0.0) for name, rate in rates.items())
-        return parts
+        used = rollout.stats.get
+        spent = {
+            "tool_cost": rollout.num_calls,
+            "wall_cost": used("sandbox_wall_s", 0.0),
+            "cpu_cost": used("sandbox_cpu_s", 0.0),
+            "mib_cost": used("sandbox_bytes", 0.0) / (1 << 20),
+        }
+        costs = {
+            part: rollout.weighted(part, rate, -spent[part]) for part, rate in rates.items() if rate
+        }
+        return {**given, **costs}
 
     @functools.wraps(reward)
     def costed(rollout: Rollout) -> Any:

@@ -33,7 +33,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -263,21 +263,26 @@ def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float
     """
     if value is None:
         return None
+    spans: Sequence[SpanReward] = ()
+    parts: dict[str, Any] = {}
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         parts = dict(value)
     elif isinstance(value, Sequence) and all(isinstance(span, SpanReward) for span in value):
-        rollout.span_rewards += [_weighted(rollout, span, function.weight) for span in value]
-        return {}
+        spans = value
     else:
         parts = {function.name: value}
+    # a part has one weight
+    there = rollout.rewards.keys() | {span.name for span in rollout.span_rewards}
+    for name in [*parts, *(span.name for span in spans)]:
+        if name in there:
+            raise WrongResult(f"the reward has a part {name!r} already")
+    rollout.span_rewards += [_weighted(rollout, span, function.weight) for span in spans]
     made = {}
     for name, part in parts.items():
         number = as_number(part)
         if number is None:
             raise WrongResult(f"expected a finite number as {name}, got {part!r:.80}")
-        if name in rollout.rewards:
-            raise WrongResult(f"the reward has a part {name!r} already")
-        made[name] = function.weight * number
+        made[name] = rollout.weighted(name, function.weight, number)
     return made
 
 
@@ -286,4 +291,4 @@ def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
     value = as_number(span.value)
     if value is None or not 0 <= span.start < span.end <= total:
         raise WrongResult(f"expected a finite value on tokens within [0, {total}), got {span}")
-    return SpanReward(span.start, span.end, span.name, weight * value)
+    return replace(span, value=rollout.weighted(span.name, weight, value))

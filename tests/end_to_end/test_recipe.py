@@ -136,7 +136,7 @@ def test_S3_15_every_stage_begins_with_the_last_ones_checkpoint(run: Path) -> No
         questions = {row["question"] for row in selected}
         played = {r["task"]["messages"][0]["content"] for r in trained if r["split"] == "train"}
         assert played <= questions
-        assert any("efficiency" in record["rewards"] for record in trained)
+        assert any("answer_efficiency" in record["rewards"] for record in trained)
 
 
 def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:

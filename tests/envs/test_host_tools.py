@@ -210,10 +210,10 @@ STATS = {
     [
         ({}, {}),
         ({"tool_cost": 0.1}, {"tool_cost": -0.5}),
-        ({"cost_per_wall_s": 0.5}, {"sandbox_cost": -0.5}),
-        ({"cost_per_cpu_s": 2.0}, {"sandbox_cost": -0.5}),
-        ({"cost_per_mib": 4.0}, {"sandbox_cost": -2.0}),
-        (RATES, {"tool_cost": -0.5, "sandbox_cost": -3.0}),
+        ({"cost_per_wall_s": 0.5}, {"wall_cost": -0.5}),
+        ({"cost_per_cpu_s": 2.0}, {"cpu_cost": -0.5}),
+        ({"cost_per_mib": 4.0}, {"mib_cost": -2.0}),
+        (RATES, {"tool_cost": -0.5, "wall_cost": -0.5, "cpu_cost": -0.5, "mib_cost": -2.0}),
     ],
 )
 def test_what_was_used_is_charged(rates: dict[str, float], parts: dict[str, float]) -> None:

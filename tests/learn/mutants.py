@@ -7,7 +7,7 @@ from tests.mutation import Mutant
 
 FOLDER = "agentgrpo"
 TESTS = {
-    "learn/advantages.py": ["learn/test_advantages.py"],
+    "learn/advantages.py": ["learn/test_advantages.py", "rewards/test_trl_form.py"],
     "config/run.py": ["learn/test_advantages.py"],
     "learn/losses.py": ["learn/test_losses.py", "learn/test_trl.py", "learn"],
     "config/learning.py": ["learn/test_losses.py", "learn/test_moving_reference.py"],
@@ -74,7 +74,9 @@ MUTANTS = [
     Mutant("learn/advantages.py", "1.0 / (stdev(rewards) + EPS)", "1.0 / stdev(rewards)"),
     Mutant("learn/advantages.py", "(stdev(rewards) + EPS) if len(rewards) > 1 else 1.0", "(stdev(rewards) + EPS)"),
     # of what
-    Mutant("learn/advantages.py", "weights.get(name, 1.0) * _one", "_one"),
+    Mutant("learn/advantages.py", "weight * _one_over", "_one_over"),
+    Mutant("learn/advantages.py", "value / (weight or 1.0) for", "value for"),
+    Mutant("learn/advantages.py", '("answer_efficiency", "answer")', ""),
     Mutant("learn/advantages.py", "(r, part.get(name, 0.0)) for r", "(r, part.get(name, 1.0)) for r"),
     Mutant("learn/advantages.py", "_checked(group, values, baseline), strict=True):\n                rollout.advantage +=", "_checked(group, values, baseline), strict=True):\n                rollout.advantage ="),
     Mutant("learn/advantages.py", "if not has_contrast(summed):\n        return", "if False:\n        return"),

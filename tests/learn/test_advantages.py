@@ -21,6 +21,7 @@ from agentgrpo.learn.advantages import (
     turn_returns,
     why_dead,
 )
+from agentgrpo.proof.credit import credit_faults
 from agentgrpo.types import OWN_NUMBERS, Group, Rollout, Segment, SpanReward, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -48,8 +49,8 @@ def make_group(rewards: list[float], *, broken: tuple[int, ...] = (), sampled: i
     return Group(task=TASK, rollouts=rollouts)
 
 
-def assigned(*groups: Group, weights: dict[str, float] | None = None, **config: Any) -> list[float]:
-    assign_advantages(groups, LossConfig(**config), weights)
+def assigned(*groups: Group, **config: Any) -> list[float]:
+    assign_advantages(groups, LossConfig(**config))
     return [rollout.advantage for group in groups for rollout in group.rollouts]
 
 
@@ -129,30 +130,6 @@ def test_the_reward_is_the_sum_of_its_parts() -> None:
     group.rollouts[0].rewards["format"] = 0.25
     group.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
     assert assigned(group, scale_rewards="none") == [0.25, -0.25]
-
-
-def trl_gdpo(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """TRL 1.16's normalize_then_sum; rewards [groups, rollouts, parts], before their weights."""
-    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
-    summed = ((rewards - mean) / (std + 1e-4) * weights).sum(-1).flatten()
-    return (summed - summed.mean()) / (summed.std() + 1e-4)
-
-
-def test_gdpo_normalises_each_part_before_it_sums() -> None:
-    rng = np.random.default_rng(0)
-    raw = torch.from_numpy(rng.integers(0, 3, size=(4, 5, 2)).astype(np.float64))
-    weights = {"a": 1.0, "b": 0.3}
-    groups = []
-    for rows in raw.tolist():
-        group = make_group([0.0] * 5)
-        for rollout, (a, b) in zip(group.rollouts, rows, strict=True):
-            # the parts come weighted, as rewards/rewards.py makes them
-            rollout.rewards = {"a": a, "b": 0.3 * b}
-        groups.append(group)
-    got = assigned(*groups, weights=weights, multi_objective_aggregation="normalize_then_sum")
-    want = trl_gdpo(raw, torch.tensor([1.0, 0.3], dtype=torch.float64))
-    # dividing 0.3 b by its deviation + eps is not quite dividing b by its own
-    np.testing.assert_allclose(got, want, atol=1e-3)
 
 
 def test_gdpo_keeps_what_a_sum_would_cancel() -> None:
@@ -423,14 +400,18 @@ def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> 
     assert got[2:] == pytest.approx(want[2:].tolist(), rel=1e-6)
 
 
-@pytest.mark.parametrize("whole", ["answer", "solved"])
-def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str) -> None:
+@pytest.mark.parametrize(
+    ("whole", "share"),
+    [("answer", "partial"), ("solved", "partial"), ("answer", "answer_efficiency")],
+)
+def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str, share: str) -> None:
     shares = make_group([0.0, 0.0, 0.0])
     for rollout, worth in zip(shares.rollouts, (1.0, 0.5, 0.0), strict=True):
-        part = {whole: 1.0, "partial": 0.0} if worth == 1 else {whole: 0.0, "partial": worth}
+        part = {whole: 1.0, share: 0.0} if worth == 1 else {whole: 0.0, share: worth}
         rollout.rewards = part
     whole_group = make_group([1.0, 0.5, 0.0])
     assert assigned(shares, **NORMALIZE_THEN_SUM) == assigned(whole_group, **NORMALIZE_THEN_SUM)
+    assert not list(credit_faults([shares], LossConfig(**NORMALIZE_THEN_SUM)))
 
 
 def test_gdpo_of_dead_groups_alone_is_zero() -> None:

@@ -10,7 +10,10 @@ TESTS = {
     "verify.py": CORRUPTED,
     "proof/chain.py": CORRUPTED,
     "proof/form.py": CORRUPTED,
-    "proof/credit.py": ["proof/test_definitions.py", "test_verify.py", *CORRUPTED[:1]],
+    "proof/credit.py": [
+        *("proof/test_definitions.py", "rewards/test_trl_form.py", "test_verify.py"),
+        *CORRUPTED[:1],
+    ],
     "proof/ends.py": ["proof/test_definitions.py", *CORRUPTED],
     "proof/sums.py": ["proof/test_definitions.py", *CORRUPTED],
     "proof/tokens.py": ["proof/test_definitions.py", *CORRUPTED],
@@ -47,6 +50,7 @@ MUTANTS = [
     Mutant("verify.py", "if badly := list(_form_faults(lines, chain)):", "if badly := []:"),
     Mutant("proof/form.py", "for key in sorted(hints.keys() ^ value.keys()):", "for key in ():"),
     Mutant("proof/form.py", "if not set(map(type, value)) <= NUMBERS[kind]:", "if False:"),
+    Mutant("verify.py", "if rollout.weights.get(name) != again.weights[name]:", "if False:"),
     # credit
     Mutant("proof/credit.py", "if not _close(rollout.advantage, whole):", "if False:"),
     Mutant("proof/credit.py", "if (recorded is None) != (each is None):", "if False:"),
@@ -58,6 +62,7 @@ MUTANTS = [
     Mutant(
         "proof/credit.py", "* _centred(values, loss) * _scale(values)", "* _centred(values, loss)"
     ),
+    Mutant("proof/credit.py", "values = values / weight", "pass"),
     Mutant("proof/credit.py", 'if loss.branch_credit == "hard":', "if False:"),
     Mutant("proof/credit.py", "samples * lengths", "lengths"),
     Mutant("proof/credit.py", "samples * budget", "samples"),

@@ -22,7 +22,7 @@ LOSS = a_config("loss.scale_rewards=none").loss
 
 def faults_of(rollouts: Sequence[Rollout], **loss: Any) -> list[str]:
     group = Group(task=TASK, rollouts=list(rollouts))
-    return [said for *_, said in credit_faults([group], LOSS.model_copy(update=loss), {})]
+    return [said for *_, said in credit_faults([group], LOSS.model_copy(update=loss))]
 
 
 @pytest.mark.parametrize(("apart", "advantage"), [(0.9e-6, 0.0), (2e-6, 1e-6)])

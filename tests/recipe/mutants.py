@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant("rewards/efficiency.py", '(rollout.num_calls - mean_calls)', 'rollout.num_calls'),
     Mutant("rewards/efficiency.py", "factor *= _factor(sigma_length * z)", "pass"),
     Mutant("rewards/efficiency.py", "(factor - 1.0)", "factor"),
-    Mutant("rewards/efficiency.py", "0.0 if well_formed(rollout) else -1.0", "0.0"),
+    Mutant("rewards/efficiency.py", "well_formed(rollout) - 1.0", "0.0"),
     Mutant("rewards/efficiency.py", "(steps - 1 - step) / (steps - 1)", "(steps - step) / steps"),
     Mutant("rewards/efficiency.py", " if steps > 1 else 1.0", " if steps > 1 else 0.0"),
     Mutant("rewards/efficiency.py", "max(0.0, (steps", "(0.0 + (steps"),

@@ -54,7 +54,7 @@ def test_S3_9_efficiency_is_what_the_paper_says(
     score(group, right)
     add_efficiency(group, sigma_tool=sigma_tool, sigma_length=sigma_length)
     parts = [r.rewards for r in group.rollouts]
-    assert [p["answer"] + p["efficiency"] for p in parts] == pytest.approx(earned, abs=6e-6)
+    assert [p["answer"] + p["answer_efficiency"] for p in parts] == pytest.approx(earned, abs=6e-6)
     assert [p["answer"] for p in parts] == [1, 1, 0, 1, 1]
     assert [p["format"] for p in parts] == [0, 0, 0, 0, -1], "the last is malformed"
 
@@ -78,7 +78,7 @@ def test_who_does_not_count_is_no_sibling_to_compare_with(
     for group in (alone, beside):
         score(group, right)
         add_efficiency(group)
-    assert "efficiency" not in late.rewards
+    assert "answer_efficiency" not in late.rewards
     beside.rollouts.remove(late)
     assert [r.rewards for r in beside.rollouts] == [r.rewards for r in alone.rollouts]
 

@@ -182,7 +182,7 @@ def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
             for n in (1, 3)
         ]
         scoring.score([Group(task=task, rollouts=rollouts)], step=step)
-        told.append([r.rewards["efficiency"] for r in rollouts])
+        told.append([r.rewards["answer_efficiency"] for r in rollouts])
         factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
         assert told[-1] == pytest.approx(factors), step
     assert (told[0] == told[-1]) == (not decay)
@@ -352,9 +352,11 @@ def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
     sys.modules.pop("other", None)
 
 
-def test_weights_go_by_the_parts_names() -> None:
-    config = RewardConfig(answer=2.0, functions={"mine:half": 0.3, "length": 0.1})
-    assert config.weights == {"answer": 2.0, "format": 0.1, "half": 0.3, "length": 0.1}
+def test_a_part_has_one_weight() -> None:
+    rollout = played()
+    rollout.span_rewards = [SpanReward(6, 19, "turn", 0.2)]
+    (rollout,) = scored({"mine:lines": 0.3}, rollout)
+    assert "the reward has a part 'turn' already" in (rollout.error or "")
 
 
 def test_it_runs_outside_of_any_event_loop() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
+import inspect
 import re
 import sys
+import textwrap
 import threading
 import warnings
 from collections import defaultdict
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig, RewardConfig
-from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.learn.advantages import assign_advantages, reward_parts
 from agentgrpo.proof.credit import credit_faults
 from agentgrpo.registry import load_reward, make_reward, needs_answers
 from agentgrpo.rewards.scoring import Scoring
@@ -31,6 +34,7 @@ from tests.rewards.test_scoring import decode, encode
 
 MODULE = """
 import asyncio, functools
+from agentgrpo.types import SpanReward
 
 def brevity(completions, **kwargs):
     return [-len(text_of(c)) / 10 for c in completions]
@@ -53,6 +57,8 @@ def never(completions, **kwargs): return [None] * len(completions)
 class Weighed:
     async def __call__(self, completions, **kwargs): return [0.25] * len(completions)
 weighed = Weighed()
+def checks(view): return {"style": len(view.text) % 5}
+def lines(view): return [SpanReward(*span, "line", len(view.text)) for span in view.turn_spans]
 def exact(completions, solution): return [1.0] * len(solution)
 def short(completions, **kwargs): return [1.0]
 def plain(view): return 0.5
@@ -182,32 +188,54 @@ def test_the_totals_are_trls(functions: dict[str, float], is_text: bool) -> None
         assert ours.take_logged() == {}
 
 
-def test_gdpo_normalises_a_part_over_those_that_it_applies_to() -> None:
-    """TRL's lines of normalize_then_sum, on its table of rewards with nan for None."""
-    functions = {"trls:right": 2.0, "trls:some": 1.0, "trls:brevity": 0.5}
-    groups = groups_of(is_text=True)
-    scoring(functions).score(groups)
+WEIGHTS = {
+    "trls:right": -2.0, "trls:some": 1.0, "trls:brevity": 0.01, "trls:checks": 0.1,
+    "trls:lines": -0.3,
+}  # fmt: skip
+PARTS = {"right": -2.0, "some": 1.0, "brevity": 0.01, "style": 0.1, "line": -0.3, "tool_cost": 0.02}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gdpo_is_trls_whatever_a_part_weighs() -> None:
+    """TRL's own lines, on a table of what the parts are without weights; nan where one does not
+    apply. A part of a mapping, of spans and of costs weighs what it was made with.
+    """
+    pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
+    weighted, raw = groups_of(is_text=True), groups_of(is_text=True)
+    for rollouts in ([r for g in groups for r in g.rollouts] for groups in (weighted, raw)):
+        for number, rollout in enumerate(rollouts):
+            rollout.stats["tool_calls"] = float(number % 3)
+    scoring(WEIGHTS, tool_cost=PARTS["tool_cost"]).score(weighted)
+    scoring(dict.fromkeys(WEIGHTS, 1.0), tool_cost=1.0).score(raw)
     loss = LossConfig(multi_objective_aggregation="normalize_then_sum")
-    assign_advantages(groups, loss, {"right": 2.0, "some": 1.0, "brevity": 0.5})
+    assign_advantages(weighted, loss)
+    assert not list(credit_faults(weighted, loss))
 
     rows = [
-        [float("nan") if name in r.not_applicable else r.rewards[name] / weight
-         for name, weight in (("right", 2.0), ("some", 1.0), ("brevity", 0.5))]
-        for group in groups for r in group.rollouts
+        [float("nan") if name in r.not_applicable else reward_parts(r)[name] for name in PARTS]
+        for group in raw for r in group.rollouts
     ]  # fmt: skip
-    grouped = torch.tensor(rows, dtype=torch.float64).view(len(groups), len(ANSWERS), 3)
-    assert torch.isnan(grouped).any()
-    mean = torch.nanmean(grouped, dim=1, keepdim=True)
-    count = (~torch.isnan(grouped)).sum(dim=1, keepdim=True)
-    squares = torch.nanmean((grouped - mean) ** 2, dim=1, keepdim=True)
-    deviation = (squares * count / (count - 1)).sqrt()
-    z = ((grouped - mean) / (deviation + 1e-4)).view(-1, 3)
-    summed = (z * torch.tensor([2.0, 1.0, 0.5])).nansum(dim=1)
-    wanted = (summed - summed.mean()) / (summed.std() + 1e-4)
-    got = [rollout.advantage for group in groups for rollout in group.rollouts]
-    assert got == pytest.approx(wanted.tolist(), abs=1e-3)
-    faults = list(credit_faults(groups, loss, {"right": 2.0, "some": 1.0, "brevity": 0.5}))
-    assert not faults, faults
+    wanted = trls_gdpo(torch.tensor(rows, dtype=torch.float64), [*PARTS.values()])
+    got = [rollout.advantage for group in weighted for rollout in group.rollouts]
+    assert got == pytest.approx(wanted.tolist(), rel=1e-6)
+
+
+def trls_gdpo(table: torch.Tensor, weights: list[float]) -> torch.Tensor:
+    """What GRPOTrainer's branch for normalize_then_sum makes of it."""
+    grpo: Any = importlib.import_module("trl.trainer.grpo_trainer")
+    method = inspect.getsource(grpo.GRPOTrainer._generate_and_score_completions)
+    (branch,) = (
+        node for node in ast.walk(ast.parse(textwrap.dedent(method)))
+        if isinstance(node, ast.If) and "== 'normalize_then_sum'" in ast.unparse(node.test)
+    )  # fmt: skip
+    self = SimpleNamespace(reward_funcs=weights, reward_weights=torch.tensor(weights).double())
+    names = {
+        **vars(grpo), "self": self, "rewards_per_func": table, "num_generations": len(ANSWERS),
+        "device": "cpu", "unscorable_mask": torch.isnan(table).all(dim=1),
+    }  # fmt: skip
+    exec("\n".join(map(ast.unparse, branch.body)), names)
+    advantages: torch.Tensor = names["advantages"]
+    return advantages
 
 
 def told(messages: Any, *calls: tuple[str, dict[str, Any]]) -> tuple[Any, Any]:

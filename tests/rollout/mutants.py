@@ -225,7 +225,7 @@ MUTANTS = [
     # spans
     Mutant("rewards/scoring.py", "0 <= span.start < span.end <= total", "0 <= span.start <= span.end <= total"),
     Mutant("rewards/scoring.py", "0 <= span.start < span.end <= total", "0 <= span.start < span.end"),
-    Mutant("rewards/scoring.py", "weight * value)", "value)"),
+    Mutant("rewards/scoring.py", "rollout.weighted(span.name, weight, value)", "value"),
     # what the learner saw
     Mutant("learn/updates.py", "np.lexsort((turn_N, sample_N))", "np.argsort(sample_N, kind='stable')"),
     Mutant("learn/updates.py", "rollout.entropies[segment] = entropy_N[own]", "rollout.entropies[segment] = logp_N[own]"),
