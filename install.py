@@ -209,12 +209,12 @@ class Installer:
             f"model): {self.size} GB, minutes"
         )
         self.room()
-        self.need("renewing pip", *self.pip("--upgrade", "pip", "setuptools"))
+        self.need("renewing pip", *self.pip("--upgrade", "pip"))
         pins = f"requirements-{chosen}.txt"
         if chosen == "cpu":
             self.torch(re.findall(r"^torch==(.+)$", (ROOT / pins).read_text(), re.M)[0])
-        # vLLM asks for torchvision, torchaudio and torchcodec too, which are not needed and break
-        # transformers beside another torch
+        # vLLM asks for torchaudio and torchcodec too, and on a CPU for torchvision, which are not
+        # needed and break transformers beside another torch
         self.pinned(pins)
         program, otherwise = WORKS[chosen]
         status, written = self.run(self.python, "-c", program)

