@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
+from agentgrpo.actions import InfrastructureError, ReadCalls
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
@@ -55,6 +55,8 @@ class Pending:
 
     asked: Asked
     prompt: Prompt
+    place: tuple[str, int]
+    """As of Wanted."""
     budget: int
     """Tokens that the run allows the turn."""
     turn: asyncio.Future[Completion]
@@ -64,6 +66,11 @@ class Pending:
     """Once it was delivered."""
     given: bool = False
     """Whether a client was there until its answer was written whole."""
+
+
+def call_id(*of: str | int) -> str:
+    """Nine letters and digits, as Mistral's templates ask for; the same in a repeated run."""
+    return hashlib.blake2b(repr(of).encode()).hexdigest()[:9]
 
 
 @dataclass(eq=False)
@@ -188,10 +195,11 @@ class Session:
         sampling = self._sampling(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
         name = token_hash(prompt.token_ids)
+        place = name, self._prompts[name]
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), sampling, turn)
+        self._ask(prompt, most, asked.stop, place, sampling, turn)
         self._prompts[name] += 1
-        made = self._latest[digest] = Pending(asked, prompt, budget, turn)
+        made = self._latest[digest] = Pending(asked, prompt, place, budget, turn)
         self._pending.append(made)
         return made
 
@@ -285,7 +293,7 @@ class Session:
                 self._pending.remove(pending)
             raise
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
-        message, dropped = self._read(asked, turn)  # first: what cannot be read is in no row
+        message, dropped = self._read(pending, turn)  # first: what cannot be read is in no row
         cut = turn.finish_reason == "length"
         if asked.frozen:
             self.stats["frozen_turns"] += 1
@@ -324,25 +332,22 @@ class Session:
         tools = self._tools.setdefault(pending.prompt.root, asked.tools)
         self.past[name] = tuple(known.setdefault(m, m) for m in held), tools
 
-    def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
+    def _read(self, pending: Pending, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
+        asked = pending.asked
         text = self.chat.decode(turn.token_ids)
         stopped = turn.stop_reason
         if isinstance(stopped, str) and stopped in text:
             text = text[: text.index(stopped)]
         if not asked.tools or turn.finish_reason == "length":
             return Message("assistant", text), ()
-        try:
-            reading = self.read_calls(text, asked.tools)
-        except Exception:  # parsers raise for what a policy or a client's schema says
-            reading = Reading(text, (), attempted=True)
+        reading = self.read_calls(text, asked.tools)
         found = [(name, arguments or "{}") for name, arguments in reading.calls]
         if not found or (asked.objects and not all(is_object(text) for _, text in found)):
             self.stats["malformed"] += reading.attempted or bool(found)
             return Message("assistant", text), ()
-        name = f"{turn.account.prompt_hash[:12]}{self._answers}"
         calls = tuple(
-            Call(f"call_{name}_{number}", function, arguments)
+            Call(call_id(*pending.place, number), function, arguments)
             for number, (function, arguments) in enumerate(found)
         )
         given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
