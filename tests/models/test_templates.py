@@ -244,7 +244,7 @@ def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
     judge = judge_of("mistral_v3")
     agent = ToolAgent(env=None, call_reader=lambda parser: cast(Any, None))
     action = CallTools((ToolCall("f", {}), ToolCall("f", {})))
-    told = agent.observe(action, Observation("", outputs=("one", "two")))
+    told: Any = agent.observe(action, Observation("", outputs=("one", "two")))
     text = judge.tokenizer.decode(judge.chat.observation_ids(told, last_id=None, tools=True))
     assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
 
