@@ -192,8 +192,6 @@ def whole(reply: Reply) -> dict[str, Any]:
     if reason is None:
         reason = "stop_sequence" if isinstance(stopped, str) else "end_turn"
     blocks: list[dict[str, Any]] = []
-    if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": reply.id})
     if message.content or not message.calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.calls:
@@ -227,20 +225,14 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(blocks):
         kind, at = block["type"], {"index": index}
-        nothing = {"text": "", "thinking": "", "signature": "", "input": {}}
+        nothing = {"text": "", "input": {}}
         empty = {name: nothing.get(name, value) for name, value in block.items()}
         yield {"type": "content_block_start", **at, "content_block": empty}
         if kind == "tool_use":
-            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
-        elif kind == "text":
-            deltas = [{"type": "text_delta", "text": block["text"]}]
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            deltas = [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        for delta in deltas:
-            yield {"type": "content_block_delta", **at, "delta": delta}
+            delta = {"type": "text_delta", "text": block["text"]}
+        yield {"type": "content_block_delta", **at, "delta": delta}
         yield {"type": "content_block_stop", **at}
     delta = {name: answer[name] for name in end}
     yield {"type": "message_delta", "delta": delta, "usage": answer["usage"]}

@@ -322,11 +322,10 @@ def chat_json(reply: Reply) -> dict[str, Any]:
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
+        "reasoning_content": None,  # where it is not said, litellm cuts thoughts out of content
     }
     if message.calls:
         said["tool_calls"] = [_call_json(call) for call in message.calls]
-    if message.reasoning:
-        said |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
     choice = {
         "index": 0,
         "message": said,
@@ -340,9 +339,6 @@ def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | 
     """The answer as data of server-sent events."""
     message = reply.message
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if message.reasoning:
-        said = message.reasoning
-        deltas.append({"reasoning": said, "reasoning_content": said})
     if message.content:
         deltas.append({"content": message.content})
     for index, call in enumerate(message.calls):

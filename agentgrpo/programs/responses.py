@@ -179,9 +179,6 @@ def whole(reply: Reply) -> dict[str, Any]:
 
 def _items(reply: Reply) -> list[dict[str, Any]]:
     message, made = reply.message, list[dict[str, Any]]()
-    if message.reasoning:
-        part = {"type": "reasoning_text", "text": message.reasoning}
-        made.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [part]})
     if message.content or not message.calls:
         tokens = (logprobs(reply) or {"content": []})["content"]
         said = {"type": "output_text", "text": message.content, "annotations": []}
@@ -228,11 +225,10 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
             yield event("function_call_arguments.done", **at, name=item["name"], arguments=said)
         else:
             (part,) = item["content"]
-            at["content_index"], kind = 0, part["type"]
-            tokens = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            at["content_index"], tokens = 0, part["logprobs"]
             yield event("content_part.added", **at, part={**part, "text": ""})
-            yield event(f"{kind}.delta", **at, delta=part["text"], **tokens)
-            yield event(f"{kind}.done", **at, text=part["text"], **tokens)
+            yield event("output_text.delta", **at, delta=part["text"], logprobs=tokens)
+            yield event("output_text.done", **at, text=part["text"], logprobs=tokens)
             yield event("content_part.done", **at, part=part)
         yield event("output_item.done", output_index=place, item=item)
     yield event(answer["status"], response=answer)
