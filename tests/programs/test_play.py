@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -208,6 +209,21 @@ async def forked(_: Any, o: Any) -> str:
     other += [{"role": "assistant", "content": "edited"}, {"role": "user", "content": "go on"}]
     await o.ask(other)
     return "done"
+
+
+@pytest.mark.parametrize("given", ["", "corp.example", "*"])
+def test_a_program_in_this_process_asks_the_endpoint_by_no_proxy(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", given)
+    monkeypatch.setenv("no_proxy", "")
+    rollout = alone(asking(two_tools, max_retries=0), lambda *_: turn("fine"))
+    assert rollout.answer == "fine"
+    hosts = os.environ["no_proxy"]
+    assert hosts == os.environ["NO_PROXY"]
+    assert hosts.startswith(given)
+    assert (hosts == "*") == (given == "*")  # "*" among others says nothing to urllib
 
 
 def test_what_does_not_go_on_from_a_turn_is_another_row() -> None:
