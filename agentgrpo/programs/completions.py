@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from agentgrpo.programs.requests import (
     error_json,
     known,
     read_chat,
+    shown,
     usage,
 )
 
@@ -77,11 +79,14 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | str]:
 def _logprobs(reply: Reply) -> dict[str, Any] | None:
     if not reply.tokens:
         return None
-    ends = itertools.accumulate(map(len, reply.tokens[:-1]), initial=0)
+    read = codecs.getincrementaldecoder("utf-8")("replace").decode
+    ends = itertools.accumulate((len(read(token)) for token in reply.tokens[:-1]), initial=0)
+    said = reply.message.content
+    first = b"".join(reply.tokens).startswith(f" {said}".encode())  # decoders leave the space out
     return {
-        "tokens": list(reply.tokens),
+        "tokens": [*map(shown, reply.tokens)],
         "token_logprobs": reply.turn.logprobs.tolist(),
-        "text_offset": list(ends),
+        "text_offset": [max(0, end - first) for end in ends],
         "top_logprobs": None,
     }
 

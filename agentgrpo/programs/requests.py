@@ -78,8 +78,8 @@ class Reply:
     """Of the protocol: "stop", "length" or "tool_calls"."""
     turn: Completion
     created: int
-    tokens: tuple[str, ...] = field(default=())
-    """The text of each sampled token, where log-probabilities were asked for."""
+    tokens: tuple[bytes, ...] = ()
+    """Of each sampled token, where log-probabilities were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,14 +368,19 @@ def _call_json(call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def shown(token: bytes) -> str:
+    """A token as text; what is part of a character only is no text."""
+    return token.decode("utf-8", "replace")
+
+
 def logprobs(reply: Reply) -> dict[str, Any] | None:
     """Of each sampled token, if they were asked for."""
     if not reply.tokens:
         return None
     pairs = zip(reply.tokens, reply.turn.logprobs.tolist(), strict=True)
     said = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in pairs
+        {"token": shown(token), "logprob": value, "bytes": list(token), "top_logprobs": []}
+        for token, value in pairs
     ]
     return {"content": said, "refusal": None}
 

@@ -6,10 +6,11 @@ Everything here runs on the endpoint's event loop; turns are sampled on the thre
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
 from agentgrpo.programs.requests import FROZEN, NEVER, Asked, Reply
+from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
@@ -71,6 +73,22 @@ class Pending:
 def call_id(*of: str | int) -> str:
     """Nine letters and digits, as Mistral's templates ask for; the same in a repeated run."""
     return hashlib.blake2b(repr(of).encode()).hexdigest()[:9]
+
+
+def spelled(tokenizer: Any, token_ids: Int32) -> tuple[bytes, ...]:
+    """The bytes of tokens, of which single ones may be no text."""
+    known, ids = _vocabulary(tokenizer), token_ids.tolist()
+    if known is None:
+        return tuple(tokenizer.decode([i]).encode() for i in ids)
+    return tuple(known[i] if i < len(known) else b"" for i in ids)  # models may have more ids
+
+
+@functools.cache
+def _vocabulary(tokenizer: Any) -> list[bytes] | None:
+    try:
+        return token_bytes(tokenizer)
+    except ValueError:  # another kind of tokenizer
+        return None
 
 
 @dataclass(eq=False)
@@ -306,16 +324,13 @@ class Session:
             if cut and most >= pending.budget:  # by the run, whose policy says nothing more
                 self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
         self._answers += 1
-        tokens: Sequence[str] = ()
-        if asked.logprobs:
-            tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
         pending.reply = Reply(
             id=f"{turn.account.prompt_hash[:16]}-{self._answers}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
-            tokens=tuple(tokens),
+            tokens=spelled(self.chat.tokenizer, turn.token_ids) if asked.logprobs else (),
         )
         if asked.alone is not None:
             self._keep(pending.reply.id, pending, message)

@@ -24,6 +24,7 @@ from agentgrpo.programs.messages import Message as Said
 from agentgrpo.programs.requests import Reply
 from agentgrpo.programs.session import Session
 from agentgrpo.types import Completion, Status
+from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted
 from tests.programs.test_conversations import completed
 from tests.programs.test_play import ADD, CALL, alone, rows_of, says_tools, turn
@@ -223,13 +224,44 @@ def test_text_goes_on_where_it_holds_all_that_was_sampled() -> None:
     assert [t.asked_tokens for t in rollout.turns] == [99, 3, 99, 16]
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "tokens", "offsets"),
+    [  # the tokenizer of the tests has one for each byte
+        ("", "é\U0001f600k", [*"\ufffd" * 6, "k"], [0, 0, 1, 1, 1, 1, 2]),
+        ("mistral_v3", "The answer is 3", [" The", " answer", " is", " ", "3"], [0, 3, 10, 13, 14]),
+        ("qwen3", " The answer", [" The", " answer"], [0, 4]),
+    ],
+)
+def test_the_tokens_of_an_answer_are_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, name: str, said: str, tokens: list[str], offsets: list[int]
+) -> None:
+    chat = judge_of(name).chat if name else CHAT
+    monkeypatch.setattr("tests.programs.test_play.CHAT", chat)
+    end = chat.tokenizer.decode(chat.end_of_turn_id)
+    texts: list[str] = []
+    listed: list[Any] = []
+
+    async def use(c: Any) -> None:
+        chats = {"model": "policy", "messages": [{"role": "user", "content": "Q"}]}
+        one = (await c.openai.chat.completions.create(**chats, logprobs=True)).choices[0]
+        listed.extend(one.logprobs.content)
+        two = (await c.openai.completions.create(**GOOD["completions"], logprobs=0)).choices[0]
+        assert two.logprobs.tokens == [*tokens, end] == [token.token for token in listed]
+        assert two.logprobs.text_offset == [*offsets, len(said)]
+        texts.extend([one.message.content, two.text])
+
+    alone(program(use), StubEngine(chat.tokenizer, lambda *_: Turn(said + end)))
+    assert texts == [said, said]
+    assert bytes(b for t in listed for b in t.bytes).decode().lstrip() == f"{said}{end}".lstrip()
+
+
 def reply(message: Said, *, finish: str = "stop", stopped: str | None = None) -> Reply:
     turn: Completion = completed(
         CHAT.prompt_ids([{"role": "user", "content": "Q"}]), CHAT.text_ids("xyz")
     )
     return Reply(
         id="7-1", message=message, finish_reason=finish, turn=replace(turn, stop_reason=stopped),
-        created=5, tokens=tuple("x" for _ in turn.token_ids),
+        created=5, tokens=tuple(b"x" for _ in turn.token_ids),
     )  # fmt: skip
 
 
