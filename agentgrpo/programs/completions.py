@@ -19,13 +19,16 @@ from agentgrpo.programs.requests import (
     error_json,
     known,
     read_chat,
+    require_own,
     shown,
     usage,
 )
 
-SAME = ("model", "max_tokens", "stop", "stream", "stream_options", *BENT)
+SAME = ("model", "max_tokens", "stop", "stream", "stream_options")
+READ = ("prompt", "n", "best_of", "logprobs")
+UNHEARD = ("user",)
 REFUSED = ("suffix", "echo")
-KNOWN = {*SAME, *REFUSED, "prompt", "n", "best_of", "logprobs", "user"}
+KNOWN = {*SAME, *BENT, *READ, *UNHEARD, *REFUSED}
 MAX_TOKENS = 16
 """Of an answer, if the request does not say: the protocol's own."""
 
@@ -49,7 +52,8 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRequest(f"prompt: is no Unicode text: {error}", param="prompt") from None
-    chat = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat = {name: body[name] for name in (*SAME, *BENT) if body.get(name) is not None}
+    require_own(body, "logprobs")
     chat = {"max_tokens": MAX_TOKENS, **chat, "logprobs": body.get("logprobs") is not None}
     return replace(read_chat(chat, past, ()), text=text)
 

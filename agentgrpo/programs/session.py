@@ -19,7 +19,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
-from agentgrpo.programs.requests import FROZEN, NEVER, Asked, Reply
+from agentgrpo.programs.requests import FROZEN, OBEYED, Asked, Reply
 from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
@@ -222,18 +222,28 @@ class Session:
         return made
 
     def _sampling(self, asked: Asked) -> dict[str, Any]:
-        """What the engine is to obey of a request; all else that bends is counted."""
-        obeyed, ignored = {}, set(asked.bent)
+        """What the engine is to obey of a request; all else that bends is counted.
+
+        Raises:
+            BadRequest: it wants the template's options to be others than the run's.
+        """
+        options = self.config.template_options
+        for name, value in asked.template_options.items():
+            if name not in options or options[name] != value:
+                raise BadRequest.expected(
+                    f"rollout.template_options, which are the run's, {dict(options)}",
+                    param="chat_template_kwargs", got={name: value},
+                )  # fmt: skip
+        ignored = {name for name, value in asked.bent.items() if options.get(name) != value}
+        obeyed = {}
         if self.obeys or asked.frozen:
-            obeyed, ignored = dict(asked.sampling), set(NEVER) & ignored
+            obeyed, ignored = dict(asked.sampling), ignored - {*OBEYED}
             grammar = getattr(self.read_calls, "grammar", None)
-            choice = asked.bent.get("tool_choice")
-            if choice is not None:
-                tag = grammar(asked.tools, choice) if grammar and asked.tools else None
-                if tag is None:  # this family's calls have no grammar
-                    ignored.add("tool_choice")
-                else:
+            if "tool_choice" in ignored and grammar and asked.tools:
+                tag = grammar(asked.tools, asked.bent["tool_choice"])
+                if tag is not None:  # this family's calls have a grammar
                     obeyed["structured_outputs"] = {"structural_tag": tag}
+                    ignored.remove("tool_choice")
         self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
         return obeyed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import anthropic
 import openai
+import openai.types.responses.response_create_params
 import pydantic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
@@ -17,6 +20,8 @@ from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
+from agentgrpo.programs import anthropic as messages
+from agentgrpo.programs import completions, requests, responses
 from agentgrpo.programs.anthropic import MESSAGES
 from agentgrpo.programs.endpoint import APIS, framed
 from agentgrpo.programs.messages import Call
@@ -313,6 +318,31 @@ def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> 
         assert told["stop_sequence"] == said.turn.stop_reason
 
 
+HEADERS = {"betas", "workspace_id"}
+"""Which the client's types have among the parameters."""
+
+
+@pytest.mark.parametrize(
+    ("api", "params"),
+    [
+        (requests, openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
+        (responses, openai.types.responses.response_create_params.ResponseCreateParamsStreaming),
+        (completions, openai.types.completion_create_params.CompletionCreateParamsStreaming),
+        (messages, anthropic.types.message_create_params.MessageCreateParamsStreaming),
+        (messages, anthropic.types.beta.message_create_params.MessageCreateParamsStreaming),
+    ],
+    ids=["chat", "responses", "completions", "messages", "beta messages"],
+)
+def test_every_parameter_that_a_client_has_is_of_one_class(api: Any, params: Any) -> None:
+    """Read, refused, counted, or nothing that an answer depends on: none is met by surprise."""
+    known = (params.__required_keys__ | params.__optional_keys__) - HEADERS
+    assert known - api.KNOWN == set()
+    classes = (getattr(api, name, ()) for name in ("SAME", "BENT", "READ", "UNHEARD", "REFUSED"))
+    counts = Counter(itertools.chain(*classes))
+    assert {*counts} == api.KNOWN
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
 BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("responses", {"input": []}, 400, "input: expected text or a list of at least one", "input"),
     ("responses", {"input": [3]}, 400, "input[0]: expected an object", "input[0]"),
@@ -324,10 +354,14 @@ BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("responses", {"previous_response_id": "resp_9"}, 400, "'resp_9' not found",
      "previous_response_id"),
     ("responses", {"background": True}, 400, "background: is not offered", "background"),
+    ("responses", {"moderation": {"model": "m"}}, 400, "is not offered", "moderation"),
+    ("responses", {"reasoning": "low"}, 400, "reasoning: expected an object", "reasoning"),
+    ("responses", {"top_logprobs": 2}, 400, "top_logprobs: expected 0", "top_logprobs"),
     ("responses", {"bananas": 1}, 400, "bananas: there is no such parameter", "bananas"),
     ("responses", {"model": "gpt-9"}, 404, "model: there is 'policy'", "model"),
     ("completions", {"prompt": ["a", "b"]}, 400, "prompt: expected one text", "prompt"),
     ("completions", {"echo": True}, 400, "echo: is not offered", "echo"),
+    ("completions", {"logprobs": 5}, 400, "logprobs: expected 0", "logprobs"),
     ("completions", {"n": 2}, 400, "n: one answer per request", "n"),
     ("embeddings", {}, 404, "POST /v1/embeddings is not offered", None),
     ("messages", {"messages": []}, 400, "messages: expected at least one", None),
@@ -342,6 +376,7 @@ BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("messages", {"tool_choice": {"type": []}}, 400, "tool_choice.type: expected auto", None),
     ("messages", {"tool_choice": {"type": {}}}, 400, "tool_choice.type: expected auto", None),
     ("messages", {"tool_choice": {"type": "tool", "name": "x"}}, 400, "none of the tools", None),
+    ("messages", {"container": "c"}, 400, "container: is not offered", None),
     ("messages", {"thread": {"type": "continue", "previous_message_id": "msg_9"}}, 404,
      "no thread that ends with 'msg_9'", None),
     ("messages", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400,
@@ -466,17 +501,21 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
         schema = {"type": "object", "properties": {}}
         await c.openai.responses.create(
             **GOOD["responses"], tools=[FLAT], tool_choice="required", temperature=0.5,
+            reasoning={"effort": "low"}, truncation="auto", max_tool_calls=1,
             text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
         )  # fmt: skip
         await c.anthropic.messages.create(
             **GOOD["messages"], tools=[BLOCK], tool_choice={"type": "any"}, stop_sequences=["END"],
-            extra_body={"temperature": 0.1},
+            extra_body={"temperature": 0.1, "thinking": {"type": "adaptive"}},
+            output_config={"effort": "low"},
         )  # fmt: skip
 
     engine = StubEngine(TOKENIZER, lambda *_: turn("x"))
     rollout = alone(program(use), engine)
-    names = ("tool_choice", "temperature", "response_format")
-    assert [rollout.stats[f"unenforced_{name}"] for name in names] == [2, 2, 1]
+    both, one = ("tool_choice", "temperature", "reasoning_effort"), ("truncation", "thinking")
+    counted = {**dict.fromkeys(both, 2), **dict.fromkeys(one, 1), "response_format": 1}
+    stats = {name: n for name, n in rollout.stats.items() if name.startswith("unenforced")}
+    assert stats == {f"unenforced_{name}": n for name, n in counted.items()}
     assert [request.options["stop"] for request in engine.requests] == [(), ("END",)]
     none = {**GOOD["messages"], "tools": [BLOCK], "tool_choice": {"type": "none"}}
     assert MESSAGES.read(none, {}).tools == ()
