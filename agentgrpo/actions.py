@@ -34,8 +34,6 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
-    id: str = ""
-    """What the answer refers to, for templates that show it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 OURS = os.path.join(Path(__file__).parent, "")
 EXAMPLES = os.path.join(OURS, "examples", "")
@@ -332,7 +332,22 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-@functools.cache
+class Once(Generic[Made]):
+    """As functools.cache, which calls `make` on each of the threads that ask before it has come
+    back: what all are to share is made by one.
+    """
+
+    def __init__(self, make: Callable[..., Made]) -> None:
+        self._made = functools.cache(make)
+        self._lock = threading.RLock()  # a finalizer may ask on the thread that makes another
+        self.cache_clear = self._made.cache_clear
+
+    def __call__(self, *args: Any) -> Made:
+        with self._lock:
+            return self._made(*args)
+
+
+@Once
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
     """The process's loop of this name, on a thread that nothing ends.
 
@@ -353,7 +368,7 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
 # --- what takes too long
 
 
-@functools.cache
+@Once
 def _looker() -> threading.Thread:
     thread = threading.Thread(target=_look, name="looks at calls", daemon=True)
     thread.start()

@@ -65,7 +65,7 @@ static int
 get_arrays(Plan *plan, PyObject *const *args)
 {
     for (int i = 0; i < NUM_ARRAYS; i++) {
-        if (tokens_get_buffer(args[i], formats[i], 0, &plan->arrays[i], "%s", names[i]) < 0) {
+        if (tokens_get_buffer(args[i], formats[i], &plan->arrays[i], names[i]) < 0) {
             return -1;
         }
     }

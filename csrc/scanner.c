@@ -1,4 +1,4 @@
-/* TagScanner: finds stop and tool tags in text that arrives in pieces, or in a stream of tokens.
+/* TagScanner: finds stop and tool tags in a stream of tokens.
  *
  * An Aho-Corasick automaton over bytes with every transition worked out, so a byte costs one load
  * however many tags there are. The scanner is immutable and what it remembers of a stream is one
@@ -182,8 +182,8 @@ static PyObject *
 scanner_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"tags", "vocabulary", NULL};
-    PyObject *tags, *vocabulary = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O!:TagScanner", names, &PyList_Type, &tags,
+    PyObject *tags, *vocabulary;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!:TagScanner", names, &PyList_Type, &tags,
                                      &PyList_Type, &vocabulary)) {
         return NULL;
     }
@@ -191,8 +191,7 @@ scanner_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
-    if (set_tags((Scanner *)self, tags) < 0 ||
-        (vocabulary != NULL && set_vocabulary((Scanner *)self, vocabulary) < 0)) {
+    if (set_tags((Scanner *)self, tags) < 0 || set_vocabulary((Scanner *)self, vocabulary) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -203,10 +202,10 @@ scanner_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* Reads the optional state argument. Returns it, or -1 with an exception set. */
 static int32_t
-get_state(const Scanner *self, PyObject *const *args, Py_ssize_t nargs, const char *name)
+get_state(const Scanner *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs < 1 || nargs > 2) {
-        PyErr_Format(PyExc_TypeError, "%s() takes 1 or 2 arguments, got %zd", name, nargs);
+        PyErr_Format(PyExc_TypeError, "scan_ids() takes 1 or 2 arguments, got %zd", nargs);
         return -1;
     }
     const long state = nargs == 2 ? PyLong_AsLong(args[1]) : 0;
@@ -220,17 +219,14 @@ get_state(const Scanner *self, PyObject *const *args, Py_ssize_t nargs, const ch
     return (int32_t)state;
 }
 
-/* Appends (tag, end), or (tag, token, end) if token >= 0, for every tag that ends at state, the
- * longest first.
- */
+/* Appends (tag, token, end) for every tag that ends at state, the longest first. */
 static int
 report(const Scanner *self, int32_t state, Py_ssize_t token, Py_ssize_t end, PyObject *matches)
 {
     const State *at = &self->states[state];
     for (at = at->tag >= 0 ? at : &self->states[at->suffix]; at->tag >= 0;
          at = &self->states[at->suffix]) {
-        PyObject *match = token < 0 ? Py_BuildValue("in", (int)at->tag, end)
-                                    : Py_BuildValue("inn", (int)at->tag, token, end);
+        PyObject *match = Py_BuildValue("inn", (int)at->tag, token, end);
         if (match == NULL || PyList_Append(matches, match) < 0) {
             Py_XDECREF(match);
             return -1;
@@ -263,31 +259,6 @@ result_of(int32_t state, PyObject *matches)
     return result;
 }
 
-PyDoc_STRVAR(
-    scan_doc,
-    "scan($self, data, state=0, /)\n"
-    "--\n"
-    "\n"
-    "Continue a scan over the next bytes of a stream.\n"
-    "\n"
-    "Returns the state to go on from and (tag, end) for every tag that ended: its index and\n"
-    "the offset within data just behind it; in order of end, then longest first.");
-
-static PyObject *
-scan(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
-{
-    const Scanner *self = (const Scanner *)object;
-    int32_t state = get_state(self, args, nargs, "scan");
-    Py_buffer data;
-    if (state < 0 || PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE) < 0) {
-        return NULL;
-    }
-    PyObject *matches = PyList_New(0);
-    state = matches == NULL ? -1 : advance(self, state, data.buf, data.len, -1, matches);
-    PyBuffer_Release(&data);
-    return result_of(state, matches);
-}
-
 PyDoc_STRVAR(scan_ids_doc,
              "scan_ids($self, ids, state=0, /)\n"
              "--\n"
@@ -303,9 +274,9 @@ static PyObject *
 scan_ids(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
     const Scanner *self = (const Scanner *)object;
-    int32_t state = get_state(self, args, nargs, "scan_ids");
+    int32_t state = get_state(self, args, nargs);
     Py_buffer view;
-    if (state < 0 || tokens_get_buffer(args[0], 'i', 0, &view, "ids") < 0) {
+    if (state < 0 || tokens_get_buffer(args[0], 'i', &view, "ids") < 0) {
         return NULL;
     }
     const int32_t *ids = view.buf;
@@ -329,16 +300,15 @@ scan_ids(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 /* --- the type ------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(scanner_doc,
-             "TagScanner(tags, vocabulary=[])\n"
+             "TagScanner(tags, vocabulary)\n"
              "--\n"
              "\n"
-             "Finds any of a list of byte strings in a stream, wherever it is split.\n"
+             "Finds any of a list of byte strings in a stream of tokens, wherever it is split.\n"
              "\n"
-             "vocabulary[id] is the bytes of token id, for scan_ids(). Both are copied. Raises\n"
+             "vocabulary[id] is the bytes of token id. Both are copied. Raises\n"
              "TypeError for anything but lists of bytes, ValueError for an empty or repeated tag.");
 
 static PyMethodDef scanner_methods[] = {
-    {"scan", (PyCFunction)(void (*)(void))scan, METH_FASTCALL, scan_doc},
     {"scan_ids", (PyCFunction)(void (*)(void))scan_ids, METH_FASTCALL, scan_ids_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -1,11 +1,9 @@
 /* Buffers checked by name (tokens.h). */
 #include "tokens.h"
 
-#include <stdarg.h>
-
 /* Returns what is wrong with view, or NULL. */
 static const char *
-fault(const Py_buffer *view, char format, int writable)
+fault(const Py_buffer *view, char format)
 {
     if (view->ndim != 1) {
         return "not 1-d";
@@ -17,40 +15,29 @@ fault(const Py_buffer *view, char format, int writable)
     if (view->shape[0] > 1 && view->strides[0] != view->itemsize) {
         return "not contiguous";
     }
-    if (writable && view->readonly) {
-        return "read-only";
-    }
     return view->shape[0] > INT32_MAX ? "longer than 2**31 - 1" : NULL;
 }
 
 int
-tokens_get_buffer(PyObject *obj, char format, int writable, Py_buffer *view, const char *name, ...)
+tokens_get_buffer(PyObject *obj, char format, Py_buffer *view, const char *name)
 {
     const int has_buffer = PyObject_CheckBuffer(obj);
     if (has_buffer && PyObject_GetBuffer(obj, view, PyBUF_FORMAT | PyBUF_STRIDES) < 0) {
         return -1;
     }
-    const char *why = has_buffer ? fault(view, format, writable) : NULL;
+    const char *why = has_buffer ? fault(view, format) : NULL;
     if (has_buffer && why == NULL) {
         return 0;
     }
     const char *expected = format == 'i' ? "int32" : "float32";
-    va_list args;
-    va_start(args, name);
-    PyObject *label = PyUnicode_FromFormatV(name, args);
-    va_end(args);
-    if (label != NULL && !has_buffer) {
-        PyErr_Format(PyExc_TypeError, "%U: expected a 1-d %s array, got %R", label, expected,
+    if (!has_buffer) {
+        PyErr_Format(PyExc_TypeError, "%s: expected a 1-d %s array, got %R", name, expected,
                      (PyObject *)Py_TYPE(obj));
-    } else if (label != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "%U: expected a contiguous 1-d %s array, got one that is %s (%d-d, format "
-                     "'%s')",
-                     label, expected, why, view->ndim, view->format);
+        return -1;
     }
-    if (has_buffer) {
-        PyBuffer_Release(view);
-    }
-    Py_XDECREF(label);
+    PyErr_Format(PyExc_ValueError,
+                 "%s: expected a contiguous 1-d %s array, got one that is %s (%d-d, format '%s')",
+                 name, expected, why, view->ndim, view->format);
+    PyBuffer_Release(view);
     return -1;
 }

@@ -61,11 +61,9 @@ tokens_first_not_finite(const float *logp, Py_ssize_t n)
     return i;
 }
 
-/* Fills view with obj's 1-d contiguous memory of format 'i' (int32) or 'f' (float32), writable or
- * not. Returns 0, or -1 with an exception that begins with the printf-formatted name, and view not
- * held. At most INT32_MAX elements.
+/* Fills view with obj's 1-d contiguous memory of format 'i' (int32) or 'f' (float32). Returns 0, or
+ * -1 with an exception that begins with name, and view not held. At most INT32_MAX elements.
  */
-int tokens_get_buffer(PyObject *obj, char format, int writable, Py_buffer *view, const char *name,
-                      ...);
+int tokens_get_buffer(PyObject *obj, char format, Py_buffer *view, const char *name);
 
 #endif

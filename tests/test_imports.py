@@ -74,7 +74,7 @@ WINGS = {
     "agents": "types config actions",
     "envs": "types files extras usercode config actions run sandbox",
     "models": "types files extras config",
-    "engine": "types files extras config actions parallel machine models kernels",
+    "engine": "types files extras usercode config actions parallel machine models kernels",
     "rollout": "types usercode config actions parallel agents envs models engine",
     "programs": "types usercode config actions agents envs models rollout sandbox",
     "learn": "types extras config parallel run machine kernels models engine",

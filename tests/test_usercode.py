@@ -7,6 +7,8 @@ import inspect
 import os
 import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -37,6 +39,20 @@ PACKAGE = Path(agentgrpo.__file__).parent
 )
 def test_a_file_is_whose_folder_it_is_in(file: Path, users: bool) -> None:
     assert usercode._is_users(str(file)) is users
+
+
+def test_what_all_threads_share_is_made_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = asyncio.new_event_loop, list[object]()
+
+    def slow() -> asyncio.AbstractEventLoop:
+        time.sleep(0.05)
+        made.append(loop := make())
+        return loop
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slow)
+    with ThreadPoolExecutor(8) as side:
+        loops = set(side.map(usercode.event_loop, ["of this test"] * 8))
+    assert made == [*loops]
 
 
 def hangs() -> None:

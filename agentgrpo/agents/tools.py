@@ -95,14 +95,14 @@ class ToolAgent(FormAgent):
                 return self.malformed("Error: the tool call could not be read; no call was made")
             return self.answered(reading.content, self.answer_prefix)
         calls = []
-        for number, (name, arguments) in enumerate(reading.calls):
+        for name, arguments in reading.calls:
             try:
                 values = as_json(json.loads(arguments or "{}"))
             except (ValueError, RecursionError) as error:
                 return self.malformed(f"Error: {name}: the arguments are not JSON: {error}")
             if not isinstance(values, dict):
                 return self.malformed(f"Error: {name}: the arguments must be a JSON object")
-            calls.append(ToolCall(name, values, id=f"call_{number}"))
+            calls.append(ToolCall(name, values))
         if self.parallel_calls:
             return CallTools(tuple(calls))
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
@@ -117,6 +117,6 @@ class ToolAgent(FormAgent):
         texts = observation.outputs or (observation.text,)
         made = list(zip(action.calls, texts, strict=True))
         return [
-            {"role": role, "content": text, "name": call.name, "tool_call_id": call.id}
+            {"role": role, "content": text, "name": call.name}
             for call, text in [*made, *((call, ONE_CALL) for call in action.refused)]
         ]

@@ -10,13 +10,12 @@ import asyncio
 import json
 import logging
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from html.parser import HTMLParser
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -29,6 +28,7 @@ from agentgrpo.extras import require
 from agentgrpo.files import from_json
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
+from agentgrpo.usercode import Once, event_loop
 
 if TYPE_CHECKING:
     import httpx2
@@ -161,7 +161,9 @@ class Server(ABC):
         except openai.APIStatusError as error:
             said = f"HTTP {error.status_code}: {error.response.text[:200]}"
             raise Refused(f"endpoint {self.config.url}: {said}", error.status_code) from error
-        except (openai.OpenAIError, BadAnswer) as error:
+        except InfrastructureError:
+            raise
+        except Exception as error:  # whatever it is, it is no fault of the policy's
             raise InfrastructureError(
                 f"endpoint {self.config.url}: {error.__cause__ or error}"
             ) from error
@@ -286,12 +288,13 @@ class Retriever(Server):
         return response.text if kind.startswith("text/") else f"(the page is {kind})"
 
 
-@cache
+@Once
 def _loop() -> asyncio.AbstractEventLoop:
-    """Where all requests run: what is late can be cancelled there, a thread's read cannot."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="endpoints", daemon=True).start()
-    return loop
+    """Where all requests run: what is late can be cancelled there, a thread's read cannot.
+
+    It stays the same one, as clients keep their connections to it.
+    """
+    return event_loop("endpoints")
 
 
 def _close(client: openai.AsyncOpenAI) -> None:

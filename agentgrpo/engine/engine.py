@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -190,15 +189,6 @@ class Engine:
         manager.add_adapter(adapter)
         manager.activate_adapter(adapter.id)
         self._adapter = _ADAPTER
-
-    def seed(self, seed: int) -> None:
-        """Seed the stream shared by requests that have no seed of their own.
-
-        Torch's, or numpy's: vLLM's newer runner, which CUDA gets, draws each such request's seed
-        from numpy.
-        """
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - the stream that vLLM draws from
 
     def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
         """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.

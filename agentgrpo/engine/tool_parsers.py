@@ -46,14 +46,17 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         return None if tag is None else json.dumps(tag.model_dump())
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
-        reader, request = made(tools)
-        found = reader.extract_tool_calls(text, request)
+        try:
+            reader, request = made(tools)
+            found = reader.extract_tool_calls(text, request)
+        except Exception:  # parsers raise for what a policy or a client's schema says
+            return Reading(text, (), attempted=True)
         calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
         content = (found.content or "") if calls else text
         return Reading(content, calls, attempted=_is_marked(reader, text))
 
     try:
-        read("", [])
+        made([])
     except RuntimeError as error:  # a family's special tokens are not in this vocabulary
         raise ValueError(f"parser: {parser!r} does not fit the model: {error}") from error
     read.grammar = grammar  # type: ignore[attr-defined]

@@ -415,13 +415,18 @@ class ChatTemplate:
         """The template's text, in which a result is that of the last call with its id.
 
         Some templates find the call of a result by its id among all calls (Command R7B its number,
-        Solar its name), and a program may give ids again in each turn. They are told apart for the
-        template, and written as given.
+        Solar its name), and a program may give ids again in each turn. Others refuse ids that are
+        not of their form (Mistral's). They are told apart for the template, and written as given.
         """
-        text = self._rendered(messages, tools, prompt=prompt)
-        apart, given = _told_apart(messages, text)
-        if not given:
-            return text
+        try:
+            text = self._rendered(messages, tools, prompt=prompt)
+            apart, given = _told_apart(messages, text)
+            if not given:
+                return text
+        except jinja2.TemplateError:
+            apart, given = _told_apart(messages, repr(tools), all_of_them=True)
+            if not given:
+                raise
         text = self._rendered(apart, tools, prompt=prompt)
         return _MADE_ID.sub(lambda m: given.get(m[0], m[0]), text)
 
@@ -506,11 +511,14 @@ def _unsaid_ids(messages: Sequence[Message], text: str) -> Iterator[str]:
     yield from (name for n in range(10**7) if (name := f"id{n:07d}") not in said)
 
 
-def _told_apart(messages: Sequence[Message], text: str) -> tuple[list[Message], dict[str, str]]:
+def _told_apart(
+    messages: Sequence[Message], text: str, *, all_of_them: bool = False
+) -> tuple[list[Message], dict[str, str]]:
     """The messages, no id of a call there twice; and the given id for each that was put in.
 
     It takes time in proportion to the messages, whatever ids a program gives. `text` is the
-    messages as rendered: nothing in it is taken for an id that was put in.
+    messages as rendered: nothing in it is taken for an id that was put in. `all_of_them`: another
+    is put in for every id.
     """
     used: set[str] = set()
     answered: dict[str, deque[str]] = {}  # a given id: its calls of the last turn
@@ -518,7 +526,7 @@ def _told_apart(messages: Sequence[Message], text: str) -> tuple[list[Message], 
     unsaid = _unsaid_ids(messages, text)
 
     def own(name: str) -> str:
-        if name not in used:
+        if name not in used and not all_of_them:
             used.add(name)
             return name
         made = next(unsaid)

@@ -19,6 +19,7 @@ from agentgrpo.programs.requests import (
     Past,
     Reply,
     called,
+    inside,
     known,
     listed,
     read_chat,
@@ -27,12 +28,17 @@ from agentgrpo.programs.requests import (
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 """Keys that a chat completion has too."""
+READ = (
+    "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config",
+    "output_format", "thread",
+)  # fmt: skip
+UNHEARD = (
+    "metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics",
+    "user_profile_id", "billing_policy", "fallback_credit_token",
+)  # fmt: skip
+"""By which no answer is another: whose it is, how fast it comes, what it costs."""
 REFUSED = ("container", "mcp_servers", "context_management", "compaction", "fallbacks")
-KNOWN = {
-    *SAME, *REFUSED, "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking",
-    "output_config", "output_format", "thread", "metadata", "service_tier", "cache_control",
-    "speed", "inference_geo", "diagnostics", "user_profile_id",
-}  # fmt: skip
+KNOWN = {*SAME, *READ, *UNHEARD, *REFUSED}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -67,11 +73,15 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
         "tool_choice": _choice(choice),
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
         "response_format": _format(body),
+        "reasoning_effort": inside(body, "output_config", "effort"),
     }
     messages = named([*before, *_messages(body)])
     with called({"stop": "stop_sequences", "response_format": "output_config.format"}):
         asked = read_chat(chat, past, messages)
-    return replace(asked, objects=True, alone=0 if body.get("thread") else None)
+    return replace(
+        asked, objects=True, alone=0 if body.get("thread") else None,
+        bent={**asked.bent, "thinking": body["thinking"]} if body.get("thinking") else asked.bent,
+    )  # fmt: skip
 
 
 def read_count(body: Mapping[str, Any], past: Past) -> Asked:
@@ -174,11 +184,10 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 
 def _format(body: Mapping[str, Any]) -> Any:
     """A response_format of chat completions."""
-    config = body.get("output_config")
-    form = config.get("format") if isinstance(config, Mapping) else body.get("output_format")
+    form = inside(body, "output_config", "format") or body.get("output_format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
-        inside = {"name": "answer", "schema": form.get("schema")}
-        return {"type": "json_schema", "json_schema": inside}
+        described = {"name": "answer", "schema": form.get("schema")}
+        return {"type": "json_schema", "json_schema": described}
     return form
 
 
@@ -192,8 +201,6 @@ def whole(reply: Reply) -> dict[str, Any]:
     if reason is None:
         reason = "stop_sequence" if isinstance(stopped, str) else "end_turn"
     blocks: list[dict[str, Any]] = []
-    if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": reply.id})
     if message.content or not message.calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.calls:
@@ -227,20 +234,14 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(blocks):
         kind, at = block["type"], {"index": index}
-        nothing = {"text": "", "thinking": "", "signature": "", "input": {}}
+        nothing = {"text": "", "input": {}}
         empty = {name: nothing.get(name, value) for name, value in block.items()}
         yield {"type": "content_block_start", **at, "content_block": empty}
         if kind == "tool_use":
-            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
-        elif kind == "text":
-            deltas = [{"type": "text_delta", "text": block["text"]}]
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            deltas = [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        for delta in deltas:
-            yield {"type": "content_block_delta", **at, "delta": delta}
+            delta = {"type": "text_delta", "text": block["text"]}
+        yield {"type": "content_block_delta", **at, "delta": delta}
         yield {"type": "content_block_stop", **at}
     delta = {name: answer[name] for name in end}
     yield {"type": "message_delta", "delta": delta, "usage": answer["usage"]}

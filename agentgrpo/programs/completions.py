@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,12 +19,16 @@ from agentgrpo.programs.requests import (
     error_json,
     known,
     read_chat,
+    require_own,
+    shown,
     usage,
 )
 
-SAME = ("model", "max_tokens", "stop", "stream", "stream_options", *BENT)
+SAME = ("model", "max_tokens", "stop", "stream", "stream_options")
+READ = ("prompt", "n", "best_of", "logprobs")
+UNHEARD = ("user",)
 REFUSED = ("suffix", "echo")
-KNOWN = {*SAME, *REFUSED, "prompt", "n", "best_of", "logprobs", "user"}
+KNOWN = {*SAME, *BENT, *READ, *UNHEARD, *REFUSED}
 MAX_TOKENS = 16
 """Of an answer, if the request does not say: the protocol's own."""
 
@@ -47,7 +52,8 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRequest(f"prompt: is no Unicode text: {error}", param="prompt") from None
-    chat = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat = {name: body[name] for name in (*SAME, *BENT) if body.get(name) is not None}
+    require_own(body, "logprobs")
     chat = {"max_tokens": MAX_TOKENS, **chat, "logprobs": body.get("logprobs") is not None}
     return replace(read_chat(chat, past, ()), text=text)
 
@@ -77,11 +83,14 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | str]:
 def _logprobs(reply: Reply) -> dict[str, Any] | None:
     if not reply.tokens:
         return None
-    ends = itertools.accumulate(map(len, reply.tokens[:-1]), initial=0)
+    read = codecs.getincrementaldecoder("utf-8")("replace").decode
+    ends = itertools.accumulate((len(read(token)) for token in reply.tokens[:-1]), initial=0)
+    said = reply.message.content
+    first = b"".join(reply.tokens).startswith(f" {said}".encode())  # decoders leave the space out
     return {
-        "tokens": list(reply.tokens),
+        "tokens": [*map(shown, reply.tokens)],
         "token_logprobs": reply.turn.logprobs.tolist(),
-        "text_offset": list(ends),
+        "text_offset": [max(0, end - first) for end in ends],
         "top_logprobs": None,
     }
 

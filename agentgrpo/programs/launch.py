@@ -239,7 +239,10 @@ class Process:
             )
             place = Path(undo.enter_context(folder))
             for path in self._files:
-                (shutil.copytree if path.is_dir() else shutil.copy)(path, place / path.name)
+                if path.is_dir():
+                    shutil.copytree(path, place / path.name, dirs_exist_ok=True)
+                else:
+                    shutil.copy(path, place / path.name)
             told = json.dumps(task_json(task), ensure_ascii=False)
             (place / TASK_FILE).write_text(told, encoding="utf-8")
             kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
@@ -482,7 +485,7 @@ class _InSession:
                     listener.close()
                     return Outcome(None, "stopped")
                 return self._of.play(self._jail, listener, session, endpoint)
-        except SandboxException as error:
+        except (SandboxException, OSError) as error:  # no descriptor is left, for one
             if self._stopped:
                 return Outcome(None, "stopped")
             raise InfrastructureError(str(error)) from error

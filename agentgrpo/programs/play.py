@@ -93,14 +93,14 @@ class ProgramSampler(AnySampler):
         return groups, play.stats
 
     def _say_what_is_ignored(self, groups: Sequence[Group]) -> None:
-        """Once, of what programs ask for that bends the distribution."""
+        """Once, of what programs ask for."""
         stats = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
         ignored = {name.removeprefix(UNENFORCED) for name in stats if name.startswith(UNENFORCED)}
         if new := sorted(ignored - self._said):
             self._said |= ignored
             tell(
-                f"programs ask for {', '.join(new)}, which is not obeyed: it would bend the "
-                "distribution that is trained on (docs/any-agent.md)"
+                f"programs ask for {', '.join(new)}, which is not obeyed: what is trained on is "
+                "sampled and rendered as the run says (docs/any-agent.md)"
             )
 
 

@@ -20,17 +20,23 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
 }  # fmt: skip
 """With their least and greatest values: vLLM's, and of penalties what leaves logits finite."""
-BENT = (*NUMBERS, "seed", "logit_bias", "response_format", "structured_outputs")
-"""Keys that bend what is sampled: the run's own sampling is the one that is trained on."""
-NEVER = ("seed", "logit_bias")
-"""Those of them that nothing obeys: seeds are the run's, and a bias is of single tokens."""
-KNOWN = {
-    *BENT, "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream",
-    "stream_options", "stop", "max_tokens", "max_completion_tokens", "n", "logprobs",
-    "top_logprobs", "user", "metadata", "store", "service_tier", "reasoning_effort", "modalities",
-    "prediction", "functions", "function_call", "prompt_cache_key", "safety_identifier",
-    "verbosity", "chat_template_kwargs",
-}  # fmt: skip
+OBEYED = (*NUMBERS, "response_format", "structured_outputs")
+"""Keys that bend what is sampled. Not in training: the run's own sampling is trained on."""
+NEVER = ("seed", "logit_bias", "reasoning_effort", "verbosity")
+"""Those that nothing obeys: seeds and the template are the run's, a bias is of single tokens."""
+BENT = (*OBEYED, *NEVER)
+READ = (
+    "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options",
+    "stop", "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "modalities",
+    "chat_template_kwargs",
+)  # fmt: skip
+UNHEARD = (
+    "user", "metadata", "store", "service_tier", "prediction", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+)  # fmt: skip
+"""By which no answer is another: whose it is, how fast it comes, where it is kept."""
+REFUSED = ("audio", "function_call", "functions", "moderation", "web_search_options")
+KNOWN = {*BENT, *READ, *UNHEARD, *REFUSED}
 MODEL = "policy"
 FROZEN = "policy:frozen"
 """The same weights, by a name that keeps a turn out of training."""
@@ -51,9 +57,11 @@ class Asked:
     frozen: bool = False
     """The turn is in no record and not trained on."""
     bent: Mapping[str, Any] = field(default_factory=dict)
-    """What it asks for that bends the distribution, by the protocol's keys."""
+    """What it asks for that the run's own sampling and template decide, by the protocol's keys."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The same, as Engine.add_request() takes it, where that is obeyed."""
+    """The same that may be obeyed, as Engine.add_request() takes it."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Those that it is to be rendered with."""
     text: str | None = None
     """Of a text completion, which has no messages: what is gone on from."""
     objects: bool = False
@@ -78,8 +86,8 @@ class Reply:
     """Of the protocol: "stop", "length" or "tool_calls"."""
     turn: Completion
     created: int
-    tokens: tuple[str, ...] = field(default=())
-    """The text of each sampled token, where log-probabilities were asked for."""
+    tokens: tuple[bytes, ...] = ()
+    """Of each sampled token, where log-probabilities were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,18 @@ def listed(body: Mapping[str, Any], name: str) -> list[Any]:
     return given or []
 
 
+def inside(body: Mapping[str, Any], name: str, key: str) -> Any:
+    """What an object of a request's has, either of which may be missing.
+
+    Raises:
+        BadRequest: it is another thing.
+    """
+    given = body.get(name)
+    if not isinstance(given, Mapping | None):
+        raise BadRequest.expected("an object", param=name, got=given)
+    return None if given is None else given.get(key)
+
+
 def read_chat(
     body: Mapping[str, Any], past: Past, messages: Sequence[Message] | None = None
 ) -> Asked:
@@ -146,11 +166,15 @@ def read_chat(
         BadRequest: something in it has the wrong form, or is not offered.
     """
     _require_model(body)
-    known(body, KNOWN)
+    known(body, KNOWN, REFUSED)
     if body.get("n") not in (None, 1):
         raise BadRequest(f"n: one answer per request, got {body['n']!r}", param="n")
-    if body.get("functions") or body.get("function_call"):
-        raise BadRequest("functions: use tools", param="functions")
+    if body.get("modalities") not in (None, ["text"]):
+        raise BadRequest.expected("['text']", param="modalities", got=body["modalities"])
+    require_own(body, "top_logprobs")
+    template = body.get("chat_template_kwargs")
+    if not isinstance(template, Mapping | None):
+        raise BadRequest.expected("an object", param="chat_template_kwargs", got=template)
     choice = body.get("tool_choice")
     tools = _tools(body.get("tools"))
     options = body.get("stream_options") or {}
@@ -167,7 +191,20 @@ def read_chat(
         frozen=body["model"] == FROZEN,
         bent=bent,
         sampling=sampling,
+        template_options=template or {},
     )
+
+
+def require_own(body: Mapping[str, Any], name: str) -> None:
+    """Refuse to say how likely other tokens were than the sampled.
+
+    Raises:
+        BadRequest: it is asked for.
+    """
+    if body.get(name):
+        raise BadRequest.expected(
+            "0: only sampled tokens have log-probabilities", param=name, got=body[name]
+        )
 
 
 def _require_model(body: Mapping[str, Any]) -> None:
@@ -322,11 +359,10 @@ def chat_json(reply: Reply) -> dict[str, Any]:
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
+        "reasoning_content": None,  # where it is not said, litellm cuts thoughts out of content
     }
     if message.calls:
         said["tool_calls"] = [_call_json(call) for call in message.calls]
-    if message.reasoning:
-        said |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
     choice = {
         "index": 0,
         "message": said,
@@ -340,9 +376,6 @@ def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | 
     """The answer as data of server-sent events."""
     message = reply.message
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if message.reasoning:
-        said = message.reasoning
-        deltas.append({"reasoning": said, "reasoning_content": said})
     if message.content:
         deltas.append({"content": message.content})
     for index, call in enumerate(message.calls):
@@ -372,14 +405,19 @@ def _call_json(call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def shown(token: bytes) -> str:
+    """A token as text; what is part of a character only is no text."""
+    return token.decode("utf-8", "replace")
+
+
 def logprobs(reply: Reply) -> dict[str, Any] | None:
     """Of each sampled token, if they were asked for."""
     if not reply.tokens:
         return None
     pairs = zip(reply.tokens, reply.turn.logprobs.tolist(), strict=True)
     said = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in pairs
+        {"token": shown(token), "logprob": value, "bytes": list(token), "top_logprobs": []}
+        for token, value in pairs
     ]
     return {"content": said, "refusal": None}
 

@@ -20,6 +20,7 @@ from agentgrpo.programs.requests import (
     Reply,
     called,
     error_json,
+    inside,
     known,
     listed,
     logprobs,
@@ -27,15 +28,22 @@ from agentgrpo.programs.requests import (
     usage,
 )
 
-SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "metadata")
+SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "top_logprobs")
 """Keys that a chat completion has too."""
-REFUSED = ("background", "conversation", "prompt", "context_management")
-KNOWN = {
-    *SAME, *REFUSED, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text",
-    "previous_response_id", "store", "include", "reasoning", "truncation", "max_tool_calls",
-    "service_tier", "stream_options", "top_logprobs", "user", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-}  # fmt: skip
+READ = (
+    "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "store",
+    "previous_response_id", "include", "reasoning", "truncation",
+)  # fmt: skip
+UNHEARD = (
+    "user", "metadata", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "max_tool_calls",
+)  # fmt: skip
+"""By which no answer is another; a number of calls is of the tools of OpenAI's servers."""
+REFUSED = (
+    "access_programs", "background", "context_management", "conversation", "image", "moderation",
+    "prompt",
+)  # fmt: skip
+KNOWN = {*SAME, *READ, *UNHEARD, *REFUSED}
 LOGPROBS = "message.output_text.logprobs"
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
 """The order of the items of one turn."""
@@ -52,7 +60,9 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     chat["max_tokens"] = body.get("max_output_tokens")
     chat["tools"] = [_tool(tool, place) for place, tool in enumerate(listed(body, "tools"))]
     chat["tool_choice"] = _choice(body.get("tool_choice"))
-    chat["response_format"] = _format(body.get("text"))
+    chat["response_format"] = _format(inside(body, "text", "format"))
+    chat["verbosity"] = inside(body, "text", "verbosity")
+    chat["reasoning_effort"] = inside(body, "reasoning", "effort")
     chat["logprobs"] = LOGPROBS in listed(body, "include")
     told = text_of(body.get("instructions"), "instructions")
     first = [Message("system", told)] if told else []
@@ -60,7 +70,12 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     messages = named([*first, *before, *_messages(body.get("input"))])
     with called({"max_tokens": "max_output_tokens", "response_format": "text.format"}):
         asked = read_chat(chat, past, messages)
-    return replace(asked, alone=None if body.get("store") is False else len(first))
+    cut = body.get("truncation") not in (None, "disabled")
+    return replace(
+        asked,
+        bent={**asked.bent, "truncation": "auto"} if cut else asked.bent,
+        alone=None if body.get("store") is False else len(first),
+    )
 
 
 def _before(name: Any, past: Past) -> tuple[Message, ...]:
@@ -139,12 +154,11 @@ def _choice(choice: Any) -> Any:
     return choice
 
 
-def _format(text: Any) -> Any:
+def _format(form: Any) -> Any:
     """A response_format of chat completions."""
-    form = text.get("format") if isinstance(text, Mapping) else None
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
-        inside = {name: value for name, value in form.items() if name != "type"}
-        return {"type": "json_schema", "json_schema": inside}
+        described = {name: value for name, value in form.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": described}
     return form
 
 
@@ -179,9 +193,6 @@ def whole(reply: Reply) -> dict[str, Any]:
 
 def _items(reply: Reply) -> list[dict[str, Any]]:
     message, made = reply.message, list[dict[str, Any]]()
-    if message.reasoning:
-        part = {"type": "reasoning_text", "text": message.reasoning}
-        made.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [part]})
     if message.content or not message.calls:
         tokens = (logprobs(reply) or {"content": []})["content"]
         said = {"type": "output_text", "text": message.content, "annotations": []}
@@ -228,11 +239,10 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
             yield event("function_call_arguments.done", **at, name=item["name"], arguments=said)
         else:
             (part,) = item["content"]
-            at["content_index"], kind = 0, part["type"]
-            tokens = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            at["content_index"], tokens = 0, part["logprobs"]
             yield event("content_part.added", **at, part={**part, "text": ""})
-            yield event(f"{kind}.delta", **at, delta=part["text"], **tokens)
-            yield event(f"{kind}.done", **at, text=part["text"], **tokens)
+            yield event("output_text.delta", **at, delta=part["text"], logprobs=tokens)
+            yield event("output_text.done", **at, text=part["text"], logprobs=tokens)
             yield event("content_part.done", **at, part=part)
         yield event("output_item.done", output_index=place, item=item)
     yield event(answer["status"], response=answer)

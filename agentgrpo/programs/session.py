@@ -6,19 +6,21 @@ Everything here runs on the endpoint's event loop; turns are sampled on the thre
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
+from agentgrpo.actions import InfrastructureError, ReadCalls
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
-from agentgrpo.programs.requests import FROZEN, NEVER, Asked, Reply
+from agentgrpo.programs.requests import FROZEN, OBEYED, Asked, Reply
+from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
@@ -55,6 +57,8 @@ class Pending:
 
     asked: Asked
     prompt: Prompt
+    place: tuple[str, int]
+    """As of Wanted."""
     budget: int
     """Tokens that the run allows the turn."""
     turn: asyncio.Future[Completion]
@@ -64,6 +68,27 @@ class Pending:
     """Once it was delivered."""
     given: bool = False
     """Whether a client was there until its answer was written whole."""
+
+
+def call_id(*of: str | int) -> str:
+    """Nine letters and digits, as Mistral's templates ask for; the same in a repeated run."""
+    return hashlib.blake2b(repr(of).encode()).hexdigest()[:9]
+
+
+def spelled(tokenizer: Any, token_ids: Int32) -> tuple[bytes, ...]:
+    """The bytes of tokens, of which single ones may be no text."""
+    known, ids = _vocabulary(tokenizer), token_ids.tolist()
+    if known is None:
+        return tuple(tokenizer.decode([i]).encode() for i in ids)
+    return tuple(known[i] if i < len(known) else b"" for i in ids)  # models may have more ids
+
+
+@functools.cache
+def _vocabulary(tokenizer: Any) -> list[bytes] | None:
+    try:
+        return token_bytes(tokenizer)
+    except ValueError:  # another kind of tokenizer
+        return None
 
 
 @dataclass(eq=False)
@@ -188,26 +213,37 @@ class Session:
         sampling = self._sampling(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
         name = token_hash(prompt.token_ids)
+        place = name, self._prompts[name]
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._ask(prompt, most, asked.stop, (name, self._prompts[name]), sampling, turn)
+        self._ask(prompt, most, asked.stop, place, sampling, turn)
         self._prompts[name] += 1
-        made = self._latest[digest] = Pending(asked, prompt, budget, turn)
+        made = self._latest[digest] = Pending(asked, prompt, place, budget, turn)
         self._pending.append(made)
         return made
 
     def _sampling(self, asked: Asked) -> dict[str, Any]:
-        """What the engine is to obey of a request; all else that bends is counted."""
-        obeyed, ignored = {}, set(asked.bent)
+        """What the engine is to obey of a request; all else that bends is counted.
+
+        Raises:
+            BadRequest: it wants the template's options to be others than the run's.
+        """
+        options = self.config.template_options
+        for name, value in asked.template_options.items():
+            if name not in options or options[name] != value:
+                raise BadRequest.expected(
+                    f"rollout.template_options, which are the run's, {dict(options)}",
+                    param="chat_template_kwargs", got={name: value},
+                )  # fmt: skip
+        ignored = {name for name, value in asked.bent.items() if options.get(name) != value}
+        obeyed = {}
         if self.obeys or asked.frozen:
-            obeyed, ignored = dict(asked.sampling), set(NEVER) & ignored
+            obeyed, ignored = dict(asked.sampling), ignored - {*OBEYED}
             grammar = getattr(self.read_calls, "grammar", None)
-            choice = asked.bent.get("tool_choice")
-            if choice is not None:
-                tag = grammar(asked.tools, choice) if grammar and asked.tools else None
-                if tag is None:  # this family's calls have no grammar
-                    ignored.add("tool_choice")
-                else:
+            if "tool_choice" in ignored and grammar and asked.tools:
+                tag = grammar(asked.tools, asked.bent["tool_choice"])
+                if tag is not None:  # this family's calls have a grammar
                     obeyed["structured_outputs"] = {"structural_tag": tag}
+                    ignored.remove("tool_choice")
         self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
         return obeyed
 
@@ -285,7 +321,7 @@ class Session:
                 self._pending.remove(pending)
             raise
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
-        message, dropped = self._read(asked, turn)  # first: what cannot be read is in no row
+        message, dropped = self._read(pending, turn)  # first: what cannot be read is in no row
         cut = turn.finish_reason == "length"
         if asked.frozen:
             self.stats["frozen_turns"] += 1
@@ -298,16 +334,13 @@ class Session:
             if cut and most >= pending.budget:  # by the run, whose policy says nothing more
                 self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
         self._answers += 1
-        tokens: Sequence[str] = ()
-        if asked.logprobs:
-            tokens = [self.chat.tokenizer.decode([i]) for i in turn.token_ids.tolist()]
         pending.reply = Reply(
             id=f"{turn.account.prompt_hash[:16]}-{self._answers}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
-            tokens=tuple(tokens),
+            tokens=spelled(self.chat.tokenizer, turn.token_ids) if asked.logprobs else (),
         )
         if asked.alone is not None:
             self._keep(pending.reply.id, pending, message)
@@ -324,25 +357,22 @@ class Session:
         tools = self._tools.setdefault(pending.prompt.root, asked.tools)
         self.past[name] = tuple(known.setdefault(m, m) for m in held), tools
 
-    def _read(self, asked: Asked, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
+    def _read(self, pending: Pending, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
+        asked = pending.asked
         text = self.chat.decode(turn.token_ids)
         stopped = turn.stop_reason
         if isinstance(stopped, str) and stopped in text:
             text = text[: text.index(stopped)]
         if not asked.tools or turn.finish_reason == "length":
             return Message("assistant", text), ()
-        try:
-            reading = self.read_calls(text, asked.tools)
-        except Exception:  # parsers raise for what a policy or a client's schema says
-            reading = Reading(text, (), attempted=True)
+        reading = self.read_calls(text, asked.tools)
         found = [(name, arguments or "{}") for name, arguments in reading.calls]
         if not found or (asked.objects and not all(is_object(text) for _, text in found)):
             self.stats["malformed"] += reading.attempted or bool(found)
             return Message("assistant", text), ()
-        name = f"{turn.account.prompt_hash[:12]}{self._answers}"
         calls = tuple(
-            Call(f"call_{name}_{number}", function, arguments)
+            Call(call_id(*pending.place, number), function, arguments)
             for number, (function, arguments) in enumerate(found)
         )
         given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from agentgrpo.actions import Action, Message
+from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode
+from agentgrpo.envs.runner import NOTHING
 from agentgrpo.rollout.branch import Step
 from agentgrpo.rollout.limits import Spent
 from agentgrpo.rollout.transcript import Transcript
-from agentgrpo.types import Rollout, Status
+from agentgrpo.types import COUNTS, Int32, Rollout, Status, Task
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,6 +43,32 @@ class Live:
     """Those of the messages before the turn that is being sampled."""
     asked_for: Action | None = None
     """The policy's action for which the engine is speaking in a second role."""
+
+    @classmethod
+    def behind(
+        cls, prompt: Int32, messages: Sequence[Message] = (), message_start: int = 0, *,
+        pending: Pending, task: Task, config: RolloutConfig, limit: int,
+    ) -> Live:  # fmt: skip
+        """One that begins alone, whose episode is yet to be made; `limit`: the engine's."""
+        transcript = Transcript(prompt, fork_threshold=config.fork_threshold)
+        rollout = Rollout(
+            task=task,
+            segments=transcript.segments,
+            closed_rows=transcript.closed_rows,
+            status=Status.COMPLETED,
+            stats=dict.fromkeys(COUNTS, 0.0),
+        )
+        return cls(
+            rollout=rollout,
+            episode=NOTHING,
+            transcript=transcript,
+            spent=Spent(config, len(prompt), limit),
+            attempt=pending.attempt,
+            since=pending.since,
+            messages=[*messages],
+            message_start=message_start,
+            roles=[message["role"] for message in messages],
+        )
 
     def fork(self, parent: int, transcript: Transcript) -> Live:
         """Another at the same place, whose episode is yet to be brought there.

@@ -8,14 +8,17 @@ on others, through futures.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from agentgrpo.actions import (
     Action,
@@ -35,12 +38,12 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch
 from agentgrpo.rollout.groups import Groups
-from agentgrpo.rollout.limits import Spent, called, treatment_of
+from agentgrpo.rollout.limits import called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.rollout.waiting import Then, Waiting
-from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task, Treatment
+from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
 
 class Play:
@@ -122,44 +125,33 @@ class Play:
 
     # --- beginnings
 
-    def _start(self, pending: Pending) -> None:
+    @contextlib.contextmanager
+    def _breaking(self, index: int) -> Iterator[None]:
+        """What the machine fails in here, in agents' methods too, breaks this rollout alone."""
         try:
+            yield
+        except InfrastructureError as error:
+            self._broken(index, error)
+
+    def _start(self, pending: Pending) -> None:
+        with self._breaking(pending.index):
             if pending.fork is None:
                 self._start_alone(pending)
             else:
                 self._start_fork(pending, pending.fork)
-        except InfrastructureError as error:  # of reset()
-            self._broken(pending.index, error, closed=True)
 
     def _start_alone(self, pending: Pending) -> None:
-        task = self._groups.task(pending.index)
+        task, limit = self._groups.task(pending.index), self._engine.max_model_len
         users = partial(self._groups.users, pending.index)
-        prompt, message_start, messages, _ = prompt_of(self._agent, self._chat, task, users)
-        limit = self._engine.max_model_len
+        made = partial(Live.behind, pending=pending, task=task, config=self._config, limit=limit)
+        self._live[pending.index] = made(np.empty(0, np.int32))  # until the agent has said more
+        prompt, start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         if len(prompt) >= limit:
             raise ValueError(
                 f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len is "
                 f"{limit}"
             )
-        transcript = Transcript(prompt, fork_threshold=self._config.fork_threshold)
-        rollout = Rollout(
-            task=task,
-            segments=transcript.segments,
-            closed_rows=transcript.closed_rows,
-            status=Status.COMPLETED,
-            stats=dict.fromkeys(COUNTS, 0.0),
-        )
-        live = self._live[pending.index] = Live(
-            rollout=rollout,
-            episode=NOTHING,
-            transcript=transcript,
-            spent=Spent(self._config, len(prompt), limit),
-            attempt=pending.attempt,
-            since=pending.since,
-            messages=messages,
-            message_start=message_start,
-            roles=[message["role"] for message in messages],
-        )
+        live = self._live[pending.index] = made(prompt, messages, start)
         live.episode = self._groups.reset(pending.index)
         live.took("queue_s")
         self._ask(pending.index)
@@ -229,7 +221,8 @@ class Play:
         done = self._groups.decode(self._engine)
         turns = {self._decoding.pop(completion.request_id): completion for completion in done}
         for index in sorted(turns):  # none of them is the engine's any more, whatever one does
-            self._turn_ended(index, turns[index])
+            with self._breaking(index):
+                self._turn_ended(index, turns[index])
 
     def _turn_ended(self, index: int, turn: Completion) -> None:
         live = self._live[index]
@@ -374,7 +367,8 @@ class Play:
                 closed = then == self._finished or isinstance(error, Abandoned)
                 self._broken(index, error, closed=closed)
             else:
-                then(index, answer)
+                with self._breaking(index):
+                    then(index, answer)
 
     def _answered_to(
         self, index: int, done: Action, action: Action, observation: Observation

@@ -74,10 +74,6 @@ class Leader:
         """As the engine's."""
         self._do("abort_all")
 
-    def seed(self, seed: int) -> None:
-        """As the engine's."""
-        self._do("seed", seed)
-
     def step(self) -> list[Completion]:
         """As the engine's."""
         self._tell(goes_on=True)

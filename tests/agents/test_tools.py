@@ -96,7 +96,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 UNREAD = Malformed("Error: the tool call could not be read; no call was made")
-ADD = CallTools((ToolCall("add", {"a": 1}, "call_0"),))
+ADD = CallTools((ToolCall("add", {"a": 1}),))
 TABLE = [
     (call("add", a=1), ADD),
     (f"thinking {call('add', a=1)}", ADD),
@@ -123,7 +123,7 @@ TABLE = [
         Malformed("Error: add: the arguments must be a JSON object"),
     ),
     (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
-    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}, "call_0"),))),
+    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),
     ("[TOOL_CALLS] add", UNREAD),  # another family's mark
     ("<function=add>", UNREAD),
     ('{"name": "add", "arguments": {"a": 1}}', Finish('{"name": "add", "arguments": {"a": 1}}')),
@@ -134,11 +134,11 @@ TABLE = [
     ('<tool_call>{"name": "add", "arguments": {"a": 1},}</tool_call>', UNREAD),
     (
         '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
-        CallTools((ToolCall("add", {}, "call_0"),)),
+        CallTools((ToolCall("add", {}),)),
     ),
     (
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-        CallTools((ToolCall("", {}, "call_0"),)),
+        CallTools((ToolCall("", {}),)),
     ),
     ("</tool_call>", Finish("</tool_call>")),
     ("just an answer ", Finish("just an answer")),
@@ -244,6 +244,10 @@ FAMILIES = [
     ),
     ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}'),  # of tokenizers with that token
+    (
+        "internlm",
+        '<|action_start|><|plugin|>{"name": "add", "parameters": {"a": 1}}<|action_end|>',
+    ),
     ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
 ]
 # half of each, and what else could make a parser stumble
@@ -271,7 +275,7 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     reader = tool_call_reader(parser, tokenizer)
     assert agent(reader).parse(text, TASK) == ADD
-    for broken in [*BROKEN, text[: len(text) // 2], text[:-1]]:
+    for broken in [*BROKEN, text[: len(text) // 2], text[:-1], text.replace('"add"', "add")]:
         assert isinstance(agent(reader).parse(broken, TASK), Malformed | Finish | CallTools)
     assert agent(reader).parse("plain words", TASK) == Finish("plain words")
 
@@ -403,6 +407,6 @@ def test_a_call_is_read_by_the_schema_of_its_own_task() -> None:
         by_task.messages(one), by_task.tools(one), inline.messages(one)
     said = "<tool_call>\n<function=look>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
     for one, value in zip(tasks, (7, "7"), strict=False):
-        assert by_task.parse(said, one) == CallTools((ToolCall("look", {"n": value}, "call_0"),))
+        assert by_task.parse(said, one) == CallTools((ToolCall("look", {"n": value}),))
     for one, name in zip(tasks, "nnm", strict=True):
         assert inline.parse("<fn>look(7)</fn>", one) == CallTools((ToolCall("look", {name: 7}),))

@@ -17,6 +17,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config import EndpointConfig
+from agentgrpo.engine import endpoints
 from agentgrpo.engine.endpoints import (
     EngineEndpoint,
     EngineLoop,
@@ -25,6 +26,7 @@ from agentgrpo.engine.endpoints import (
     make_endpoint,
 )
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.usercode import event_loop
 from tests.rollout.stubs import StubEngine, Turn
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -285,6 +287,26 @@ def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
         serving = side.submit(serve)
         assert endpoint(listener.getsockname()[1]).complete(USER) == ["ok"]
         serving.result()
+
+
+def test_whatever_fails_while_a_server_is_asked_is_the_machines(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else a tool raises is shown to the policy."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("bound to a different event loop")
+
+    monkeypatch.setattr(HttpEndpoint, "_read", fails)
+    server.answers = [echo]
+    with pytest.raises(InfrastructureError, match="different event loop"):
+        endpoint(server, retries=0).complete(USER)
+
+
+def test_clients_keep_their_loop_where_a_call_of_the_users_was_overdue() -> None:
+    before = endpoints._loop()
+    event_loop.cache_clear()  # as run/interrupt.py does
+    assert endpoints._loop() is before
 
 
 def test_nobody_listening_is_an_infrastructure_error() -> None:

@@ -56,11 +56,10 @@ def ask(
     request_seed: int | None = None,
     **options: Any,
 ) -> list[Completion]:
-    if seed is not None:
-        engine.seed(seed)
     options = {"max_tokens": 24, "temperature": 1.0, **options}
     for index, ids in enumerate(prompts):
-        engine.add_request(str(index), ids, seed=request_seed, **options)
+        own = request_seed if seed is None else 10_000 * seed + index
+        engine.add_request(str(index), ids, seed=own, **options)
     done = finish(engine)
     return [done[str(index)] for index in range(len(prompts))]
 

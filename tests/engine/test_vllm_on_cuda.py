@@ -6,9 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from agentgrpo import build
 from agentgrpo.config import EngineConfig, TrainConfig
@@ -34,23 +32,6 @@ def test_a_card_that_others_use_too_is_no_reason_to_refuse() -> None:
     assert request_memory(half_free, CacheConfig(**share)) < half_free.free_memory
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
         request_memory(half_free, CacheConfig())
-
-
-def test_the_seed_reaches_the_stream_of_vllms_newer_runner(engine: Engine) -> None:
-    """CUDA gets it: a request without a seed has one drawn from numpy's stream, not torch's."""
-    from vllm.v1.worker.gpu.sample.states import SamplingStates
-
-    drawn = []
-    for seed in (7, 7, 8):
-        engine.seed(seed)
-        buffers = ("temperature", "top_k", "top_p", "min_p", "seeds")
-        states: Any = SimpleNamespace(
-            **{name: SimpleNamespace(np=np.zeros(1, np.int64)) for name in buffers},
-            seeds_set=np.zeros(1), num_logprobs=np.zeros(1), vocab_size=9,
-        )  # fmt: skip
-        SamplingStates.add_request(states, 0, SamplingParams(temperature=1.0))
-        drawn.append(states.seeds.np[0])
-    assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.parametrize(

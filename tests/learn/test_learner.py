@@ -50,7 +50,6 @@ def agree(engine: Engine, learner: Learner) -> float:
 def sample(engine: Engine, *, temperature: float = 1.0, seed: int = 0) -> list[Group]:
     """Two groups of four two-turn rollouts from the real engine, rewarded at random."""
     rng = np.random.default_rng(seed)
-    engine.seed(seed)
     groups = []
     for g in range(2):
         prompt = rng.integers(VOCAB, size=40, dtype=np.int32)
@@ -59,7 +58,10 @@ def sample(engine: Engine, *, temperature: float = 1.0, seed: int = 0) -> list[G
             segments = [Segment(prompt)]
             for turn in range(2):
                 ids = np.concatenate([s.token_ids for s in segments])
-                engine.add_request(f"{g}.{i}", ids, max_tokens=5 + turn, temperature=temperature)
+                engine.add_request(
+                    f"{g}.{i}", ids, max_tokens=5 + turn, temperature=temperature,
+                    seed=100 * seed + 10 * i + 2 * g + turn,
+                )  # fmt: skip
                 done: list[Completion] = []
                 while not done:
                     done = engine.step()

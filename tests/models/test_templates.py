@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from agentgrpo.actions import CallTools, Observation, ToolCall
+from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.models.chat import ChatTemplate
 from bench.cached import NotToBeHad
 from bench.conversations import SPELLED, TOOLS, Judge, Seen
@@ -229,11 +232,21 @@ def test_an_id_that_is_given_again_is_of_the_last_call_that_has_it(model: str) -
     known = {"command": R7B, "Solar": "llama.cpp/upstage-Solar-Open-100B"}
     name = known.get(model) or next(n for n in NAMES if n.startswith(f"llama.cpp/{model}"))
     judge = judge_of(name)
-    own, again = (
+    own, again, other = (
         judge.tokenizer.decode(judge.chat.prompt_ids(conversation_of_two_calls_a_turn(start)))
-        for start in ("newid000", "call0000")
+        for start in ("newid000", "call0000", "a-clients-own")
     )
     assert again == own.replace("newid000", "call0000")
+    assert other == own.replace("newid000", "a-clients-own")  # also where nine characters must be
+
+
+def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
+    judge = judge_of("mistral_v3")
+    agent = ToolAgent(env=None, call_reader=lambda parser: cast(Any, None))
+    action = CallTools((ToolCall("f", {}), ToolCall("f", {})))
+    told: Any = agent.observe(action, Observation("", outputs=("one", "two")))
+    text = judge.tokenizer.decode(judge.chat.observation_ids(told, last_id=None, tools=True))
+    assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
 
 
 def test_an_id_that_the_earlier_calls_are_given_here_is_told_apart_from_theirs() -> None:

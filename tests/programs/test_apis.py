@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import anthropic
 import openai
+import openai.types.responses.response_create_params
 import pydantic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
@@ -17,6 +20,8 @@ from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
+from agentgrpo.programs import anthropic as messages
+from agentgrpo.programs import completions, requests, responses
 from agentgrpo.programs.anthropic import MESSAGES
 from agentgrpo.programs.endpoint import APIS, framed
 from agentgrpo.programs.messages import Call
@@ -24,6 +29,7 @@ from agentgrpo.programs.messages import Message as Said
 from agentgrpo.programs.requests import Reply
 from agentgrpo.programs.session import Session
 from agentgrpo.types import Completion, Status
+from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted
 from tests.programs.test_conversations import completed
 from tests.programs.test_play import ADD, CALL, alone, rows_of, says_tools, turn
@@ -223,13 +229,44 @@ def test_text_goes_on_where_it_holds_all_that_was_sampled() -> None:
     assert [t.asked_tokens for t in rollout.turns] == [99, 3, 99, 16]
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "tokens", "offsets"),
+    [  # the tokenizer of the tests has one for each byte
+        ("", "é\U0001f600k", [*"\ufffd" * 6, "k"], [0, 0, 1, 1, 1, 1, 2]),
+        ("mistral_v3", "The answer is 3", [" The", " answer", " is", " ", "3"], [0, 3, 10, 13, 14]),
+        ("qwen3", " The answer", [" The", " answer"], [0, 4]),
+    ],
+)
+def test_the_tokens_of_an_answer_are_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, name: str, said: str, tokens: list[str], offsets: list[int]
+) -> None:
+    chat = judge_of(name).chat if name else CHAT
+    monkeypatch.setattr("tests.programs.test_play.CHAT", chat)
+    end = chat.tokenizer.decode(chat.end_of_turn_id)
+    texts: list[str] = []
+    listed: list[Any] = []
+
+    async def use(c: Any) -> None:
+        chats = {"model": "policy", "messages": [{"role": "user", "content": "Q"}]}
+        one = (await c.openai.chat.completions.create(**chats, logprobs=True)).choices[0]
+        listed.extend(one.logprobs.content)
+        two = (await c.openai.completions.create(**GOOD["completions"], logprobs=0)).choices[0]
+        assert two.logprobs.tokens == [*tokens, end] == [token.token for token in listed]
+        assert two.logprobs.text_offset == [*offsets, len(said)]
+        texts.extend([one.message.content, two.text])
+
+    alone(program(use), StubEngine(chat.tokenizer, lambda *_: Turn(said + end)))
+    assert texts == [said, said]
+    assert bytes(b for t in listed for b in t.bytes).decode().lstrip() == f"{said}{end}".lstrip()
+
+
 def reply(message: Said, *, finish: str = "stop", stopped: str | None = None) -> Reply:
     turn: Completion = completed(
         CHAT.prompt_ids([{"role": "user", "content": "Q"}]), CHAT.text_ids("xyz")
     )
     return Reply(
         id="7-1", message=message, finish_reason=finish, turn=replace(turn, stop_reason=stopped),
-        created=5, tokens=tuple("x" for _ in turn.token_ids),
+        created=5, tokens=tuple(b"x" for _ in turn.token_ids),
     )  # fmt: skip
 
 
@@ -238,7 +275,7 @@ REPLIES = [
     reply(Said("assistant", " said \n")),
     reply(Said("assistant"), finish="length"),
     reply(Said("assistant", "cut"), stopped="END"),
-    reply(Said("assistant", "", CALLS, "thought"), finish="tool_calls"),
+    reply(Said("assistant", "", CALLS), finish="tool_calls"),
     reply(Said("assistant", "é", CALLS[:1]), finish="tool_calls"),
 ]
 TYPES: dict[str, tuple[Any, Any]] = {
@@ -266,7 +303,9 @@ def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> 
         parts = api.whole(said)["output" if path == "/v1/responses" else "content"]
         calls = len(said.message.calls)
         words = bool(said.message.content) or not calls
-        assert len(parts) == bool(said.message.reasoning) + words + calls
+        assert len(parts) == words + calls
+    if path == "/v1/chat/completions":  # or litellm takes thoughts out of what is said
+        assert api.whole(said)["choices"][0]["message"]["reasoning_content"] is None
     if path == "/v1/responses":
         last: Any = list(api.events(said, False))[-1]
         assert last["response"] == api.whole(said)
@@ -277,6 +316,31 @@ def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> 
         told = api.whole(said)
         assert told["stop_reason"] == reasons.get(said.finish_reason, other)
         assert told["stop_sequence"] == said.turn.stop_reason
+
+
+HEADERS = {"betas", "workspace_id"}
+"""Which the client's types have among the parameters."""
+
+
+@pytest.mark.parametrize(
+    ("api", "params"),
+    [
+        (requests, openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
+        (responses, openai.types.responses.response_create_params.ResponseCreateParamsStreaming),
+        (completions, openai.types.completion_create_params.CompletionCreateParamsStreaming),
+        (messages, anthropic.types.message_create_params.MessageCreateParamsStreaming),
+        (messages, anthropic.types.beta.message_create_params.MessageCreateParamsStreaming),
+    ],
+    ids=["chat", "responses", "completions", "messages", "beta messages"],
+)
+def test_every_parameter_that_a_client_has_is_of_one_class(api: Any, params: Any) -> None:
+    """Read, refused, counted, or nothing that an answer depends on: none is met by surprise."""
+    known = (params.__required_keys__ | params.__optional_keys__) - HEADERS
+    assert known - api.KNOWN == set()
+    classes = (getattr(api, name, ()) for name in ("SAME", "BENT", "READ", "UNHEARD", "REFUSED"))
+    counts = Counter(itertools.chain(*classes))
+    assert {*counts} == api.KNOWN
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
@@ -290,10 +354,14 @@ BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("responses", {"previous_response_id": "resp_9"}, 400, "'resp_9' not found",
      "previous_response_id"),
     ("responses", {"background": True}, 400, "background: is not offered", "background"),
+    ("responses", {"moderation": {"model": "m"}}, 400, "is not offered", "moderation"),
+    ("responses", {"reasoning": "low"}, 400, "reasoning: expected an object", "reasoning"),
+    ("responses", {"top_logprobs": 2}, 400, "top_logprobs: expected 0", "top_logprobs"),
     ("responses", {"bananas": 1}, 400, "bananas: there is no such parameter", "bananas"),
     ("responses", {"model": "gpt-9"}, 404, "model: there is 'policy'", "model"),
     ("completions", {"prompt": ["a", "b"]}, 400, "prompt: expected one text", "prompt"),
     ("completions", {"echo": True}, 400, "echo: is not offered", "echo"),
+    ("completions", {"logprobs": 5}, 400, "logprobs: expected 0", "logprobs"),
     ("completions", {"n": 2}, 400, "n: one answer per request", "n"),
     ("embeddings", {}, 404, "POST /v1/embeddings is not offered", None),
     ("messages", {"messages": []}, 400, "messages: expected at least one", None),
@@ -308,6 +376,7 @@ BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("messages", {"tool_choice": {"type": []}}, 400, "tool_choice.type: expected auto", None),
     ("messages", {"tool_choice": {"type": {}}}, 400, "tool_choice.type: expected auto", None),
     ("messages", {"tool_choice": {"type": "tool", "name": "x"}}, 400, "none of the tools", None),
+    ("messages", {"container": "c"}, 400, "container: is not offered", None),
     ("messages", {"thread": {"type": "continue", "previous_message_id": "msg_9"}}, 404,
      "no thread that ends with 'msg_9'", None),
     ("messages", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400,
@@ -432,17 +501,21 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
         schema = {"type": "object", "properties": {}}
         await c.openai.responses.create(
             **GOOD["responses"], tools=[FLAT], tool_choice="required", temperature=0.5,
+            reasoning={"effort": "low"}, truncation="auto", max_tool_calls=1,
             text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
         )  # fmt: skip
         await c.anthropic.messages.create(
             **GOOD["messages"], tools=[BLOCK], tool_choice={"type": "any"}, stop_sequences=["END"],
-            extra_body={"temperature": 0.1},
+            extra_body={"temperature": 0.1, "thinking": {"type": "adaptive"}},
+            output_config={"effort": "low"},
         )  # fmt: skip
 
     engine = StubEngine(TOKENIZER, lambda *_: turn("x"))
     rollout = alone(program(use), engine)
-    names = ("tool_choice", "temperature", "response_format")
-    assert [rollout.stats[f"unenforced_{name}"] for name in names] == [2, 2, 1]
+    both, one = ("tool_choice", "temperature", "reasoning_effort"), ("truncation", "thinking")
+    counted = {**dict.fromkeys(both, 2), **dict.fromkeys(one, 1), "response_format": 1}
+    stats = {name: n for name, n in rollout.stats.items() if name.startswith("unenforced")}
+    assert stats == {f"unenforced_{name}": n for name, n in counted.items()}
     assert [request.options["stop"] for request in engine.requests] == [(), ("END",)]
     none = {**GOOD["messages"], "tools": [BLOCK], "tool_choice": {"type": "none"}}
     assert MESSAGES.read(none, {}).tools == ()

@@ -33,12 +33,13 @@ def called(name: str, arguments: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
-TURNS = (f"first {CALL}", f" \n{CALL}{CALL}", " The answer is 3. ")
+THOUGHT = "<think>\nhm\n</think>\n\n"
+TURNS = (f"{THOUGHT}first {CALL}", f" \n{CALL}{CALL}", " The answer is 3. ")
 DONE = called("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 3"}')
 SAYS: dict[str, Sequence[str]] = {
     "smolagents tools": (TURNS[0], TURNS[1], called("final_answer", '{"answer": "3"}')),
     "smolagents code": ("I add.\n<code>\nprint(add(1, 2))\n", "So.\n<code>\nfinal_answer(3)\n"),
-    "mini-swe-agent": (called("bash", '{"command":  "echo \\u00e9"}'), DONE),
+    "mini-swe-agent": (THOUGHT + called("bash", '{"command":  "echo \\u00e9"}'), DONE),
     **dict.fromkeys(("agents", "agents streamed", "agents chat"), (*TURNS, "Again 3")),
 }
 ROWS = {"smolagents tools": [1, 1, 1], "smolagents code": [1, 1]}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
@@ -25,6 +27,7 @@ from agentgrpo.programs.requests import FROZEN
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.types import Group, Rollout, Status
 from agentgrpo.usercode import UserCodeError
+from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted, tasks
 from tests.rollout.stubs import StubEngine, Turn
 
@@ -183,6 +186,19 @@ def test_however_a_client_sends_an_answer_back_its_tokens_go_on(form: Any) -> No
     assert len(rollout.turns) == rollout.stats["turns"] == 3
 
 
+def test_the_ids_of_calls_are_of_the_form_that_mistrals_templates_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = judge_of("mistral_v3")
+    monkeypatch.setitem(globals(), "CHAT", judge.chat)
+    says = [f"{CALL}{CALL}</s>", f"{CALL}</s>", "It is 3.</s>"]
+    engine = StubEngine(judge.tokenizer, lambda number, _: Turn(says[number]))
+    rollout = alone(asking(two_tools), engine)
+    assert (rollout.answer, len(rollout.rows)) == ("It is 3.", 1)
+    shown = "".join(judge.tokenizer.decode(s.token_ids) for s in rollout.segments)
+    assert len(set(re.findall(r'"call_id": "([a-z0-9]{9})"', shown))) == 3
+
+
 async def forked(_: Any, o: Any) -> str:
     """Two conversations, an edited history, and two answers to one question at once."""
     first = [{"role": "user", "content": "one"}]
@@ -193,6 +209,21 @@ async def forked(_: Any, o: Any) -> str:
     other += [{"role": "assistant", "content": "edited"}, {"role": "user", "content": "go on"}]
     await o.ask(other)
     return "done"
+
+
+@pytest.mark.parametrize("given", ["", "corp.example", "*"])
+def test_a_program_in_this_process_asks_the_endpoint_by_no_proxy(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", given)
+    monkeypatch.setenv("no_proxy", "")
+    rollout = alone(asking(two_tools, max_retries=0), lambda *_: turn("fine"))
+    assert rollout.answer == "fine"
+    hosts = os.environ["no_proxy"]
+    assert hosts == os.environ["NO_PROXY"]
+    assert hosts.startswith(given)
+    assert (hosts == "*") == (given == "*")  # "*" among others says nothing to urllib
 
 
 def test_what_does_not_go_on_from_a_turn_is_another_row() -> None:
@@ -523,20 +554,6 @@ def test_a_request_that_is_too_long_is_refused_alone() -> None:
 
     rollout = alone(asking(gives_up), scripted(lambda *_: turn("x"), max_model_len=1000))
     assert (rollout.status, rollout.stats.get("program_failed")) == (Status.TRUNCATED_LENGTH, None)
-
-
-def test_what_a_parser_raises_for_is_a_malformed_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises(text: str, tools: Any) -> Reading:
-        raise KeyError(text)
-
-    monkeypatch.setitem(globals(), "read_calls", raises)
-
-    async def program(client: Any, o: Any) -> str:
-        said = await o.ask([{"role": "user", "content": "Q"}], tools=[ADD])
-        return str(said.choices[0].message.content)
-
-    rollout = alone(asking(program), lambda *_: turn("x"))
-    assert (rollout.answer, rollout.stats["malformed"], len(rollout.rows)) == ("x", 1, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,6 +20,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 WISHES: dict[str, Any] = {
     "temperature": 0.1, "top_p": 0.5, "seed": 3, "tools": [ADD], "response_format": FORM,
+    "reasoning_effort": "low",
 }  # fmt: skip
 
 
@@ -32,12 +33,13 @@ def test_what_bends_the_distribution_is_counted_in_training_and_said_once(
 ) -> None:
     groups, engine = played(asking(wishing), lambda *_: turn("x"), n=2, temperature=0.7)
     stats = groups[0].rollouts[0].stats
-    names = ("temperature", "top_p", "seed", "response_format")
-    assert [stats[f"unenforced_{name}"] for name in names] == [1.0] * 4
+    names = ("temperature", "top_p", "seed", "response_format", "reasoning_effort")
+    assert [stats[f"unenforced_{name}"] for name in names] == [1.0] * 5
     for request in engine.requests:
         assert (request.options["temperature"], request.options["filters"]) == (0.7, {})
     said = capsys.readouterr().err
-    assert said.count("ask for response_format, seed, temperature, top_p, which is not obeyed") == 1
+    told = "ask for reasoning_effort, response_format, seed, temperature, top_p, which is not obey"
+    assert said.count(told) == 1
 
 
 def test_an_evaluation_obeys_all_but_seeds() -> None:
@@ -48,7 +50,23 @@ def test_an_evaluation_obeys_all_but_seeds() -> None:
     bent = {"min_p": 0.1, "top_p": 0.5, "structured_outputs": {"json": SCHEMA}}
     assert (request.options["temperature"], request.options["filters"]) == (0.1, bent)
     stats = groups[0].rollouts[0].stats
-    assert [name for name in stats if name.startswith("unenforced")] == ["unenforced_seed"]
+    ignored = ["unenforced_reasoning_effort", "unenforced_seed"]
+    assert sorted(name for name in stats if name.startswith("unenforced")) == ignored
+
+
+def test_what_the_template_is_given_may_be_asked_for_and_nothing_else() -> None:
+    async def program(_: Any, o: Any) -> str:
+        kwargs = {"enable_thinking": False}
+        await o.ask(Q, reasoning_effort="low", extra_body={"chat_template_kwargs": kwargs})
+        for other in ({"enable_thinking": True}, {**kwargs, "x": None}):
+            with pytest.raises(openai.BadRequestError, match=r"expected rollout\.template_options"):
+                await o.ask(Q, extra_body={"chat_template_kwargs": other})
+        return "ok"
+
+    options = {"enable_thinking": False, "reasoning_effort": "low"}
+    rollout = alone(asking(program), lambda *_: turn("x"), template_options=options)
+    assert (rollout.answer, len(rollout.turns)) == ("ok", 1)
+    assert not any(name.startswith("unenforced") for name in rollout.stats)
 
 
 @pytest.mark.parametrize("family_has_one", [True, False])
@@ -131,6 +149,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function"}}, "tool_choice: expected 'none', 'auto'"),
     ({"response_format": {"type": "xml"}}, "response_format: expected the type text"),
     ({"response_format": {"type": "json_schema"}}, "response_format: expected the type text"),
+    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: expected 0: only sampled tokens have"),
+    ({"modalities": ["text", "audio"]}, "modalities: expected ['text'], got"),
+    ({"web_search_options": {"user_location": None}}, "web_search_options: is not offered"),
+    ({"extra_body": {"chat_template_kwargs": []}}, "chat_template_kwargs: expected an object"),
     ({"extra_body": {"structured_outputs": []}}, "structured_outputs: expected an object of one"),
 ]  # fmt: skip
 

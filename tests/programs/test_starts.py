@@ -12,14 +12,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Episode
-from agentgrpo.programs.launch import Awaited, Process
+from agentgrpo.programs.launch import Awaited, Process, Sandboxed
 from agentgrpo.rollout.decoder import Watch
 from agentgrpo.types import Status
 from tests.playing import tasks
@@ -102,16 +105,46 @@ def no_more(number: int) -> Callable[..., Any]:
     return popen
 
 
+@pytest.mark.parametrize("where", ["process", "session"])
 def test_a_program_that_the_machine_has_no_room_for_is_no_failure_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr("subprocess.Popen", no_more(errno.EAGAIN))
+    monkeypatch.setattr("subprocess.Popen", no_more(errno.EMFILE))
+    monkeypatch.setattr("agentgrpo.programs.launch.listener_in", no_more(errno.EMFILE))
+    jails: Any = SimpleNamespace(acquire=nullcontext)
+    session = Sandboxed(jails, ["python", "x.py"], [], {}, 9.0)
     env = Counts()
-    groups, _ = played(PROCESS, lambda *_: turn("x"), env=env)
+    groups, _ = played(PROCESS if where == "process" else session, lambda *_: turn("x"), env=env)
     (rollout,) = groups[0].rollouts
     assert rollout.status is Status.INFRA_ERROR
-    assert "temporarily unavailable" in str(rollout.error)
+    assert "Too many open files" in str(rollout.error)
     assert env.closed == ["t0"]
+
+
+LIST = "find . -type f ! -name answer.txt ! -name task.json > answer.txt"
+
+
+@pytest.mark.parametrize(
+    "given", [["."], ["mine"], ["mine/x.py"], ["mine", "more/mine", "mine/x.py"]]
+)
+def test_files_lie_in_a_process_where_they_lie_in_a_session(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/x.py", "mine/in/y.py", "more/mine/z.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    files = [Path(name) for name in given]
+    of: Any = SimpleNamespace(key="k", url="u")
+    outcome = Process(["sh", "-c", LIST], files, {}).start(tasks(1)[0], of, of).outcome.result(60)
+    found = [line.removeprefix("./") for line in str(outcome.answer).split()]
+    session = Sandboxed(cast(Any, None), ["x"], files, {}, 9.0)
+    assert sorted(found) == sorted(session._files)
+
+
+def test_a_folder_above_is_copied_by_its_name_alone() -> None:
+    with pytest.raises(ValueError, match=r"files: \.\. names no folder here; write /"):
+        ProgramAgent(pool=None, call_reader=cast(Any, None), command=["x"], files=[Path("..")])
 
 
 def test_a_program_that_no_machine_could_start_ends_the_run(

@@ -301,7 +301,7 @@ MUTANTS = [
     Mutant("engine/endpoints.py", "LOG.warning(", "str.format("),
     Mutant("engine/endpoints.py", "LOG.warning(", "str.format(", 1),
     Mutant("engine/endpoints.py", "error.__cause__ or error", "error"),
-    Mutant("engine/endpoints.py", "except (openai.OpenAIError, BadAnswer)", "except openai.OpenAIError"),
+    Mutant("engine/endpoints.py", "except Exception as error:  #", "except openai.OpenAIError as error:  #"),
     Mutant("engine/endpoints.py", "reply[: min(found)]", "reply[: max(found)]"),
     Mutant("engine/endpoints.py", '{"stop": list(stop)} if stop else {}', "{}"),
     Mutant("engine/endpoints.py", "if not all(isinstance(reply, str) for reply in replies):", "if False:"),

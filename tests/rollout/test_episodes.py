@@ -23,9 +23,10 @@ from agentgrpo.actions import (
     ToolCall,
 )
 from agentgrpo.agents.text import TextAgent
+from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.types import Rollout, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
-from tests.playing import EOT, TOKENIZER, sampled, says
+from tests.playing import EOT, TOKENIZER, sampled, says, scripted
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
 T = TypeVar("T")
@@ -61,9 +62,11 @@ class World:
     observations: list[Observation | Exception] = field(default_factory=list)
     worth: Mapping[str, float] | Exception = field(default_factory=dict)
     answers: list[str | None] = field(default_factory=list)
+    begun: int = 0
     closed: int = 0
 
     def reset(self, task: Task) -> World:
+        self.begun += 1
         return self
 
     def step(self, action: Action) -> Observation:
@@ -167,6 +170,53 @@ def test_a_broken_machine_leaves_no_reward(where: str) -> None:
     assert (played.status, played.error) == (Status.INFRA_ERROR, "gone")
     assert (played.rewards, played.span_rewards) == ({}, [])
     assert world.closed == 1
+
+
+@dataclass
+class Away(EchoAgent):
+    """Asks a server in one of its methods; at first that is away."""
+
+    where: str = ""
+    left: int = 1
+
+    def _asks(self, where: str) -> None:
+        self.left -= self.where == where
+        if self.where == where and self.left >= 0:
+            raise InfrastructureError("away")
+
+    def tools(self, task: Task) -> Sequence[Any]:
+        self._asks("tools")
+        return super().tools(task)
+
+    def messages(self, task: Task) -> list[Message]:
+        self._asks("messages")
+        return super().messages(task)
+
+    def prefill(self, task: Task) -> str:
+        self._asks("prefill")
+        return super().prefill(task)
+
+    def parse(self, text: str, task: Task) -> Action:
+        self._asks("parse")
+        return super().parse(text, task)
+
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        self._asks("observe")
+        return super().observe(action, observation)
+
+
+@pytest.mark.parametrize("left", [1, 9])
+@pytest.mark.parametrize("where", ["tools", "messages", "prefill", "parse", "observe"])
+def test_a_machine_that_fails_an_agent_breaks_its_rollout_alone(where: str, left: int) -> None:
+    world = World([SAID] * 9)
+    engine = scripted(lambda _, prompt: Turn(f"!{EOT}" if prompt.endswith("s") else "one\n"))
+    agent = Away(where=where, left=left)
+    groups, stats = sampled(engine, agent, world, [TASK], 2, max_retries=1)
+    broken = [r.error for r in groups[0].rollouts if r.status is Status.INFRA_ERROR]
+    assert broken == ["away"] * (2 if left == 9 else 0)
+    assert stats.infra_failures == (4 if left == 9 else 1)
+    assert world.closed == world.begun
+    assert not [fault for r in groups[0].rollouts for fault in rollout_faults(r)]
 
 
 @dataclass

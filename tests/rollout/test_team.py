@@ -71,9 +71,6 @@ class Recorder:
     def abort_all(self) -> None:
         self.abort(list(self.waiting))
 
-    def seed(self, seed: int) -> None:
-        self.log.append(("seed", seed))
-
     @property
     def num_in_flight(self) -> int:
         return len(self.waiting)
@@ -112,7 +109,6 @@ def prompt(*ids: int) -> Any:
 
 def ask(leader: Any) -> list[Any]:
     """All that a sampler can ask of an engine; returns what it was answered."""
-    leader.seed(7)
     leader.add_request("a", prompt(1, 2), max_tokens=3, temperature=0.5)
     with pytest.raises(ValueError, match="too long"):
         leader.add_request("bad", prompt(*range(9)), max_tokens=1)
