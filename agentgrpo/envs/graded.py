@@ -8,8 +8,9 @@ be left out where the tests use but one that they do not define.
 from __future__ import annotations
 
 import re
+import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from agentgrpo.actions import InfrastructureError
@@ -19,7 +20,12 @@ from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"([^`~]*)(`{3,}|~{3,})([^`~]*)")
+"""A line that opens or closes a block: what stands before the fence, the fence, and behind it."""
+PYTHON = ("py", "python", "python3")
+KNOWN = ("", *PYTHON)
+ALONE = [name.split() for name in KNOWN]
+"""What may stand behind a fence in the middle of a sentence."""
 GRADERS = 4
 
 
@@ -154,12 +160,34 @@ class UnitTestEpisode(PythonEpisode):
 
 
 def program_in(answer: str | None) -> str | None:
-    r"""The program of an answer: its last fenced block, else all of it; None if there is none.
+    r"""The program of an answer: its last block that says Python, else the last that names no
+    language, else all of it; None if there is none.
 
-    >>> program_in("Here:\n```python\nprint(1)\n```")
+    >>> program_in("For\n```text\n1\n```\n:\n```Python\nprint(1)\n```\nIt prints\n```\n1\n```")
     'print(1)\n'
     """
     if answer is None or not answer.strip():
         return None
-    blocks: list[str] = FENCE.findall(answer)
-    return blocks[-1] if blocks else answer
+    last = {language in PYTHON: text for language, text in _blocks(answer) if language in KNOWN}
+    found = last.get(True, last.get(False, answer))
+    return textwrap.dedent(found) if found.lstrip("\n")[:1].isspace() else found
+
+
+def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """Its fenced blocks: the language that each names, and its text. One that is not closed ends
+    with the answer. Line by line: a pattern for whole blocks takes time quadratic in their number.
+    """
+    fence, language, lines = "", "", [""]
+    for line in answer.split("\n"):
+        found = FENCE.fullmatch(line)
+        before, run, behind = found.groups() if found else ("", "", "")
+        words = behind.lower().split()
+        if fence and run.startswith(fence) and not words and not before.strip():
+            yield language, "".join(lines)
+            fence = ""
+        elif fence:
+            lines.append(f"{line}\n")
+        elif run and (words in ALONE or not any(map(str.isalpha, before))):
+            fence, language, lines = run, "".join(words[:1]), []
+    if fence and lines:
+        yield language, "".join(lines)
