@@ -8,6 +8,7 @@ import pytest
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.jail import JAIL_ID, has_own_ids
 from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
+from tests.isolation import need_isolation
 
 pytestmark = pytest.mark.nsjail
 
@@ -50,3 +51,17 @@ def test_users_are_given_out_where_there_are_any(
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
     monkeypatch.setattr(Path, "read_text", lambda _: spans)
     assert has_own_ids() is own
+
+
+@pytest.mark.parametrize("rung", LADDER)
+def test_the_umask_of_the_host_is_no_sessions(rung: Rung) -> None:
+    if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
+        pytest.skip("zygote-root needs root")
+    need_isolation(rung)
+    before = os.umask(0o077)
+    try:
+        with SandboxPool(min_idle=0, zygotes=1, rungs=[rung]) as pool, pool.acquire() as session:
+            told = session.step("import os; open('f', 'w'); oct(os.stat('f').st_mode)")
+    finally:
+        os.umask(before)
+    assert told.value == "'0o100644'"

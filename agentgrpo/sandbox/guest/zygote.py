@@ -175,6 +175,7 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None
 def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
+    os.umask(0o022)  # of every session, whatever the trainer's is
     try:
         loop = load.isolated("repl")
         for name in ("load", "console", "wire"):  # the names are the user's
