@@ -84,14 +84,14 @@ def shown_paths(template: Template, extension: str) -> list[Bind]:
     Raises:
         TemplateUnavailable: the interpreter lies where sessions have a directory of their own.
     """
-    if _covered(template.prefix):
+    if _covered(template.interpreter):
         raise TemplateUnavailable(
             f"the interpreter {template.interpreter} lies in a directory that sessions have of "
             f"their own ({', '.join(PRIVATE)}); remedy: a Python that is installed elsewhere"
         )
     guest = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
     binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
-    paths = {path: path for path in (template.prefix, *template.mounts)}
+    paths = {path: path for path in (*template.interpreter_paths, *template.mounts)}
     paths |= dict(zip(template.site_dirs, shown_site_dirs(template), strict=True))
     for path, target in paths.items():
         target = os.path.normpath(target)
