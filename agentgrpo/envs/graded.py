@@ -16,7 +16,7 @@ from dataclasses import replace
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
 from agentgrpo.sandbox import HostTools, SandboxPool
-from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of
+from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of, require_printable
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
@@ -110,21 +110,25 @@ class UnitTestEnv(PythonEnv):
 
         Raises:
             ValueError: the task's spec has neither `tests` that are Python, and say what they test,
-                nor `cases`.
+                nor `cases` that a program could pass.
         """
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
-        if tests is not None:
-            try:
-                names_of(tests, task.spec.get("names"))
-            except ValueError as error:
-                raise ValueError(f"task {task.id}: its {error}") from None
-        elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
+        if tests is None and (
+            not cases or any(isinstance(case, str) or len(case) != 2 for case in cases)
+        ):
             raise ValueError(
                 f"task {task.id}: expected 'cases' as [stdin, expected stdout] pairs, "
                 f"got {cases!r:.80}"
             )
+        try:
+            if tests is not None:
+                names_of(tests, task.spec.get("names"))
+            for _, expected in cases if tests is None else ():
+                require_printable(self.pool.limits, str(expected))
+        except ValueError as error:
+            raise ValueError(f"task {task.id}: its {error}") from None
         return UnitTestEpisode(self, task)
 
     def close(self) -> None:
@@ -156,7 +160,7 @@ class UnitTestEpisode(PythonEpisode):
                 names = spec.get("names")
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
             cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
-            return check_all(pool, code, cases, timeout_s=limit / len(cases))
+            return check_all(pool, code, cases, timeout_s=limit)
 
 
 def program_in(answer: str | None) -> str | None:

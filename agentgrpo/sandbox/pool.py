@@ -133,7 +133,7 @@ class SandboxPool(Held):
         if self.degraded:
             warnings.warn(f"sandbox degraded: {self._spawner.failures_text()}", stacklevel=2)
         self._free = threading.Semaphore(max_live)
-        self._lock = threading.Lock()
+        self._lock, self._pairing = threading.Lock(), threading.Lock()
         self._live: set[Session] = set()
         self._idle: deque[Session] = deque()
         self._wanted = threading.Event()
@@ -199,6 +199,28 @@ class SandboxPool(Held):
             raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session
 
+    def acquire_pair(self, timeout_s: float = 60.0) -> tuple[Session, Session]:
+        """Two fresh sessions, for one who needs both: those who took one and then waited for the
+        other could all wait for each other.
+
+        Raises:
+            ValueError: max_live is 1.
+            SandboxBusy, SandboxInfraError: as acquire().
+        """
+        if self.max_live < 2:
+            raise ValueError("two sessions at once need a pool with max_live of at least 2")
+        if not self._pairing.acquire(timeout=timeout_s):
+            raise self._busy(timeout_s)
+        try:
+            first = self.acquire(timeout_s)
+            try:
+                return first, self.acquire(timeout_s)
+            except BaseException:
+                first.close()
+                raise
+        finally:
+            self._pairing.release()
+
     def run(
         self,
         code: str,
@@ -246,14 +268,17 @@ class SandboxPool(Held):
             with self._lock:
                 self._counts["waited"] += 1
             if not self._free.acquire(timeout=timeout_s):
-                raise SandboxBusy(
-                    f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
-                    "sessions that are done, or raise max_live"
-                )
+                raise self._busy(timeout_s)
         with self._lock:
             self._counts["acquired"] += 1
             self._counts["live"] += 1
             self._waited_s += time.monotonic() - started
+
+    def _busy(self, timeout_s: float) -> SandboxBusy:
+        return SandboxBusy(
+            f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
+            "sessions that are done, or raise max_live"
+        )
 
     def _leave(self) -> None:
         with self._lock:

@@ -262,6 +262,7 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         ({"tests": 3}, "its 'tests' are not Python: "),
         ({"cases": []}, r"expected 'cases' as \[stdin, expected stdout\] pairs, got \[\]"),
         ({"cases": ["ab"]}, "expected 'cases' as"),
+        ({"cases": [["", "x" * 5_000_000]]}, "task .*: its expected output has 5000000 bytes"),
     ]
     for bad, message in refused:
         with pytest.raises(ValueError, match=message):
