@@ -258,11 +258,16 @@ class Spawner:
             "users": "one per session" if has_own_ids() else "one for all sessions",
             "proc": self._proc(),
             "memory_limit": memory,
-            "processors": f"one group, {self._limits.cpus:g} for each session"
-            if self.cgroups is not None and self.cgroups.cpu_shared
-            else "niceness",
+            "processors": self._processors(),
             "zygote_restarts": self.restarts,
         }
+
+    def _processors(self) -> str:
+        groups = self.cgroups
+        missing = f"; {groups.cpu_missing}" if groups is not None and groups.cpu_missing else ""
+        if groups is None or not groups.cpu_shared:
+            return f"niceness{missing}"
+        return f"one group, {self._limits.cpus:g} for each session{missing}"
 
     def _proc(self) -> str:
         if self.rung is Rung.BARE:

@@ -322,16 +322,18 @@ def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:
 
 
 def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
-    for name in ("memory.swap.max", "memory.events", "pids.current"):
+    names = ("memory.max", "pids.max", "cpu.max", "memory.events", "pids.current", "cgroup.procs")
+    for name in names:  # and no memory.swap.max: a kernel without swap has none
         (tmp_path / name).write_text("max")
     group = ControlGroup(dict.fromkeys(("memory", "pids", "cpu"), tmp_path), V2)
-    group.set_limits(1 << 20, 64, 1.5)
+    group.set_limits(1 << 20, 64)
+    group.set_quota(0.5)
     wrote = {name: (tmp_path / name).read_text() for name in ("memory.max", "pids.max", "cpu.max")}
-    assert wrote == {"memory.max": "1048576", "pids.max": "64", "cpu.max": "150000 100000"}
+    assert wrote == {"memory.max": "1048576", "pids.max": "64", "cpu.max": "50000 100000"}
+    assert not (tmp_path / "memory.swap.max").exists()
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\noom 3\noom_kill 2\noom_group_kill 0\n")
     (tmp_path / "pids.current").write_text("5\n")
     (tmp_path / "memory.peak").write_text("4096\n")
-    (tmp_path / "cgroup.procs").write_text("")
     assert (group.counts(), group.peak_kib()) == ((2, 5), 4)
     with group.attaching() as fds:
         assert len(fds) == 1
