@@ -22,7 +22,7 @@ from agentgrpo.sandbox.host_tools import HostCalls
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.spawner import Spawner
+from agentgrpo.sandbox.spawner import CLOSED, Spawner
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.watchdog import MemoryWatchdog
 from agentgrpo.sandbox.zygote import LADDER, Rung
@@ -186,11 +186,16 @@ class SandboxPool(Held):
         self._admit(timeout_s)
         try:
             session = self._take_idle() or self._start()
-        except BaseException:
+        except BaseException as error:
             self._leave()
+            if self._closed and isinstance(error, Exception):
+                raise SandboxException(CLOSED) from error
             raise
         session.begin(self._leave)
         self._clock.watch(session)
+        if self._closed:  # meanwhile; close() may have looked for sessions before there was this
+            session.close()
+            raise SandboxException(CLOSED)
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
@@ -262,7 +267,7 @@ class SandboxPool(Held):
 
     def _admit(self, timeout_s: float) -> None:
         if self._closed:
-            raise SandboxException("the pool is closed")
+            raise SandboxException(CLOSED)
         started = time.monotonic()
         if not self._free.acquire(blocking=False):
             with self._lock:
@@ -306,13 +311,17 @@ class SandboxPool(Held):
             with self._lock:
                 self._live.discard(session)
 
-        session = Session(
-            spawned.channels,
-            self.limits,
-            group=spawned.group,
-            on_close=release,
-            degraded=self.degraded,
-        )
+        try:
+            session = Session(
+                spawned.channels,
+                self.limits,
+                group=spawned.group,
+                on_close=release,
+                degraded=self.degraded,
+            )
+        except BaseException:  # no descriptor is left, or the pool is closed meanwhile
+            spawned.release()
+            raise
         with self._lock:
             self._live.add(session)
         if self.template.setup:

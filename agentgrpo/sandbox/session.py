@@ -53,7 +53,7 @@ class Session(Held):
     After anything that ends it (``state_lost``), every further step says how it ended.
 
     Args:
-        channels: its descriptors; the session closes them.
+        channels: its descriptors; the session closes them, also if it cannot be made.
         limits: what it may use.
         group: its control group, None if there is none.
         on_close: called once, when it is over.
@@ -77,7 +77,6 @@ class Session(Held):
         self._channels = channels
         self.group = group
         """Its control group, if there is one."""
-        self._oom_before = group.counts()[0] if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
         self._steps = self._exchanged = self._sent = 0
@@ -97,9 +96,14 @@ class Session(Held):
         self._over_memory: tuple[str, int | None] | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
-        self.pid = pid_of(channels.interpreter)
-        """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
-        self.init_pid = pid_of(channels.init)
+        try:
+            self._oom_before = group.counts()[0] if group is not None else 0
+            self.pid = pid_of(channels.interpreter)
+            """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
+            self.init_pid = pid_of(channels.init)
+        except BaseException:
+            channels.kill()
+            raise
 
     def step(
         self, code: str, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None

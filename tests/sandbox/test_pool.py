@@ -1,5 +1,7 @@
 """Pools: admission, prewarming, deaths of zygotes and of the whole trainer."""
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +10,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,10 @@ from agentgrpo.sandbox import (
     SandboxBusy,
     SandboxException,
     SandboxPool,
+    SandboxUnavailable,
     StepStatus,
     Template,
+    cgroup,
 )
 from agentgrpo.sandbox.cgroup import (
     OWNER,
@@ -30,10 +35,12 @@ from agentgrpo.sandbox.cgroup import (
     stale_of,
     start_time,
 )
+from agentgrpo.sandbox.channels import children_of
 from agentgrpo.sandbox.errors import TemplateUnavailable
 from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
 from agentgrpo.sandbox.pool import Clock
+from agentgrpo.sandbox.spawner import Spawned, Spawner
 from agentgrpo.sandbox.zygote import remove_stale_scratch
 
 pytestmark = pytest.mark.nsjail
@@ -92,6 +99,76 @@ def test_dead_zygote_is_replaced_and_its_sessions_are_infra_errors() -> None:
         with pool.acquire() as fresh:
             assert fresh.step("1").value == "1"
         assert pool.metrics()["zygote_restarts"] == 1
+
+
+def traces_of_zygotes(groups: int = 0) -> tuple[int, int, int]:
+    """Descriptors, children (zombies too) and scratch directories of this process; two descriptors
+    of each control group aside.
+    """
+    scratch = Path(tempfile.gettempdir()).glob(f"{owner_name(os.getpid())}.*")
+    fds = len(os.listdir("/proc/self/fd")) - 2 * groups
+    return fds, len(children_of(os.getpid())), len([*scratch])
+
+
+def test_dead_zygotes_leave_nothing_behind() -> None:
+    with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+        traces = set()
+        for _ in range(4):
+            pool.acquire().close()
+            groups = pool._spawner.cgroups
+            traces.add(traces_of_zygotes(len(groups._all) if groups is not None else 0))
+            zygote = pool._spawner._zygotes[0]
+            os.kill(zygote.pid, signal.SIGKILL)
+            assert within(lambda zygote=zygote: not zygote.answers())
+        assert len(traces) == 1, traces
+        assert pool.metrics()["zygote_restarts"] == 3
+        assert session.step("1").status is StepStatus.INFRA_ERROR
+
+
+def test_a_zygote_that_cannot_be_used_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, pids: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    SandboxPool(min_idle=0, zygotes=1).close()
+    before = traces_of_zygotes()
+    monkeypatch.setattr(cgroup.Cgroups, "adopt", refuse)
+    with contextlib.suppress(SandboxUnavailable):  # where there are control groups
+        SandboxPool(min_idle=0, zygotes=1).close()
+    assert traces_of_zygotes() == before
+
+
+def test_who_waits_for_a_pool_that_closes_is_told() -> None:
+    pool = SandboxPool(min_idle=0, zygotes=1, max_live=1)
+    pool.acquire()
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(pool.acquire, 60.0) for _ in range(3)]
+        wait_for(lambda: pool.metrics()["waited"] == 3, "them to wait")
+        pool.close()
+        told = [str(one.exception(timeout=10)) for one in waiting]
+    assert told == ["the pool is closed"] * 3
+    with pytest.raises(SandboxException, match="closed"):
+        pool._spawner.spawn()
+    assert pool.metrics()["live"] == 0
+
+
+def test_a_session_that_starts_while_its_pool_closes_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = SandboxPool(min_idle=0, zygotes=1)
+    spawn, started = Spawner.spawn, []
+
+    def slowly(self: Spawner) -> Spawned:
+        started.append(spawn(self))
+        pool._closed = True  # close() has begun, and has looked for sessions
+        return started[0]
+
+    monkeypatch.setattr(Spawner, "spawn", slowly)
+    with pytest.raises(SandboxException, match="closed"):
+        pool.acquire()
+    assert started[0].channels.is_closed()
+    assert pool.metrics()["live"] == 0
+    pool._closed = False
+    pool.close()
 
 
 def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
