@@ -211,9 +211,8 @@ class Graded:
         return list(self)[key]
 
     def __contains__(self, value: Any) -> bool:
-        if "__iter__" in self._shape()[0]:
-            return any(value is one or value == one for one in self)
-        return bool(self._once("contains", value))
+        """By its content alone: ``__contains__`` over there would be told what a test looks for."""
+        return any(value is one or value == one for one in self)
 
     def __reversed__(self) -> Iterator[Any]:
         return iter([*self][::-1])

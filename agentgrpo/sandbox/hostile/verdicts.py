@@ -27,6 +27,20 @@ FIELDS = (
     ["str", b"first count".hex()],
 )
 """As they stand on the wire: all of them would do for collections.namedtuple()."""
+AGREES = (
+    "__contains__ = lambda self, value: True",
+    "__contains__ = lambda self, value: True\n __getitem__ = lambda self, key: 0",
+    "__contains__ = lambda self, value: True\n __len__ = lambda self: 9",
+    "__eq__ = __lt__ = __le__ = __gt__ = __ge__ = __ne__ = lambda self, other: True",
+    "__bool__ = __hash__ = __index__ = __int__ = __float__ = __str__ = lambda self: True",
+)
+ASKS = (
+    "assert 'the answer' in f(1)",
+    "assert any(word in f(1) for word in ['the answer'])",
+    "assert f(1) == 'the answer' or f(1) in ['the answer'] or 'the answer' in [f(1)]",
+    "assert {'the answer'} <= f(1)",
+    "assert str(f(1)) == 'True' or int(f(1)) == 1",
+)
 UNPRINTABLE = ("def f(x): raise ValueError('\\ud800')", "def f(x): return '\\udcff'")
 SAYS_ANYTHING = ("__main__", "numpy", "a.b", "", "\\ud800", "x" * 5000)
 
@@ -40,6 +54,17 @@ def tuples_bring_no_functions(pool: SandboxPool) -> None:
         verdict = check_tests(pool, FORGES.replace("FIELDS", repr(fields)), tests)
         assert not verdict.passed, fields
         assert "malformed" in verdict.reason, (fields, verdict)
+
+
+@on_pool
+def answers_are_not_asked_of_the_code(pool: SandboxPool) -> None:
+    """An object of the code's is not asked whether it is, or has, what a test looks for."""
+    for says in AGREES:
+        code = f"class Yes:\n {says}\ndef f(x): return Yes()"
+        for tests in ASKS:
+            verdict = check_tests(pool, code, tests)
+            assert not verdict.passed, (says, tests)
+            assert not verdict.infra_error, verdict
 
 
 @on_pool
