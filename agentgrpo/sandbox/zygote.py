@@ -32,6 +32,7 @@ from agentgrpo.sandbox.jail import (
     find_nsjail,
     has_own_ids,
     jail_config,
+    require_no_dumps,
     shown_paths,
     shown_site_dirs,
     tmpfs_options,
@@ -127,6 +128,7 @@ class Zygote:
         self._bounded = bound_address_space
         self._numbers = itertools.count()
         self._only_uid = self._next_uid()
+        require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
         remove_stale_scratch()
         self._scratch = tempfile.mkdtemp(prefix=f"{owner_name(os.getpid())}.")
