@@ -155,11 +155,16 @@ class Session(Held):
         room = ASK_MIB * MIB
         requests = [[b"put", piece.encode()] for piece in first] + [[b"ask", last.encode()]]
         while requests:
-            result = self._request(requests.pop(0), max(1e-3, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                return self._end(StepStatus.TIMEOUT_KILLED, "its time was over before its answer")
+            fields = requests.pop(0)
+            result = self._request(fields, max(1e-3, deadline - time.monotonic()))
             if result.status is not StepStatus.OK:
                 return result
             pieces.append(result.value or "")
             if result.more:
+                if fields[0] == b"put" or len(pieces[-1]) != self.limits.value_kib << 10:
+                    return self._end(StepStatus.PROTOCOL_ERROR, "a piece of an answer, cut short")
                 requests.append([b"get"])
             room -= len(pieces[-1])
             if room < 0:
