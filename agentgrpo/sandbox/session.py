@@ -293,6 +293,8 @@ class Session(Held):
                     theirs(listener, stream, data)
             except BaseException as error:
                 raised.append(error)
+                if not isinstance(error, Exception):  # Ctrl-C: nobody waits for the code any more
+                    self._channels.signal()
 
         arguments = self.prepare(fields, timeout, None if listener is None else tell)
         if arguments is None:
