@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo import _C
+from agentgrpo.sandbox.errors import printable
 
 OWNER = "agentgrpo-sandbox"
 TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
@@ -96,20 +97,26 @@ def _numbering() -> str:
     return f"{OWNER}.{boot}-{os.stat('/proc/self/ns/pid').st_ino:x}"
 
 
+def lines_of(path: str) -> list[str]:
+    """Of a file of /proc. Names of files and of processes in it may be any bytes."""
+    text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
+    return text.removesuffix("\n").split("\n")
+
+
 def _mounted() -> dict[str, Path]:
     """Controller name ("" for v2) to this process's own directory in that hierarchy."""
     roots: dict[str, tuple[str, str]] = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in lines_of("/proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
-        root, point = left.split()[3:5]
+        root, point = left.split(" ")[3:5]
         if kind == "cgroup2":
             roots[""] = (root, point)
         elif kind == "cgroup":
             for controller in options.split(","):
                 roots[controller] = (root, point)
     found = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in lines_of("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             if controller in roots:
@@ -396,7 +403,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def _told(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}"
+    return printable(f"{error.filename}: {error.strerror}")
 
 
 def _remove_tree(path: Path) -> None:

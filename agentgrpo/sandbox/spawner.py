@@ -51,7 +51,7 @@ def verify(channels: Channels, rung: Rung) -> None:
     """
     for what, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
         pid = pid_of(pidfd)
-        with open(f"/proc/{pid}/status") as status:
+        with open(f"/proc/{pid}/status", errors="replace") as status:
             found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
         # a user without capabilities cannot empty the bounding set, and cannot use it either
         kinds = CAPABILITIES[:4] if rung is Rung.BARE and os.geteuid() else CAPABILITIES

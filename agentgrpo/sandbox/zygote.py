@@ -312,7 +312,7 @@ class Zygote:
             return False
         jailed = [] if self.rung is Rung.BARE else children_of(self.pid)
         for pid in (self.pid, *jailed):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
                 if stat.read().rpartition(")")[2].split()[0] in "Tt":
                     return True
         return False

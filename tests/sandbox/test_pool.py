@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,7 +43,7 @@ from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
 from agentgrpo.sandbox.pool import Clock
 from agentgrpo.sandbox.spawner import Spawned, Spawner
-from agentgrpo.sandbox.zygote import remove_stale_scratch
+from agentgrpo.sandbox.zygote import Rung, remove_stale_scratch
 
 pytestmark = pytest.mark.nsjail
 
@@ -326,6 +328,45 @@ def test_the_name_of_a_process_may_be_any_bytes() -> None:
     assert start_time(other.pid).isdecimal()
     other.communicate(b"\n")
     assert start_time(other.pid) == ""
+
+
+NAMES = """
+import ctypes, os, pathlib, sys
+from agentgrpo.machine.hardware import memory_bytes
+from agentgrpo.run.progress import _memory
+from agentgrpo.sandbox import SandboxPool, remedies
+point = os.fsencode(sys.argv[1]) + b"/\\xff\\xc2\\xa0\\xe2\\x80\\xa8\\r/x y"
+os.makedirs(point)
+assert ctypes.CDLL(None).mount(b"none", point, b"tmpfs", 0, None) == 0
+ctypes.CDLL(None).prctl(15, b"\\xff) kB", 0, 0, 0)
+with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+    print(session.step("6 * 7").value, pool.describe()["memory_limit"].encode())
+print(remedies._in_container(), remedies.masked_proc(), memory_bytes()[0] > 0, _memory())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts everywhere")
+def test_names_on_the_machine_may_be_any_bytes(tmp_path: Path) -> None:
+    asked = ["unshare", "--mount", sys.executable, "-c", NAMES, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, sys.path))}
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:3]) == (0, "42 "), done.stderr
+
+
+def test_who_asks_and_goes_does_not_end_a_zygote() -> None:
+    with SandboxPool(min_idle=0, zygotes=1, rungs=[Rung.ZYGOTE_USERNS]) as pool:
+        zygote = pool._spawner._zygotes[0]
+        (jailed,) = children_of(zygote.pid)
+        soft, hard = resource.prlimit(jailed, resource.RLIMIT_NPROC)
+        resource.prlimit(jailed, resource.RLIMIT_NPROC, (0, hard))  # it cannot be done
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.close()
+        with theirs:
+            socket.send_fds(zygote._host, [b"65534 99"], [theirs.fileno()] * 5)
+        assert zygote.answers()
+        resource.prlimit(jailed, resource.RLIMIT_NPROC, (soft, hard))
+        with pool.acquire() as session:
+            assert session.step("6 * 7").value == "42"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes process namespaces everywhere")

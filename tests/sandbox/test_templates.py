@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from agentgrpo.sandbox import (
     Limits,
     NotFoundException,
     Sandbox,
+    SandboxException,
     SandboxPool,
     SandboxUnavailable,
     Template,
@@ -181,6 +183,18 @@ def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
         huge = next(line for line in rollup.splitlines() if line.startswith("AnonHugePages:"))
         assert int(huge.split()[1]) >= 20 << 10
         assert session.step("import bulky; len(bulky.kept)").value == "40000"
+
+
+def test_no_directory_is_called_like_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "AGENTGRPO_TEMPLATES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # of a user without a name
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SandboxException, match="set AGENTGRPO_TEMPLATES"):
+        build_template("mine")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -> None:

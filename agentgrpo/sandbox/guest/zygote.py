@@ -95,7 +95,8 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: 
     except OSError as error:
         step = list(wire.SETUP_STEPS).index("CLONE")
         failed = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0, 0)
-        os.write(fds[0], failed)
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
+            os.write(fds[0], failed)
         return False
 
 
