@@ -224,5 +224,33 @@ def test_what_runs_before_the_model_loads_no_torch() -> None:
     assert not loaded & {"torch", "vllm", "transformers", "triton"}
 
 
+LOOKS = """
+import sys
+
+def heard(event, args):
+    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith(("/proc", "/sys")):
+        frame = sys._getframe(1)
+        while frame.f_back and (name := frame.f_code.co_filename).startswith(("<frozen", STANDARD)):
+            if "site-packages" in name:
+                return
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(OURS):
+            print(args[0], frame.f_code.co_filename)
+
+sys.addaudithook(heard)
+"""
+
+
+def test_no_file_of_the_kernels_is_read_at_import() -> None:
+    """Each of them is missing in some container, where the package could not even be imported."""
+    commands = [module for module, _ in COMMANDS.values()]
+    program = f"STANDARD = {os.path.dirname(os.__file__) + '/'!r}; OURS = {str(PACKAGE)!r}{LOOKS}"
+    program += f"import {', '.join(['agentgrpo.sandbox', 'agentgrpo.envs.python', *commands])}"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == ""
+
+
 def test_transformers_can_be_imported_from_the_repository() -> None:
     assert "transformers" in modules_after("transformers")

@@ -8,18 +8,24 @@ be left out where the tests use but one that they do not define.
 from __future__ import annotations
 
 import re
+import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
 from agentgrpo.sandbox import HostTools, SandboxPool
-from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of
+from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of, require_printable
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"([^`~]*)(`{3,}|~{3,})([^`~]*)")
+"""A line that opens or closes a block: what stands before the fence, the fence, and behind it."""
+PYTHON = ("py", "python", "python3")
+KNOWN = ("", *PYTHON)
+ALONE = [name.split() for name in KNOWN]
+"""What may stand behind a fence in the middle of a sentence."""
 GRADERS = 4
 
 
@@ -104,21 +110,25 @@ class UnitTestEnv(PythonEnv):
 
         Raises:
             ValueError: the task's spec has neither `tests` that are Python, and say what they test,
-                nor `cases`.
+                nor `cases` that a program could pass.
         """
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
-        if tests is not None:
-            try:
-                names_of(tests, task.spec.get("names"))
-            except ValueError as error:
-                raise ValueError(f"task {task.id}: its {error}") from None
-        elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
+        if tests is None and (
+            not cases or any(isinstance(case, str) or len(case) != 2 for case in cases)
+        ):
             raise ValueError(
                 f"task {task.id}: expected 'cases' as [stdin, expected stdout] pairs, "
                 f"got {cases!r:.80}"
             )
+        try:
+            if tests is not None:
+                names_of(tests, task.spec.get("names"))
+            for _, expected in cases if tests is None else ():
+                require_printable(self.pool.limits, str(expected))
+        except ValueError as error:
+            raise ValueError(f"task {task.id}: its {error}") from None
         return UnitTestEpisode(self, task)
 
     def close(self) -> None:
@@ -150,16 +160,38 @@ class UnitTestEpisode(PythonEpisode):
                 names = spec.get("names")
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
             cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
-            return check_all(pool, code, cases, timeout_s=limit / len(cases))
+            return check_all(pool, code, cases, timeout_s=limit)
 
 
 def program_in(answer: str | None) -> str | None:
-    r"""The program of an answer: its last fenced block, else all of it; None if there is none.
+    r"""The program of an answer: its last block that says Python, else the last that names no
+    language, else all of it; None if there is none.
 
-    >>> program_in("Here:\n```python\nprint(1)\n```")
+    >>> program_in("For\n```text\n1\n```\n:\n```Python\nprint(1)\n```\nIt prints\n```\n1\n```")
     'print(1)\n'
     """
     if answer is None or not answer.strip():
         return None
-    blocks: list[str] = FENCE.findall(answer)
-    return blocks[-1] if blocks else answer
+    last = {language in PYTHON: text for language, text in _blocks(answer) if language in KNOWN}
+    found = last.get(True, last.get(False, answer))
+    return textwrap.dedent(found) if found.lstrip("\n")[:1].isspace() else found
+
+
+def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """Its fenced blocks: the language that each names, and its text. One that is not closed ends
+    with the answer. Line by line: a pattern for whole blocks takes time quadratic in their number.
+    """
+    fence, language, lines = "", "", [""]
+    for line in answer.split("\n"):
+        found = FENCE.fullmatch(line)
+        before, run, behind = found.groups() if found else ("", "", "")
+        words = behind.lower().split()
+        if fence and run.startswith(fence) and not words and not before.strip():
+            yield language, "".join(lines)
+            fence = ""
+        elif fence:
+            lines.append(f"{line}\n")
+        elif run and (words in ALONE or not any(map(str.isalpha, before))):
+            fence, language, lines = run, "".join(words[:1]), []
+    if fence and lines:
+        yield language, "".join(lines)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from agentgrpo.sandbox.cgroup import memory_bounds
+from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -60,5 +60,5 @@ def memory_bytes() -> tuple[int, int]:
 
 def kib_of(path: str) -> dict[str, int]:
     """The numbers of a file of /proc that it gives in KiB."""
-    lines = (line.split() for line in Path(path).read_text().splitlines())
+    lines = (line.split() for line in lines_of(path))
     return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}

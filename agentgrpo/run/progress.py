@@ -239,7 +239,7 @@ def _rate(tokens: float, seconds: float) -> str:
 
 def _memory() -> str:
     """Resident memory of this process, and what torch holds on a GPU."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
     shown = f"{resident / 2**20:.1f} GiB"
     torch = sys.modules.get("torch")

@@ -1,13 +1,16 @@
 """``AsyncSandbox``: ``Sandbox`` for asyncio. Each call waits in a thread, without the GIL."""
 
 import asyncio
+import builtins
 import functools
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from agentgrpo.sandbox.api import Sandbox
+from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.execution import Execution
 
@@ -29,17 +32,38 @@ os.register_at_fork(after_in_child=_make_waiters)
 
 async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_waiters, functools.partial(call, *args, **kwargs))
+    args = tuple(_awaiting(loop, value) for value in args)
+    kwargs = {name: _awaiting(loop, value) for name, value in kwargs.items()}
+    result = await loop.run_in_executor(_waiters, functools.partial(call, *args, **kwargs))
+    return _Awaitable(result) if isinstance(result, CommandHandle) else result
+
+
+def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
+    """A listener as the thread calls it: one that is a coroutine is awaited, in the loop."""
+    if not callable(value):
+        return value
+
+    async def finish(made: Awaitable[object]) -> object:
+        return await made
+
+    def call(*args: object) -> object:
+        made = value(*args)
+        if not inspect.isawaitable(made):
+            return made
+        return asyncio.run_coroutine_threadsafe(finish(made), loop).result()
+
+    return call
 
 
 class _Awaitable:
-    """The methods of files or commands, each to be awaited."""
+    """Files, commands, a command or a page: its methods, each to be awaited, and its attributes."""
 
     def __init__(self, plain: object) -> None:
         self._plain = plain
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(_wait, getattr(self._plain, name))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._plain, name)
+        return functools.partial(_wait, found) if callable(found) else found
 
 
 class AsyncSandbox:
@@ -57,17 +81,29 @@ class AsyncSandbox:
         """A new sandbox; arguments and errors as for Sandbox.create()."""
         return cls(await _wait(Sandbox.create, *args, **kwargs))
 
+    @classmethod
+    async def connect(cls, sandbox_id: str, timeout: float | None = None, **options: Any) -> Self:
+        """As Sandbox.connect()."""
+        return cls(await _wait(Sandbox.connect, sandbox_id, timeout, **options))
+
+    @classmethod
+    def list(cls, **options: Any) -> Any:
+        """As Sandbox.list(), with ``await ...next_items()``."""
+        return _Awaitable(Sandbox.list(**options))
+
     @property
     def sandbox_id(self) -> str:
         """Its id."""
         return self._plain.sandbox_id
 
     async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:
-        """As Sandbox.run_code(); callbacks are called in another thread."""
+        """As Sandbox.run_code(). Listeners are called in another thread, coroutines are awaited in
+        the loop.
+        """
         execution: Execution = await _wait(self._plain.run_code, code, *args, **kwargs)
         return execution
 
-    async def fork(self, count: int = 1) -> list[Self]:
+    async def fork(self, count: int = 1) -> builtins.list[Self]:
         """As Sandbox.fork()."""
         return [type(self)(plain) for plain in await _wait(self._plain.fork, count)]
 

@@ -22,8 +22,9 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/
 
 def readable_paths(template: Template) -> list[str]:
     """What sessions may read and execute."""
-    own = (GUEST, str(_C.__file__), template.prefix, *template.site_dirs, *template.mounts)
-    return [os.path.realpath(path) for path in dict.fromkeys((*SYSTEM, *own))]
+    own = (*template.interpreter_paths, *template.site_dirs, *template.mounts)
+    every = (*SYSTEM, GUEST, str(_C.__file__), *own)
+    return [os.path.realpath(path) for path in dict.fromkeys(every)]
 
 
 def command(template: Template, scratch: str) -> list[str]:

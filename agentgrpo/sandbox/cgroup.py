@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo import _C
+from agentgrpo.sandbox.errors import printable
 
 OWNER = "agentgrpo-sandbox"
 TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
@@ -96,20 +97,26 @@ def _numbering() -> str:
     return f"{OWNER}.{boot}-{os.stat('/proc/self/ns/pid').st_ino:x}"
 
 
+def lines_of(path: str) -> list[str]:
+    """Of a file of /proc. Names of files and of processes in it may be any bytes."""
+    text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
+    return text.removesuffix("\n").split("\n")
+
+
 def _mounted() -> dict[str, Path]:
     """Controller name ("" for v2) to this process's own directory in that hierarchy."""
     roots: dict[str, tuple[str, str]] = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in lines_of("/proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
-        root, point = left.split()[3:5]
+        root, point = left.split(" ")[3:5]
         if kind == "cgroup2":
             roots[""] = (root, point)
         elif kind == "cgroup":
             for controller in options.split(","):
                 roots[controller] = (root, point)
     found = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in lines_of("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             if controller in roots:
@@ -181,28 +188,35 @@ class ControlGroup:
             return int((self._directories["memory"] / self._layout.memory_peak).read_text()) >> 10
         return None
 
-    def set_limits(self, memory_bytes: int, processes: int, cpus: float) -> None:
+    def set_limits(self, memory_bytes: int, processes: int) -> None:
         """What all processes in it may use together."""
         memory, layout = self._directories["memory"], self._layout
-        (memory / layout.memory_limit).write_text(str(memory_bytes))
+        _write(memory / layout.memory_limit, memory_bytes)
         with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
-            swap = memory_bytes if layout.swap_is_total else 0
-            (memory / layout.swap_limit).write_text(str(swap))
+            _write(memory / layout.swap_limit, memory_bytes if layout.swap_is_total else 0)
         with contextlib.suppress(FileNotFoundError):  # v1 counts what TCP buffers apart
-            (memory / TCP_LIMIT).write_text(str(memory_bytes // 4))
-        (self._directories["pids"] / "pids.max").write_text(str(processes))
-        quota = int(cpus * CPU_PERIOD_US)
-        if "cpu" in self._directories:
-            if layout is V1:
-                (self._directories["cpu"] / "cpu.cfs_period_us").write_text(str(CPU_PERIOD_US))
-                (self._directories["cpu"] / "cpu.cfs_quota_us").write_text(str(quota))
-            else:
-                (self._directories["cpu"] / "cpu.max").write_text(f"{quota} {CPU_PERIOD_US}")
+            _write(memory / TCP_LIMIT, memory_bytes // 4)
+        _write(self._directories["pids"] / "pids.max", processes)
+
+    def set_quota(self, cpus: float) -> None:
+        """How many processors they may keep busy together, where there is a group for that.
+
+        Raises:
+            OSError: the kernel refuses: v1 does where the groups above have less, which bounds it.
+        """
+        quota = int(min(cpus, os.cpu_count() or 1) * CPU_PERIOD_US)
+        if (own := self._directories.get("cpu")) is None:
+            return
+        if self._layout is V1:
+            _write(own / "cpu.cfs_period_us", CPU_PERIOD_US)
+            _write(own / "cpu.cfs_quota_us", quota)
+        else:
+            _write(own / "cpu.max", f"{quota} {CPU_PERIOD_US}")
 
     def reset(self) -> None:
         """Make ready for the next session."""
         if self._layout is V1:
-            (self._directories["memory"] / V1.memory_peak).write_text("0")
+            _write(self._directories["memory"] / V1.memory_peak, 0)
 
     def close(self) -> None:
         """Let go of its files; the group stays."""
@@ -218,7 +232,7 @@ class Cgroups:
     """
 
     def __init__(self, memory_bytes: int, processes: int, cpus: float = 2.0) -> None:
-        self._limits = (memory_bytes, processes, cpus)
+        self._limits, self._cpus = (memory_bytes, processes), cpus
         self._lock = threading.Lock()
         self._all: list[ControlGroup] = []
         self._used: list[ControlGroup] = []
@@ -234,6 +248,8 @@ class Cgroups:
         self._parents = {key: mounted[key] / name for key in wanted}
         self._cpu: Path | None = None
         self.cpu_shared = False
+        self.cpu_missing = ""
+        """What kept a bound of processors from being set: the file, and the kernel's reason."""
         try:
             for path in self._parents.values():
                 remove_stale(path.parent)
@@ -241,11 +257,14 @@ class Cgroups:
             if self.version == 2:
                 _delegate(mounted[""])
                 _delegate(self._parents[""])
-            self._share_cpu(mounted.get("cpu"), name)
+            try:
+                self._share_cpu(mounted.get("cpu"), name)
+            except OSError as error:
+                self._without_cpu(error)
             self._used.append(self._make())
         except OSError as error:
             self.close()
-            raise CgroupsUnavailable(f"{error.filename}: {error.strerror}") from error
+            raise CgroupsUnavailable(_told(error)) from error
         except CgroupsUnavailable:
             self.close()
             raise
@@ -259,20 +278,29 @@ class Cgroups:
         if self.version == 2:
             weight = self._parents[""] / "cpu.weight"
             if weight.exists():
-                weight.write_text(str(min(10_000, 100 * processors)))
+                _write(weight, min(10_000, 100 * processors))
                 self.cpu_shared = True
         elif hierarchy is not None and os.access(hierarchy, os.W_OK):
-            self.cpu_shared = True
             remove_stale(hierarchy)
             self._cpu = hierarchy / name
             self._cpu.mkdir()
-            (self._cpu / "cpu.shares").write_text(str(min(1 << 18, 1024 * processors)))
+            _write(self._cpu / "cpu.shares", min(1 << 18, 1024 * processors))
+            self.cpu_shared = True
+
+    def _without_cpu(self, error: OSError) -> None:
+        """Processors are only shared: bounds of memory and processes hold without."""
+        self.cpu_missing, self.cpu_shared = _told(error), False
+        if self._cpu is not None:
+            _remove_tree(self._cpu)
+            self._cpu = None
 
     def adopt(self, pids: Iterable[int]) -> None:
         """Let these processes and what they start share the sessions' part of the processors."""
-        if self._cpu is not None:
-            for pid in pids:
-                (self._cpu / "cgroup.procs").write_text(str(pid))
+        try:
+            for pid in pids if self._cpu is not None else ():
+                _write(self._cpu / "cgroup.procs", pid)
+        except OSError as error:
+            self.cpu_missing = _told(error)
 
     def _make(self) -> ControlGroup:
         name = str(len(self._all) + 1)
@@ -287,6 +315,10 @@ class Cgroups:
         group = ControlGroup(directories, V1 if self.version == 1 else V2)
         self._all.append(group)
         group.set_limits(*self._limits)
+        try:
+            group.set_quota(self._cpus)
+        except OSError as error:
+            self.cpu_missing = _told(error)
         return group
 
     def take(self) -> ControlGroup:
@@ -328,16 +360,18 @@ def _delegate(group: Path) -> None:
     there = (group / "cgroup.controllers").read_text().split()
     if missing := [name for name in V2_CONTROLLERS if name not in there]:
         raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")
-    wanted = (*V2_CONTROLLERS, "cpu") if "cpu" in there else V2_CONTROLLERS
-    enable = " ".join(f"+{name}" for name in wanted)
+    enabled = group / "cgroup.subtree_control"
     for _ in range(10):  # processes may fork while they are moved
         try:
-            (group / "cgroup.subtree_control").write_text(enable)
-            return
+            _write(enabled, " ".join(f"+{name}" for name in V2_CONTROLLERS))
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-        _move_down(group)
+            _move_down(group)
+            continue
+        with contextlib.suppress(OSError):  # it is not there, or a realtime process is
+            _write(enabled, "+cpu")
+        return
     raise CgroupsUnavailable(f"{group} does not become empty of processes")
 
 
@@ -346,10 +380,25 @@ def _move_down(group: Path) -> None:
     leaf = group / HOST_LEAF
     leaf.mkdir(exist_ok=True)
     for pid in (group / "cgroup.procs").read_text().split():
-        try:
-            (leaf / "cgroup.procs").write_text(pid)
-        except ProcessLookupError:  # it has ended
-            continue
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            _write(leaf / "cgroup.procs", pid)
+
+
+def _write(path: Path, value: object) -> None:
+    """Raises OSError that names the file, which that of a write() does not; FileNotFoundError if
+    the kernel has none, which is EACCES to whoever would make it.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        os.write(fd, str(value).encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(fd)
+
+
+def _told(error: OSError) -> str:
+    return printable(f"{error.filename}: {error.strerror}")
 
 
 def _remove_tree(path: Path) -> None:

@@ -97,7 +97,8 @@ def _helpful() -> Iterator[Check]:
     try:
         groups = Cgroups(256 * MIB, 64)
         groups.close()
-        yield Check("control groups", True, f"v{groups.version}: limits hold per session")
+        without = f"; but of processors: {groups.cpu_missing}" if groups.cpu_missing else ""
+        yield Check("control groups", True, f"v{groups.version}: limits hold per session{without}")
     except CgroupsUnavailable as error:
         yield Check("control groups", False, str(error), cgroup_remedy())
     if covered := masked_proc():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentgrpo.sandbox.errors import SandboxException
-from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.templates import DATA, has_data, home_of
 
 TEXT_FORMS = {
@@ -29,13 +29,8 @@ class OutputMessage:
     """Whether it came from standard error."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionError:
-    """An exception that reached the top of a cell."""
-
-    name: str
-    value: str
-    traceback: str
+ExecutionError = StepError
+"""E2B's name of an exception that reached the top of a cell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,23 @@ import symtable
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotEnoughSpaceException, printable
 from agentgrpo.sandbox.guest.exchange import read, spell
 from agentgrpo.sandbox.jail import shown_site_dirs
+from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 
 GUEST = Path(__file__).parent / "guest"
+START = "start = lambda judge, *tests: (exec(judge, globals()), begin(*tests))[1]"
 JUDGE = (
     "import sys, types\nsys.modules['exchange'] = types.ModuleType('exchange')\n"
     f"exec({(GUEST / 'exchange.py').read_text()!r}, vars(sys.modules['exchange']))\n"
@@ -55,7 +58,11 @@ def check_output(
 
     It passes if it ends by itself with exit code 0 and its standard output has the expected lines;
     space at the end of lines and of the output does not count.
+
+    Raises:
+        ValueError: nobody may print as much as is expected.
     """
+    require_printable(pool.limits, expected)
     python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
     path = os.pathsep.join(shown_site_dirs(pool.template))
     with Sandbox.create(pool=pool, timeout=timeout_s + 60.0) as sandbox:  # later than the program
@@ -81,6 +88,16 @@ def _judge_program(program: Program, expected: str, stdin: str, timeout_s: float
     if _lines(printed) != _lines(expected):
         return Verdict(False, f"expected {expected[:1000]!r}, got {printed[:1000]!r}")
     return Verdict(True)
+
+
+def require_printable(limits: Limits, expected: str) -> None:
+    """Raise ValueError for an output that no program can have within the limits."""
+    size = len(as_bytes("\n".join(_lines(expected))))
+    if size > limits.output_max_mib << 20:
+        raise InvalidArgumentException(
+            f"expected output has {size} bytes; a program may print {limits.output_max_mib} MiB "
+            "(Limits.output_max_mib)"
+        )
 
 
 def _lines(text: str) -> list[str]:
@@ -113,18 +130,38 @@ def check_tests(
             one name that the tests use and do not define.
 
     Raises:
-        ValueError: the tests are not Python, or names are missing.
+        ValueError: the tests are not Python, names are missing, or the pool has one place only.
     """
     modules, names = names_of(tests, names)
+    graded, judge = pool.acquire_pair()
     deadline = time.monotonic() + timeout_s
-    with pool.acquire() as graded, pool.acquire() as judge:
+    with graded, judge:
         loaded = graded.step(code, timeout_s)
         if loaded.status is not StepStatus.OK:
             return _failed(loaded, "the code did not run")
-        begun = judge.step(f"{JUDGE}\nbegin({tests!r}, {modules!r}, {names!r})")
-        if begun.status is not StepStatus.OK:
-            return _failed(begun, "the tests could not be started")
+        if failed := _begin(judge, (JUDGE, tests, modules, names), deadline):
+            return failed
         return _relay(graded, judge, deadline)
+
+
+def _begin(judge: Session, tests: tuple[Any, ...], deadline: float) -> Verdict | None:
+    """Start the tests, of any size. What fails for want of memory is not for the code to answer."""
+    what = "the tests could not be started"
+    begun = judge.step(START)
+    if begun.status is StepStatus.OK:
+        left = max(deadline - time.monotonic(), 1e-3)
+        begun = judge.ask(spell(("call_name", "start", tests), id), left)
+    if begun.status is StepStatus.OOM:
+        return replace(_failed(begun, what), infra_error=True)
+    if begun.status is not StepStatus.OK:
+        return _failed(begun, what)
+    match read(begun.value or "", int):
+        case ("value", None):
+            return None
+        case ("raise", [name, *_], _, why):
+            return Verdict(False, printable(f"{what}: {name}: {why}"), infra_error=True)
+        case broken:
+            return Verdict(False, f"{what}: {broken}")
 
 
 def _failed(step: StepResult, what: str) -> Verdict:
@@ -178,6 +215,7 @@ def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], di
 def _free_names(tests: str) -> list[str]:
     """Names that the tests use but neither define nor find among the builtins."""
     try:
+        compile(tests, "<tests>", "exec", dont_inherit=True)
         todo = [symtable.symtable(tests, "<tests>", "exec")]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidArgumentException(f"'tests' are not Python: {error}") from None
@@ -199,8 +237,17 @@ def _free_names(tests: str) -> list[str]:
 def check_all(
     pool: SandboxPool, code: str, cases: Sequence[tuple[str, str]], *, timeout_s: float = 10.0
 ) -> list[Verdict]:
-    """check_output() for several (stdin, expected output) pairs, each in a session of its own."""
-    return [
-        check_output(pool, code, expected, stdin=stdin, timeout_s=timeout_s)
-        for stdin, expected in cases
-    ]
+    """check_output() for several (stdin, expected output) pairs, each in a session of its own.
+
+    timeout_s is the wall time of all of them together.
+    """
+    deadline = time.monotonic() + timeout_s
+    verdicts = []
+    for stdin, expected in cases:
+        left = deadline - time.monotonic()
+        verdicts.append(
+            check_output(pool, code, expected, stdin=stdin, timeout_s=left)
+            if left > 0
+            else Verdict(False, f"not run: those before took {timeout_s:g} s")
+        )
+    return verdicts

@@ -84,14 +84,14 @@ def shown_paths(template: Template, extension: str) -> list[Bind]:
     Raises:
         TemplateUnavailable: the interpreter lies where sessions have a directory of their own.
     """
-    if _covered(template.prefix):
+    if _covered(template.interpreter):
         raise TemplateUnavailable(
             f"the interpreter {template.interpreter} lies in a directory that sessions have of "
             f"their own ({', '.join(PRIVATE)}); remedy: a Python that is installed elsewhere"
         )
     guest = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
     binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
-    paths = {path: path for path in (template.prefix, *template.mounts)}
+    paths = {path: path for path in (*template.interpreter_paths, *template.mounts)}
     paths |= dict(zip(template.site_dirs, shown_site_dirs(template), strict=True))
     for path, target in paths.items():
         target = os.path.normpath(target)
@@ -215,6 +215,22 @@ def _at_most(name: str, value: int, unit: int) -> str:
     return f"rlimit_{name}: {value} rlimit_{name}_type: {kind}"
 
 
+def require_no_dumps() -> None:
+    """Raise SandboxUnavailable where a session that crashes would start a program of the machine's
+    root: the kernel does so at a limit of 0, though not at the 1 that sessions have (core(5)).
+    """
+    if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 and _core_pattern().startswith("|"):
+        raise SandboxUnavailable(
+            "the hard limit of core files is 0, at which the kernel hands every crash to the "
+            "program in /proc/sys/kernel/core_pattern; remedy: ulimit -S -c 0 instead of ulimit -c "
+            "0 (Docker: --ulimit core=0:1), or sysctl -w kernel.core_pattern=core"
+        )
+
+
+def _core_pattern() -> str:
+    return Path("/proc/sys/kernel/core_pattern").read_text()
+
+
 def _proc(*, of_session: bool, own: bool) -> str:
     if of_session:
         return _mount(dst="/proc", fstype="proc", options="subset=pid", **READ_ONLY, noexec=True)
@@ -264,8 +280,9 @@ def jail_config(
         "clone_newnet: true clone_newns: true clone_newpid: true",
         "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
         *_identity(own_users=own_users, uid=uid),
-        "rlimit_core: 1 rlimit_fsize_type: INF rlimit_as_type: INF",
-        "rlimit_cpu_type: INF rlimit_nproc_type: SOFT",
+        "rlimit_fsize_type: HARD rlimit_as_type: HARD rlimit_cpu_type: HARD",
+        "rlimit_nproc_type: SOFT",
+        _at_most("core", 1, MIB),
         _at_most("nofile", 4096, 1),
         _at_most("stack", 8, MIB),
         _at_most("memlock", 64, 1024),

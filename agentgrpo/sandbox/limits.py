@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from agentgrpo.sandbox.boundary import public
 
 TOO_MUCH = 1e12
+LEAST_CPUS = 0.01
+MOST_PROCESSES = 1 << 22
+"""What the kernel takes for a control group."""
 
 
 @public
@@ -97,8 +100,10 @@ class Limits:
             raise ValueError(f"limits.open_files must be at least 32, got {self.open_files}")
         if self.niceness > 19:
             raise ValueError(f"limits.niceness must be in 1..19, got {self.niceness}")
-        if self.processes < 3:
+        if self.cpus < LEAST_CPUS:
+            raise ValueError(f"limits.cpus must be at least {LEAST_CPUS}, got {self.cpus}")
+        if not 3 <= self.processes <= MOST_PROCESSES:
             raise ValueError(
-                "limits.processes must be at least 3 (init, interpreter, one of the code's), "
-                f"got {self.processes}"
+                "limits.processes must be at least 3 (init, interpreter, one of the code's) and at "
+                f"most {MOST_PROCESSES}, got {self.processes}"
             )

@@ -105,6 +105,8 @@ own, and even a file that is only read can be flushed."""
 ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr")
 """An access control list takes 64 KiB of memory per file that the kernel does not count."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into the terminal of somebody else
+TIOCSETD = 0x5423  # loads kernel modules
+TERMINALS, SOCKETS = 0x5400, 0x8900  # requests of ioctl(2); FIONREAD and its kin are of the first
 ASK_PERSONALITY, NO_RANDOM_ADDRESSES = 0xFFFFFFFF, 0x40000
 F_SETLEASE, F_NOTIFY = 1024, 1026
 INIT = 1
@@ -237,6 +239,24 @@ def _files() -> list[Instruction]:
     return [command, *locks, *tests]
 
 
+def _ioctl() -> list[Instruction]:
+    """Requests of terminals, of descriptors and those that look at sockets: all others go to a
+    driver, that of the machine's file systems too, or load kernel modules (SIOCGIFBR and later).
+    """
+    refused = [TIOCSTI, TIOCLINUX, TIOCSETD, FIOSETOWN, SIOCSPGRP]
+    request, *tests = _unless(1, refused, errno.EPERM)
+    return [
+        request,
+        *tests[:-1],
+        (AND, 0, 0, 0xFF00),
+        *_one_of([TERMINALS], [_ALLOW]),
+        request,
+        (AND, 0, 0, 0xFFC0),
+        *_one_of([SOCKETS], [_ALLOW]),
+        _deny(errno.ENOTTY),
+    ]
+
+
 def _clone() -> list[Instruction]:
     """No namespaces, and no thread with descriptors of its own: those of a process are counted at
     any of its threads.
@@ -275,7 +295,6 @@ def _limits(*, alone: bool) -> list[Instruction]:
 
 def _filters(*, alone: bool, memory_by_address_space: bool = False) -> dict[str, list[Instruction]]:
     """For the calls that depend on their arguments: a program that always returns."""
-    requests = [TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP]
     return {
         **{name: _not_init(0) for name in SIGNALS},
         **{name: _not_init(errno.ESRCH) for name in ABOUT_A_PROCESS},
@@ -288,7 +307,7 @@ def _filters(*, alone: bool, memory_by_address_space: bool = False) -> dict[str,
         "setsockopt": _socket_options(),
         "fcntl": _files(),
         "futex": _futex(),
-        "ioctl": _unless(1, requests, errno.EPERM),
+        "ioctl": _ioctl(),
         "personality": _only(0, [0, ASK_PERSONALITY, NO_RANDOM_ADDRESSES], errno.EPERM),
         "mmap": _mmap(memory_by_address_space=memory_by_address_space),
         "memfd_create": _without(1, MFD_HUGETLB, errno.ENOMEM),

@@ -22,7 +22,7 @@ from agentgrpo.sandbox.host_tools import HostCalls
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.spawner import Spawner
+from agentgrpo.sandbox.spawner import CLOSED, Spawner
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.watchdog import MemoryWatchdog
 from agentgrpo.sandbox.zygote import LADDER, Rung
@@ -133,7 +133,7 @@ class SandboxPool(Held):
         if self.degraded:
             warnings.warn(f"sandbox degraded: {self._spawner.failures_text()}", stacklevel=2)
         self._free = threading.Semaphore(max_live)
-        self._lock = threading.Lock()
+        self._lock, self._pairing = threading.Lock(), threading.Lock()
         self._live: set[Session] = set()
         self._idle: deque[Session] = deque()
         self._wanted = threading.Event()
@@ -186,11 +186,16 @@ class SandboxPool(Held):
         self._admit(timeout_s)
         try:
             session = self._take_idle() or self._start()
-        except BaseException:
+        except BaseException as error:
             self._leave()
+            if self._closed and isinstance(error, Exception):
+                raise SandboxException(CLOSED) from error
             raise
         session.begin(self._leave)
         self._clock.watch(session)
+        if self._closed:  # meanwhile; close() may have looked for sessions before there was this
+            session.close()
+            raise SandboxException(CLOSED)
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
@@ -198,6 +203,28 @@ class SandboxPool(Held):
             session.close()
             raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session
+
+    def acquire_pair(self, timeout_s: float = 60.0) -> tuple[Session, Session]:
+        """Two fresh sessions, for one who needs both: those who took one and then waited for the
+        other could all wait for each other.
+
+        Raises:
+            ValueError: max_live is 1.
+            SandboxBusy, SandboxInfraError: as acquire().
+        """
+        if self.max_live < 2:
+            raise ValueError("two sessions at once need a pool with max_live of at least 2")
+        if not self._pairing.acquire(timeout=timeout_s):
+            raise self._busy(timeout_s)
+        try:
+            first = self.acquire(timeout_s)
+            try:
+                return first, self.acquire(timeout_s)
+            except BaseException:
+                first.close()
+                raise
+        finally:
+            self._pairing.release()
 
     def run(
         self,
@@ -240,20 +267,23 @@ class SandboxPool(Held):
 
     def _admit(self, timeout_s: float) -> None:
         if self._closed:
-            raise SandboxException("the pool is closed")
+            raise SandboxException(CLOSED)
         started = time.monotonic()
         if not self._free.acquire(blocking=False):
             with self._lock:
                 self._counts["waited"] += 1
             if not self._free.acquire(timeout=timeout_s):
-                raise SandboxBusy(
-                    f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
-                    "sessions that are done, or raise max_live"
-                )
+                raise self._busy(timeout_s)
         with self._lock:
             self._counts["acquired"] += 1
             self._counts["live"] += 1
             self._waited_s += time.monotonic() - started
+
+    def _busy(self, timeout_s: float) -> SandboxBusy:
+        return SandboxBusy(
+            f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
+            "sessions that are done, or raise max_live"
+        )
 
     def _leave(self) -> None:
         with self._lock:
@@ -281,13 +311,17 @@ class SandboxPool(Held):
             with self._lock:
                 self._live.discard(session)
 
-        session = Session(
-            spawned.channels,
-            self.limits,
-            group=spawned.group,
-            on_close=release,
-            degraded=self.degraded,
-        )
+        try:
+            session = Session(
+                spawned.channels,
+                self.limits,
+                group=spawned.group,
+                on_close=release,
+                degraded=self.degraded,
+            )
+        except BaseException:  # no descriptor is left, or the pool is closed meanwhile
+            spawned.release()
+            raise
         with self._lock:
             self._live.add(session)
         if self.template.setup:

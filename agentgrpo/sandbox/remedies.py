@@ -4,7 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from agentgrpo.sandbox.errors import SandboxUnavailable
+from agentgrpo.sandbox.cgroup import lines_of
+from agentgrpo.sandbox.errors import SandboxUnavailable, printable
 from agentgrpo.sandbox.jail import find_nsjail
 
 CONTAINER = (
@@ -57,7 +58,7 @@ def _nsjail() -> str:
 
 
 def _in_container() -> bool:
-    filtered = "Seccomp:\t2" in Path("/proc/self/status").read_text()
+    filtered = "Seccomp:\t2" in lines_of("/proc/self/status")
     return filtered or any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
 
 
@@ -70,8 +71,7 @@ def cgroup_remedy() -> str:
 
 def masked_proc() -> list[str]:
     """Parts of /proc that a container runtime has covered: the kernel then refuses a new /proc."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4] for line in lines]
+    points = [printable(line.split(" ")[4]) for line in lines_of("/proc/self/mountinfo")]
     return [p for p in points if p.startswith("/proc/") and p != "/proc/sys/fs/binfmt_misc"]
 
 

@@ -53,7 +53,7 @@ class Session(Held):
     After anything that ends it (``state_lost``), every further step says how it ended.
 
     Args:
-        channels: its descriptors; the session closes them.
+        channels: its descriptors; the session closes them, also if it cannot be made.
         limits: what it may use.
         group: its control group, None if there is none.
         on_close: called once, when it is over.
@@ -77,7 +77,6 @@ class Session(Held):
         self._channels = channels
         self.group = group
         """Its control group, if there is one."""
-        self._oom_before = group.counts()[0] if group is not None else 0
         self._on_close = on_close
         self._started = time.monotonic()
         self._steps = self._exchanged = self._sent = 0
@@ -97,9 +96,14 @@ class Session(Held):
         self._over_memory: tuple[str, int | None] | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
-        self.pid = pid_of(channels.interpreter)
-        """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
-        self.init_pid = pid_of(channels.init)
+        try:
+            self._oom_before = group.counts()[0] if group is not None else 0
+            self.pid = pid_of(channels.interpreter)
+            """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
+            self.init_pid = pid_of(channels.init)
+        except BaseException:
+            channels.kill()
+            raise
 
     def step(
         self, code: str, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
@@ -151,11 +155,16 @@ class Session(Held):
         room = ASK_MIB * MIB
         requests = [[b"put", piece.encode()] for piece in first] + [[b"ask", last.encode()]]
         while requests:
-            result = self._request(requests.pop(0), max(1e-3, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                return self._end(StepStatus.TIMEOUT_KILLED, "its time was over before its answer")
+            fields = requests.pop(0)
+            result = self._request(fields, max(1e-3, deadline - time.monotonic()))
             if result.status is not StepStatus.OK:
                 return result
             pieces.append(result.value or "")
             if result.more:
+                if fields[0] == b"put" or len(pieces[-1]) != self.limits.value_kib << 10:
+                    return self._end(StepStatus.PROTOCOL_ERROR, "a piece of an answer, cut short")
                 requests.append([b"get"])
             room -= len(pieces[-1])
             if room < 0:
@@ -284,6 +293,8 @@ class Session(Held):
                     theirs(listener, stream, data)
             except BaseException as error:
                 raised.append(error)
+                if not isinstance(error, Exception):  # Ctrl-C: nobody waits for the code any more
+                    self._channels.signal()
 
         arguments = self.prepare(fields, timeout, None if listener is None else tell)
         if arguments is None:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
 from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
-from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
+from agentgrpo.sandbox.errors import (
+    SandboxException,
+    SandboxInfraError,
+    SandboxUnavailable,
+    TemplateUnavailable,
+)
 from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import OTHERWISE, masked_proc, remedy
@@ -23,6 +28,7 @@ from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
 
 MIB = 1 << 20
+CLOSED = "the pool is closed"
 NO_PROC = "parts of this container's /proc are covered, so that no other may be mounted"
 CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd")
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
@@ -45,7 +51,7 @@ def verify(channels: Channels, rung: Rung) -> None:
     """
     for what, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
         pid = pid_of(pidfd)
-        with open(f"/proc/{pid}/status") as status:
+        with open(f"/proc/{pid}/status", errors="replace") as status:
             found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
         # a user without capabilities cannot empty the bounding set, and cannot use it either
         kinds = CAPABILITIES[:4] if rung is Rung.BARE and os.geteuid() else CAPABILITIES
@@ -90,6 +96,7 @@ class Spawner:
         self._zygotes: list[Zygote] = []
         self._aside: list[Zygote] = []
         self._next = 0
+        self._closed = False
         self.restarts = 0
         self.cgroups: Cgroups | None = None
         self.cgroups_missing = ""
@@ -165,6 +172,8 @@ class Spawner:
             session.close()
 
     def _start(self) -> Zygote:
+        if self._closed:
+            raise SandboxException(CLOSED)
         zygote = Zygote(
             self._template,
             self._limits,
@@ -173,8 +182,12 @@ class Spawner:
             bound_address_space=self.cgroups is None,
             own_proc=self.own_proc,
         )
-        if self.cgroups is not None:
-            self.cgroups.adopt(process_tree(zygote.pid))
+        try:
+            if self.cgroups is not None:
+                self.cgroups.adopt(process_tree(zygote.pid))
+        except BaseException:
+            zygote.close()
+            raise
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
@@ -183,7 +196,10 @@ class Spawner:
 
         Raises:
             SandboxInfraError: it failed, on a fresh zygote too.
+            SandboxException: close() was called.
         """
+        if self._closed:
+            raise SandboxException(CLOSED)
         group = self._take_group()
         try:
             channels, clear_up = self._spawn_in(group)
@@ -233,14 +249,14 @@ class Spawner:
 
     def _replace(self, dead: Zygote) -> Zygote:
         """A new zygote instead of one that is dead or stopped; several threads may have met
-        the same. Sessions of a stopped one live on: it is put aside until the pool is closed.
+        the same. Sessions of a stopped one live on: it is put aside until it has ended.
         """
         with self._lock:
             if dead in self._zygotes:
                 fresh = self._start()
                 self._zygotes[self._zygotes.index(dead)] = fresh
                 self.restarts += 1
-                self._aside.append(dead)
+                self._aside = [one for one in (*self._aside, dead) if not one.close_if_ended()]
                 return fresh
             return self._zygotes[self._next]
 
@@ -259,11 +275,16 @@ class Spawner:
             "users": "one per session" if has_own_ids() else "one for all sessions",
             "proc": self._proc(),
             "memory_limit": memory,
-            "processors": f"one group, {self._limits.cpus:g} for each session"
-            if self.cgroups is not None and self.cgroups.cpu_shared
-            else "niceness",
+            "processors": self._processors(),
             "zygote_restarts": self.restarts,
         }
+
+    def _processors(self) -> str:
+        groups = self.cgroups
+        missing = f"; {groups.cpu_missing}" if groups is not None and groups.cpu_missing else ""
+        if groups is None or not groups.cpu_shared:
+            return f"niceness{missing}"
+        return f"one group, {self._limits.cpus:g} for each session{missing}"
 
     def _proc(self) -> str:
         if self.rung is Rung.BARE:
@@ -272,7 +293,10 @@ class Spawner:
 
     def close(self) -> None:
         """End the zygotes, with them every session, and remove the control groups."""
-        for zygote in (*self._zygotes, *self._aside):
+        with self._lock:  # no thread is starting another
+            self._closed = True
+            zygotes = (*self._zygotes, *self._aside)
+        for zygote in zygotes:
             zygote.close()
         if self.cgroups is not None:
             self.cgroups.close()

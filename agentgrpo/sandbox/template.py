@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.errors import InvalidArgumentException
@@ -61,9 +62,18 @@ class Template:
         return os.path.realpath(os.path.join(sys.base_prefix, "bin", version))
 
     @property
-    def prefix(self) -> str:
-        """The directory that the interpreter and its standard library live in."""
-        return os.path.dirname(os.path.dirname(self.interpreter))
+    def interpreter_paths(self) -> list[str]:
+        """What is shown of the interpreter: not the directory that it was installed in, which may
+        be somebody's home (``--prefix=$HOME``). Of such a one only Python's own directories and
+        libraries are, of others what lies beside them too: libraries may need it (conda's do).
+        """
+        prefix = Path(self.interpreter).parents[1]
+        home = Path(os.path.realpath(os.path.expanduser("~")))
+        kinds: tuple[str, ...] = ("lib", "lib64", "include", "share/zoneinfo")
+        if home.is_relative_to(prefix) or prefix == home / ".local":
+            kinds = ("lib/python3.*", "lib64/python3.*", "lib/*.so*", "lib64/*.so*")
+        found = [path for kind in kinds for path in sorted(prefix.glob(kind)) if path.exists()]
+        return [self.interpreter, *map(str, found)]
 
 
 def _encodable(value: str) -> bool:

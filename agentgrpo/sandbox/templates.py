@@ -31,10 +31,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def directory() -> Path:
-    """Where templates are kept."""
-    chosen = os.environ.get("AGENTGRPO_TEMPLATES")
+    """Where templates are kept.
+
+    Raises:
+        SandboxException: nobody says where.
+    """
+    if chosen := os.environ.get("AGENTGRPO_TEMPLATES"):
+        return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(chosen) if chosen else Path(cache, "agentgrpo", "templates")
+    if cache == "~/.cache":  # no $HOME, and no user of this number
+        raise SandboxException("templates need a directory; remedy: set AGENTGRPO_TEMPLATES")
+    return Path(cache, "agentgrpo", "templates")
 
 
 @public

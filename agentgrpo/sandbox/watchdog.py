@@ -9,8 +9,10 @@ seen whole.
 """
 
 import contextlib
+import functools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -37,8 +39,16 @@ SOCKET_BYTES, TIME_WAIT_BYTES = 4096, 256
 accepted it, by measurement (6.18); and for what it remembers of one that was closed."""
 TIME_WAIT_TIMER = "03:"
 PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
-UNIX_KIB = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text()) >> 10
-"""What a unix socket can hold at most: how much it does, the kernel does not tell."""
+
+
+@functools.cache
+def unix_kib() -> int:
+    """What a unix socket can hold at most: how much it does, the kernel does not tell. A socket is
+    asked, as only the first network namespace had a file for it before Linux 6.11.
+    """
+    with socket.socket(socket.AF_UNIX) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+        return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >> 10
 
 
 def private_kib(pid: int) -> int | None:
@@ -80,7 +90,7 @@ def socket_kib(pid: int) -> int:
         unix = Path(f"/proc/{pid}/net/unix").read_bytes().count(b"\n") - 1
     except GONE:
         return 0
-    total = unix * UNIX_KIB << 10
+    total = unix * unix_kib() << 10
     for name in ("tcp", "tcp6", "udp", "udp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]

@@ -32,6 +32,7 @@ from agentgrpo.sandbox.jail import (
     find_nsjail,
     has_own_ids,
     jail_config,
+    require_no_dumps,
     shown_paths,
     shown_site_dirs,
     tmpfs_options,
@@ -127,12 +128,13 @@ class Zygote:
         self._bounded = bound_address_space
         self._numbers = itertools.count()
         self._only_uid = self._next_uid()
+        require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
         remove_stale_scratch()
         self._scratch = tempfile.mkdtemp(prefix=f"{owner_name(os.getpid())}.")
         self._log = os.memfd_create("nsjail-log")
         self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid, self._process, self._closed = 0, -1, False
+        self.pid, self._process, self._closed, self._failed = 0, -1, False, ""
         try:
             with guest:
                 self.pid = self._launch(guest.fileno())
@@ -235,6 +237,8 @@ class Zygote:
 
     def log(self) -> str:
         """What nsjail and the zygote wrote to their standard error."""
+        if self._log < 0:
+            return ""
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
 
     def spawn(self, group: ControlGroup | None = None) -> tuple[Channels, Callable[[], None]]:
@@ -280,7 +284,7 @@ class Zygote:
         is closed before the kernel kills its sessions, so that its end is known by then.
         """
         if self._closed:
-            return ""
+            return self._failed
         if self.rung is Rung.NSJAIL_ONCE:
             number = self._killed_by(JAIL_END_S)
             return f"the session's nsjail was killed by signal {number}" if number else ""
@@ -308,7 +312,7 @@ class Zygote:
             return False
         jailed = [] if self.rung is Rung.BARE else children_of(self.pid)
         for pid in (self.pid, *jailed):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
                 if stat.read().rpartition(")")[2].split()[0] in "Tt":
                     return True
         return False
@@ -329,6 +333,16 @@ class Zygote:
             if ended is not None and ended.si_code != os.CLD_EXITED:
                 return ended.si_status
         return 0
+
+    def close_if_ended(self) -> bool:
+        """Let go of one that has ended by itself: its sessions are told so as before. False if it
+        has not; a stopped one keeps its sessions alive.
+        """
+        if self.is_stopped() or not self._has_ended(JAIL_END_S):
+            return False
+        self._failed = self.failure()
+        self.close()
+        return True
 
     def close(self) -> None:
         """End the zygote and with it every session. May be called twice."""

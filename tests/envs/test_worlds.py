@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -261,11 +262,41 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         ({"tests": 3}, "its 'tests' are not Python: "),
         ({"cases": []}, r"expected 'cases' as \[stdin, expected stdout\] pairs, got \[\]"),
         ({"cases": ["ab"]}, "expected 'cases' as"),
+        ({"cases": [["", "x" * 5_000_000]]}, "task .*: its expected output has 5000000 bytes"),
     ]
     for bad, message in refused:
         with pytest.raises(ValueError, match=message):
             graded.reset(task(**bad))
-    assert program_in("```\na\n```\n```py\nb\n```") == "b\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "```py\nf = 1\n```",
+        "```\nf = 0\n```\n```\nf = 1\n```",
+        "```text\n1\n```\nneeds\n```bash\nls\n```\n```python\nf = 1\n```",
+        "```python\nf = 1\n```\nprints\n```\n1\n```\n```json\n{}\n```",
+        "```Python3\r\nf = 1\r\n```\r\n",
+        "1. so:\n\n   ```python title=a.py\n   f = 1\n   ```",
+        "- ```text\n  1\n  ```\n- ```python\n  f = 1\n  ```",
+        "~~~ python\nf = 1\n~~~",
+        "````python\nf = 1\n'''\n```\n'''\n````",
+        "In ```python fences, not ``` alone:\n```python\nf = 1\n```",
+        "Here: ```python\nf = 1",
+        "f = 1",
+    ],
+)
+def test_the_program_of_an_answer_is_found(answer: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(program_in(answer) or "", scope)
+    assert scope["f"] == 1
+
+
+def test_fences_without_end_take_no_time() -> None:
+    for answer in ("```x\n" * 100_000, "`" * 500_000, "```" + " " * 500_000 + "`"):
+        started = time.monotonic()
+        program_in(answer)
+        assert time.monotonic() - started < 5
 
 
 # search

@@ -439,6 +439,49 @@ class TestLifecycle:
                     await sandbox.pause()
 
         asyncio.run(work())
+        public = {name for name in dir(Sandbox) if not name.startswith("_")}
+        assert {name for name in public if isinstance(vars(Sandbox).get(name), classmethod)} <= {
+            *vars(AsyncSandbox)
+        }
+
+    def test_async_is_async_all_through(self, pool: SandboxPool) -> None:
+        """What is returned, listened to and found waits in threads as well."""
+        ticks: list[int] = []
+        heard: list[str] = []
+
+        async def tick() -> None:
+            while True:
+                ticks.append(1)
+                await asyncio.sleep(0.02)
+
+        async def hear(said: object) -> None:
+            await asyncio.sleep(0)
+            heard.append(getattr(said, "line", str(said)))
+
+        async def fail(_: object) -> None:
+            raise KeyError("theirs")
+
+        async def work() -> None:
+            ticking = asyncio.create_task(tick())
+            async with await AsyncSandbox.create(pool=pool) as sandbox:
+                command = await sandbox.commands.run("sleep 0.5; echo done", background=True)
+                before = len(ticks)
+                assert (await command.wait(on_stdout=hear)).stdout == "done\n"
+                assert len(ticks) - before > 5
+                await sandbox.run_code("print(1)", on_stdout=hear)
+                with pytest.raises(KeyError, match="theirs"):
+                    await sandbox.commands.run("echo x", on_stdout=fail)
+                again = await AsyncSandbox.connect(sandbox.sandbox_id)
+                other = await again.commands.run("sleep 9", background=True)
+                assert (await again.commands.list())[0].pid == other.pid
+                assert await (await sandbox.commands.connect(other.pid)).kill()
+                pages = AsyncSandbox.list()
+                assert sandbox.sandbox_id in [i.sandbox_id for i in await pages.next_items()]
+                assert not pages.has_next
+            ticking.cancel()
+
+        asyncio.run(work())
+        assert heard == ["done\n", "1\n"]
 
     def test_async(self, pool: SandboxPool) -> None:
         async def work(i: int) -> str | None:

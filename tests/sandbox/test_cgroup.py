@@ -5,12 +5,14 @@ them, so that delegation, moving, attaching and clearing up are the kernel's, an
 files are not.
 """
 
+import errno
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,3 +164,59 @@ def test_a_session_keeps_no_more_processors_busy_than_it_may() -> None:
             told = session.group._directories["cpu"] / "cpu.stat"
             session.step("import os\nif os.fork() == 0:\n while True: pass")
             assert within(lambda: "nr_throttled 0\n" not in told.read_text())
+
+
+@pytest.mark.parametrize("file", ["cpu.shares", "cpu.cfs_quota_us", "cgroup.procs"])
+def test_memory_is_bounded_where_processors_are_not(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = cgroup._write
+
+    def refusing(path: Path, value: object) -> None:
+        if path.name == file and "/cpu" in str(path):
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        write(path, value)
+
+    with SandboxPool(min_idle=0, zygotes=1) as pool:
+        groups = pool._spawner.cgroups
+        if groups is None or groups._cpu is None:
+            pytest.skip("no writable v1 cpu hierarchy")
+    monkeypatch.setattr(cgroup, "_write", refusing)
+    with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+        told = pool.describe()
+        assert f"{file}: Invalid argument" in str(told["processors"])
+        assert ("niceness" in str(told["processors"])) == (file == "cpu.shares")
+        assert told["memory_limit"] == "control group (v1) per session"
+        assert session.group is not None
+        assert session.step("6 * 7").value == "42"
+
+
+def test_a_smaller_share_of_the_machine_is_no_obstacle() -> None:
+    """A container's quota of processors: no group beneath may have more."""
+    parent = cgroup._mounted().get("cpu")
+    if parent is None or not os.access(parent, os.W_OK):
+        pytest.skip("no writable v1 cpu hierarchy")
+    own = parent / f"agentgrpo-test-{os.getpid()}"
+    own.mkdir()
+    try:
+        (own / "cpu.cfs_quota_us").write_text("50000")
+        code = (
+            "import sys\nopen(sys.argv[1], 'w').write('0')\n"
+            "from agentgrpo.sandbox import SandboxPool\n"
+            "with SandboxPool(min_idle=0, zygotes=1) as pool: print(pool.describe())"
+        )
+        asked = [sys.executable, "-c", code, str(own / "cgroup.procs")]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        assert "'memory_limit': 'control group (v1) per session'" in done.stdout
+    finally:
+        assert within(lambda: not cgroup._remove_tree(own) and not own.exists())
+
+
+@pytest.mark.parametrize("wrong", [{"cpus": 0.005}, {"processes": 5_000_000}])
+def test_limits_that_the_kernel_does_not_take_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"limits.{next(iter(wrong))} must be"):
+        Limits(**wrong)
+    most = Limits(cpus=1e9, processes=1 << 22, memory_mib=10**9)
+    with SandboxPool(limits=most, min_idle=0, zygotes=1) as pool:
+        groups = pool._spawner.cgroups
+        assert groups is None or not groups.cpu_missing

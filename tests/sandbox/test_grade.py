@@ -1,11 +1,12 @@
 """What tries to look right without being right does not pass."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
+from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests
 
 pytestmark = pytest.mark.nsjail
@@ -296,6 +297,59 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
     assert not check_tests(pool, code, "assert f(N()) is N", names={"f": "f"}).passed
     with pytest.raises(ValueError, match="not Python"):
         check_tests(pool, code, "assert (")
+    with pytest.raises(ValueError, match="not Python: 'return' outside function"):
+        check_tests(pool, code, "return f")
+
+
+def test_tests_may_be_longer_than_code() -> None:
+    """Neither they nor the judge are the code's, whose length is bounded."""
+    tests = f"data = {'x' * 300_000!r}\nassert f(data) == len(data)"
+    with SandboxPool(limits=Limits(code_kib=1), min_idle=0, zygotes=1) as pool:
+        for code, passes in (("f = len", True), ("f = id", False)):
+            verdict = check_tests(pool, code, tests)
+            assert (verdict.passed, verdict.infra_error) == (passes, False), verdict
+        assert not check_tests(pool, "f = len" + "#" * 1024, tests).infra_error
+
+
+def test_tests_that_fit_nowhere_are_no_fault_of_the_code() -> None:
+    tests = f"data = {[*range(300_000)]!r}\nassert f(data) == len(data)"
+    with SandboxPool(limits=Limits(memory_mib=64), min_idle=0, zygotes=1) as pool:
+        verdict = check_tests(pool, "f = len", tests, timeout_s=60.0)
+    assert (verdict.passed, verdict.infra_error) == (False, True), verdict
+    assert "could not be started" in verdict.reason
+
+
+def test_graders_do_not_wait_for_each_other() -> None:
+    with SandboxPool(min_idle=0, zygotes=1, max_live=3) as pool, ThreadPoolExecutor(6) as threads:
+        code = "import time\ntime.sleep(0.1)\ndef f(x): return x"
+        verdicts = [threads.submit(check_tests, pool, code, "assert f(1) == 1") for _ in range(6)]
+        assert all(verdict.result(timeout=30).passed for verdict in verdicts)
+        held = [pool.acquire() for _ in range(2)]
+        with pytest.raises(SandboxBusy, match="max_live"):
+            pool.acquire_pair(timeout_s=0.05)
+        for session in held:
+            session.close()
+        for session in pool.acquire_pair():
+            session.close()
+        assert pool.metrics()["live"] == 0
+    one = SandboxPool(min_idle=0, zygotes=1, max_live=1)
+    with one as pool, pytest.raises(ValueError, match="at least 2"):
+        check_tests(pool, "f = len", TESTS)
+
+
+def test_cases_share_their_time(pool: SandboxPool) -> None:
+    code = "import time\ntime.sleep(float(input()))\nprint(1)"
+    verdicts = check_all(pool, code, [("0", "1"), ("1.2", "1"), ("0", "1")], timeout_s=3.0)
+    assert [verdict.passed for verdict in verdicts] == [True] * 3
+    verdicts = check_all(pool, code, [("9", "1"), ("0", "1"), ("0", "1")], timeout_s=1.0)
+    assert [verdict.reason[:5] for verdict in verdicts] == ["still", "not r", "not r"]
+
+
+def test_what_nobody_may_print_is_not_expected(pool: SandboxPool) -> None:
+    most = pool.limits.output_max_mib << 20
+    with pytest.raises(ValueError, match="expected output has"):
+        check_output(pool, "", "x" * (most + 1))
+    assert check_output(pool, f"print('x' * {most - 1})", "x" * (most - 1) + "\n").passed
 
 
 def test_what_ends_a_line_is_what_print_writes(pool: SandboxPool) -> None:

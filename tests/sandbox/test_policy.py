@@ -94,8 +94,11 @@ BY_ARGUMENT = [
     ("socket", errno.EAFNOSUPPORT, [(16, 3, 0), (40, 1, 0)]),
     ("socketpair", ALLOW, [(1, 1, 0)]),
     ("socketpair", errno.EAFNOSUPPORT, [(30, 1, 0)]),
-    ("ioctl", ALLOW, [(0, 0x5401)]),
-    ("ioctl", errno.EPERM, [(0, 0x5412), (0, 0x1_0000_5412), (0, 0x541C)]),
+    ("ioctl", ALLOW, [(0, r) for r in (0x5401, 0x541B, 0x5421, 0x5451, 0x80045430, 0x8906)]),
+    ("ioctl", errno.EPERM, [(0, 0x5412), (0, 0x1_0000_5412), (0, 0x541C), (0, 0x5423)]),
+    ("ioctl", errno.ENOTTY, [(0, r) for r in (
+        0, 1, 2, 0x6612, 0x9408, 0x40049409, 0xC020660B, 0x80086601, 0xC0045877, 0x8940, 0x8982,
+        0x89A0, 0x8946, 0x5300, 0x1_0000_0000)]),
     ("fcntl", ALLOW, [(0, 3), (3, 5)]),
     ("fcntl", errno.EPERM, [(0, 1024), (0, 1026)]),
     ("fcntl", 0, [(3, 6), (3, 7), (3, 37), (3, 38)]),

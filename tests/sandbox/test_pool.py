@@ -1,13 +1,18 @@
 """Pools: admission, prewarming, deaths of zygotes and of the whole trainer."""
 
+import contextlib
+import errno
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +22,10 @@ from agentgrpo.sandbox import (
     SandboxBusy,
     SandboxException,
     SandboxPool,
+    SandboxUnavailable,
     StepStatus,
     Template,
+    cgroup,
 )
 from agentgrpo.sandbox.cgroup import (
     OWNER,
@@ -30,11 +37,13 @@ from agentgrpo.sandbox.cgroup import (
     stale_of,
     start_time,
 )
+from agentgrpo.sandbox.channels import children_of
 from agentgrpo.sandbox.errors import TemplateUnavailable
 from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
 from agentgrpo.sandbox.pool import Clock
-from agentgrpo.sandbox.zygote import remove_stale_scratch
+from agentgrpo.sandbox.spawner import Spawned, Spawner
+from agentgrpo.sandbox.zygote import Rung, remove_stale_scratch
 
 pytestmark = pytest.mark.nsjail
 
@@ -92,6 +101,76 @@ def test_dead_zygote_is_replaced_and_its_sessions_are_infra_errors() -> None:
         with pool.acquire() as fresh:
             assert fresh.step("1").value == "1"
         assert pool.metrics()["zygote_restarts"] == 1
+
+
+def traces_of_zygotes(groups: int = 0) -> tuple[int, int, int]:
+    """Descriptors, children (zombies too) and scratch directories of this process; two descriptors
+    of each control group aside.
+    """
+    scratch = Path(tempfile.gettempdir()).glob(f"{owner_name(os.getpid())}.*")
+    fds = len(os.listdir("/proc/self/fd")) - 2 * groups
+    return fds, len(children_of(os.getpid())), len([*scratch])
+
+
+def test_dead_zygotes_leave_nothing_behind() -> None:
+    with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+        traces = set()
+        for _ in range(4):
+            pool.acquire().close()
+            groups = pool._spawner.cgroups
+            traces.add(traces_of_zygotes(len(groups._all) if groups is not None else 0))
+            zygote = pool._spawner._zygotes[0]
+            os.kill(zygote.pid, signal.SIGKILL)
+            assert within(lambda zygote=zygote: not zygote.answers())
+        assert len(traces) == 1, traces
+        assert pool.metrics()["zygote_restarts"] == 3
+        assert session.step("1").status is StepStatus.INFRA_ERROR
+
+
+def test_a_zygote_that_cannot_be_used_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, pids: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    SandboxPool(min_idle=0, zygotes=1).close()
+    before = traces_of_zygotes()
+    monkeypatch.setattr(cgroup.Cgroups, "adopt", refuse)
+    with contextlib.suppress(SandboxUnavailable):  # where there are control groups
+        SandboxPool(min_idle=0, zygotes=1).close()
+    assert traces_of_zygotes() == before
+
+
+def test_who_waits_for_a_pool_that_closes_is_told() -> None:
+    pool = SandboxPool(min_idle=0, zygotes=1, max_live=1)
+    pool.acquire()
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(pool.acquire, 60.0) for _ in range(3)]
+        wait_for(lambda: pool.metrics()["waited"] == 3, "them to wait")
+        pool.close()
+        told = [str(one.exception(timeout=10)) for one in waiting]
+    assert told == ["the pool is closed"] * 3
+    with pytest.raises(SandboxException, match="closed"):
+        pool._spawner.spawn()
+    assert pool.metrics()["live"] == 0
+
+
+def test_a_session_that_starts_while_its_pool_closes_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = SandboxPool(min_idle=0, zygotes=1)
+    spawn, started = Spawner.spawn, []
+
+    def slowly(self: Spawner) -> Spawned:
+        started.append(spawn(self))
+        pool._closed = True  # close() has begun, and has looked for sessions
+        return started[0]
+
+    monkeypatch.setattr(Spawner, "spawn", slowly)
+    with pytest.raises(SandboxException, match="closed"):
+        pool.acquire()
+    assert started[0].channels.is_closed()
+    assert pool.metrics()["live"] == 0
+    pool._closed = False
+    pool.close()
 
 
 def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
@@ -251,6 +330,45 @@ def test_the_name_of_a_process_may_be_any_bytes() -> None:
     assert start_time(other.pid) == ""
 
 
+NAMES = """
+import ctypes, os, pathlib, sys
+from agentgrpo.machine.hardware import memory_bytes
+from agentgrpo.run.progress import _memory
+from agentgrpo.sandbox import SandboxPool, remedies
+point = os.fsencode(sys.argv[1]) + b"/\\xff\\xc2\\xa0\\xe2\\x80\\xa8\\r/x y"
+os.makedirs(point)
+assert ctypes.CDLL(None).mount(b"none", point, b"tmpfs", 0, None) == 0
+ctypes.CDLL(None).prctl(15, b"\\xff) kB", 0, 0, 0)
+with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+    print(session.step("6 * 7").value, pool.describe()["memory_limit"].encode())
+print(remedies._in_container(), remedies.masked_proc(), memory_bytes()[0] > 0, _memory())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts everywhere")
+def test_names_on_the_machine_may_be_any_bytes(tmp_path: Path) -> None:
+    asked = ["unshare", "--mount", sys.executable, "-c", NAMES, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, sys.path))}
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:3]) == (0, "42 "), done.stderr
+
+
+def test_who_asks_and_goes_does_not_end_a_zygote() -> None:
+    with SandboxPool(min_idle=0, zygotes=1, rungs=[Rung.ZYGOTE_USERNS]) as pool:
+        zygote = pool._spawner._zygotes[0]
+        (jailed,) = children_of(zygote.pid)
+        soft, hard = resource.prlimit(jailed, resource.RLIMIT_NPROC)
+        resource.prlimit(jailed, resource.RLIMIT_NPROC, (0, hard))  # it cannot be done
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.close()
+        with theirs:
+            socket.send_fds(zygote._host, [b"65534 99"], [theirs.fileno()] * 5)
+        assert zygote.answers()
+        resource.prlimit(jailed, resource.RLIMIT_NPROC, (soft, hard))
+        with pool.acquire() as session:
+            assert session.step("6 * 7").value == "42"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes process namespaces everywhere")
 def test_a_trainer_in_another_container_is_left_alone(tmp_path: Path) -> None:
     """It shares the directory, and its process numbers mean nothing outside of its namespace."""
@@ -322,16 +440,18 @@ def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:
 
 
 def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
-    for name in ("memory.swap.max", "memory.events", "pids.current"):
+    names = ("memory.max", "pids.max", "cpu.max", "memory.events", "pids.current", "cgroup.procs")
+    for name in names:  # and no memory.swap.max: a kernel without swap has none
         (tmp_path / name).write_text("max")
     group = ControlGroup(dict.fromkeys(("memory", "pids", "cpu"), tmp_path), V2)
-    group.set_limits(1 << 20, 64, 1.5)
+    group.set_limits(1 << 20, 64)
+    group.set_quota(0.5)
     wrote = {name: (tmp_path / name).read_text() for name in ("memory.max", "pids.max", "cpu.max")}
-    assert wrote == {"memory.max": "1048576", "pids.max": "64", "cpu.max": "150000 100000"}
+    assert wrote == {"memory.max": "1048576", "pids.max": "64", "cpu.max": "50000 100000"}
+    assert not (tmp_path / "memory.swap.max").exists()
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\noom 3\noom_kill 2\noom_group_kill 0\n")
     (tmp_path / "pids.current").write_text("5\n")
     (tmp_path / "memory.peak").write_text("4096\n")
-    (tmp_path / "cgroup.procs").write_text("")
     assert (group.counts(), group.peak_kib()) == ((2, 5), 4)
     with group.attaching() as fds:
         assert len(fds) == 1

@@ -55,7 +55,7 @@ def test_covered_parts_of_proc_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
         "1 0 0:1 / /proc rw - proc proc rw\n2 1 0:2 /null /proc/kcore rw - tmpfs tmpfs rw\n"
         "3 1 0:3 / /proc/sys/fs/binfmt_misc rw - binfmt_misc none rw\n"
     )
-    monkeypatch.setattr(Path, "read_text", lambda self: mounted)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: mounted.encode())
     assert remedies.masked_proc() == ["/proc/kcore"]
 
 
@@ -103,6 +103,7 @@ def test_recorded_machines_get_their_remedies(
         return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read_recorded)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_recorded(path).encode())
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert wanted in remedies.remedy(reason)
     covered = ["/proc/bus", "/proc/acpi", "/proc/kcore", "/proc/timer_list"]

@@ -5,14 +5,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, StepStatus
+from agentgrpo.sandbox.guest.exchange import spell
 from agentgrpo.sandbox.hostile.case import ERROR, EXIT, TIMEOUT, play
 from agentgrpo.sandbox.hostile.lifecycle import pids
+from agentgrpo.sandbox.hostile.verdicts import NEVER_ENDS
 
 pytestmark = pytest.mark.nsjail
 STARTS_WITH = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__",
@@ -142,3 +145,13 @@ def test_import_brings_in_none_of_the_heavy_parts() -> None:
     heavy = "{'torch', 'vllm', 'numpy', 'agentgrpo.engine.engine', 'agentgrpo.learn.learner'}"
     code = f"import sys, agentgrpo.sandbox; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_answer_in_pieces_has_one_deadline() -> None:
+    limits = Limits(value_kib=1)
+    with SandboxPool(limits=limits, min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+        session.step(NEVER_ENDS.replace("SIZE", "1024").replace("PAUSE", "0"))
+        started = time.monotonic()
+        told = session.ask(spell(("call_name", "f", (1,)), id), 0.3)
+        assert told.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED)
+        assert time.monotonic() - started < 1.0

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from agentgrpo.sandbox import (
     Limits,
     NotFoundException,
     Sandbox,
+    SandboxException,
     SandboxPool,
     SandboxUnavailable,
     Template,
@@ -183,6 +185,18 @@ def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
         assert session.step("import bulky; len(bulky.kept)").value == "40000"
 
 
+def test_no_directory_is_called_like_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "AGENTGRPO_TEMPLATES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # of a user without a name
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SandboxException, match="set AGENTGRPO_TEMPLATES"):
+        build_template("mine")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         python = Path(folder, "bin", "python3")
@@ -190,3 +204,45 @@ def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -
         python.write_text("")
         with pytest.raises(SandboxUnavailable, match=r"bin/python3 lies .*installed elsewhere"):
             SandboxPool(template=Template(python=str(python)), min_idle=0)
+
+
+@pytest.mark.parametrize(
+    ("installed", "home", "theirs"),
+    [
+        ("alice", "alice", True),
+        ("home", "home/alice", True),
+        ("alice/.local", "alice", True),
+        ("alice/.pyenv/versions/3.11", "alice", False),
+        ("opt", "alice", False),
+    ],
+)
+def test_a_home_that_python_was_installed_in_is_not_shown(
+    installed: str, home: str, theirs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / installed
+    files = ("bin/python3.11", "lib/python3.11/os.py", "lib/libpython3.11.so", "lib64/libssl.so.3",
+             ".ssh/id_ed25519", "bin/mine", "lib/private/notes", "library/x")  # fmt: skip
+    for name in files:
+        (prefix / name).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / name).touch()
+    (prefix / "lib/old.so").symlink_to("nowhere")
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    needed = ["bin/python3.11", "lib/python3.11", "lib/libpython3.11.so", "lib64/libssl.so.3"]
+    shown = Template(python=str(prefix / "bin" / "python3.11")).interpreter_paths
+    wanted = needed if theirs else ["bin/python3.11", "lib", "lib64"]
+    assert shown == [str(prefix / name) for name in wanted]
+
+
+@pytest.mark.parametrize("home", [".", "elsewhere"])
+def test_a_session_sees_of_its_interpreter_what_it_needs(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = Path(Template().interpreter)
+    if python.is_relative_to("/usr"):
+        pytest.skip("all of /usr is shown")
+    monkeypatch.setenv("HOME", str(python.parents[1] / home))
+    with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+        code = "import ctypes, os, ssl, sqlite3, sys; os.listdir(sys.base_prefix + '/bin')"
+        assert session.step(code).value == f"[{python.name!r}]"
+        again = "import subprocess; subprocess.run([sys.executable, '-c', 'import ssl']).returncode"
+        assert session.step(again).value == "0"

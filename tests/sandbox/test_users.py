@@ -1,13 +1,17 @@
 """Who a session is on the machine: nobody that the machine has, and nobody that another is."""
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable, jail
 from agentgrpo.sandbox.jail import JAIL_ID, has_own_ids
 from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
+from tests.isolation import need_isolation
 
 pytestmark = pytest.mark.nsjail
 
@@ -50,3 +54,49 @@ def test_users_are_given_out_where_there_are_any(
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
     monkeypatch.setattr(Path, "read_text", lambda _: spans)
     assert has_own_ids() is own
+
+
+@pytest.mark.parametrize("rung", LADDER)
+def test_the_umask_of_the_host_is_no_sessions(rung: Rung) -> None:
+    if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
+        pytest.skip("zygote-root needs root")
+    need_isolation(rung)
+    before = os.umask(0o077)
+    try:
+        with SandboxPool(min_idle=0, zygotes=1, rungs=[rung]) as pool, pool.acquire() as session:
+            told = session.step("import os; open('f', 'w'); oct(os.stat('f').st_mode)")
+    finally:
+        os.umask(before)
+    assert told.value == "'0o100644'"
+
+
+HARD = {"CORE": 0, "FSIZE": 1 << 26, "CPU": 1000, "AS": 1 << 33, "NOFILE": 512, "STACK": 1 << 20}
+LIMITED = """
+import resource, sys
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox.zygote import Rung
+kind, most = getattr(resource, f"RLIMIT_{sys.argv[1]}"), int(sys.argv[2])
+resource.setrlimit(kind, (most, most))
+with SandboxPool(min_idle=0, zygotes=1, rungs=[Rung(sys.argv[3])]) as pool:
+    with pool.acquire() as session:
+        print(session.step(f"import resource; resource.getrlimit({kind})[1] <= {most}").value)
+"""
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("rung", [Rung.ZYGOTE_USERNS, Rung.NSJAIL_ONCE])
+def test_the_hard_limits_of_the_host_are_no_obstacle(rung: Rung, kind: str) -> None:
+    need_isolation(rung)
+    if kind == "CORE" and jail._core_pattern().startswith("|"):
+        pytest.skip("this machine starts a program for each crash at a limit of 0")
+    asked = [sys.executable, "-c", LIMITED, kind, str(HARD[kind]), rung]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_no_crash_starts_a_program_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "_core_pattern", lambda: "|/usr/share/apport/apport %p\n")
+    SandboxPool(min_idle=0, zygotes=1).close()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (0, 0))
+    with pytest.raises(SandboxUnavailable, match=r"core_pattern; remedy: ulimit -S"):
+        SandboxPool(min_idle=0, zygotes=1).close()

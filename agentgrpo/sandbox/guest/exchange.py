@@ -39,13 +39,13 @@ NAMED = {*vars(namedtuple("NAMED", "")), "__annotations__", "__orig_bases__"}
 METHODS = {name for name in dir(tuple) if not name.startswith("_")}
 """Of tuples: a field of that name could be a function, which says something else than the tuple."""
 ARRAYS = "biufc"
-WAYS = ("__len__", "__iter__", "__next__", "__getitem__", "__contains__", "keys")
+WAYS = ("__len__", "__iter__", "__next__", "__getitem__", "keys")
 
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "attribute": getattr, "set_attribute": setattr, "item": operator.getitem,
     "set_item": operator.setitem, "delete_item": operator.delitem, "true": bool,
-    "contains": operator.contains, "iterator": iter,
+    "iterator": iter,
 }  # fmt: skip
 """Questions that Python's own functions answer; a Peer's methods answer the others."""
 

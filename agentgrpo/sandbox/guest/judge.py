@@ -10,6 +10,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 from exchange import Malformed, read, spell  # type: ignore[import-not-found]
@@ -210,29 +211,29 @@ class Graded:
         return list(self)[key]
 
     def __contains__(self, value: Any) -> bool:
-        if "__iter__" in self._shape()[0]:
-            return any(value is one or value == one for one in self)
-        return bool(self._once("contains", value))
+        """By its content alone: ``__contains__`` over there would be told what a test looks for."""
+        return any(value is one or value == one for one in self)
 
     def __reversed__(self) -> Iterator[Any]:
         return iter([*self][::-1])
 
 
-def run_tests(source: str, modules: Sequence[str], names: dict[str, str]) -> None:
+def run_tests(tests: CodeType, modules: Sequence[str], names: dict[str, str]) -> None:
     """The thread of the tests: the last thing it asks is its verdict."""
     namespace: dict[str, Any] = {"__name__": "__tests__"}
     try:
         namespace |= {name: importlib.import_module(name) for name in modules}
         namespace |= {name: ask("find", other) for name, other in names.items()}
-        exec(compile(source, "<tests>", "exec"), namespace)
+        exec(tests, namespace)
         questions.put(("failed", fouls[0]) if fouls else ("passed", ""))
     except BaseException:
         questions.put(("failed", traceback.format_exc(limit=-5)))
 
 
 def begin(source: str, modules: Sequence[str], names: dict[str, str]) -> None:
-    """Start the tests."""
-    threading.Thread(target=run_tests, args=(source, modules, names), daemon=True).start()
+    """Start the tests. Raises what compiling them does."""
+    tests = compile(source, "<tests>", "exec")
+    threading.Thread(target=run_tests, args=(tests, modules, names), daemon=True).start()
 
 
 def proceed(reply: str) -> tuple[str, str]:

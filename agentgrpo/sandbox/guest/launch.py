@@ -18,6 +18,7 @@ import load  # type: ignore[import-not-found]
 
 def main() -> None:
     """Bind the plan's sources where the jail's user can reach them, then become nsjail."""
+    os.umask(0o022)  # nsjail's mount points are root's, and the jail's user has to enter them
     extension_path, plan_path = sys.argv[1:]
     extension = load.extension(extension_path)
     with open(plan_path) as file:

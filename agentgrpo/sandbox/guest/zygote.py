@@ -95,7 +95,8 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: 
     except OSError as error:
         step = list(wire.SETUP_STEPS).index("CLONE")
         failed = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0, 0)
-        os.write(fds[0], failed)
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
+            os.write(fds[0], failed)
         return False
 
 
@@ -175,6 +176,7 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None
 def main() -> None:
     """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
     host = socket.socket(fileno=HOST_FD)
+    os.umask(0o022)  # of every session, whatever the trainer's is
     try:
         loop = load.isolated("repl")
         for name in ("load", "console", "wire"):  # the names are the user's

@@ -189,6 +189,15 @@ row("Characters cannot be pushed into a terminal", ("""
      try: fcntl.ioctl(0, request & 0xffffffff, b'x'); got.append(request)
      except OSError as e: got.append(e.errno)
     got""", "[1, 1, 1]"))
+row("The machine's file systems are asked for nothing but files", ("""
+    import fcntl, os
+    got = []
+    for p in ('/usr', '/usr/bin/env', os.__file__, '/home/user', '/dev/null'):
+     fd = os.open(p, os.O_RDONLY)
+     for request in (0x9408, 0x6612, 0x6628, 0xC0185879, 0x80111500, 1, 2, 0x80087601, 0x8940):
+      try: fcntl.ioctl(fd, request, bytes(64)); got.append((p, request))
+      except OSError as e: got += [] if e.errno == 25 else [(p, request, e.errno)]
+    got""", "[]"))
 row("GPUs, disks, kvm, the kernel's memory are not in /dev",
     ("import os; ' '.join(sorted(os.listdir('/dev')))",
      "'fd full null random shm stderr stdin stdout urandom zero'"))

@@ -1,5 +1,7 @@
 """Attacks on what the host says of code: on grades, on whose failure it was, on the record."""
 
+import time
+
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.grade import check_output, check_tests
 from agentgrpo.sandbox.hostile.case import on_pool
@@ -27,7 +29,38 @@ FIELDS = (
     ["str", b"first count".hex()],
 )
 """As they stand on the wire: all of them would do for collections.namedtuple()."""
+NEVER_ENDS = """
+import os, signal, struct, sys, time
+def f(x):
+    frame = sys._getframe()
+    while not hasattr(frame.f_locals.get("self"), "number"):
+        frame = frame.f_back
+    signal.signal(2, signal.SIG_IGN)
+    head = struct.pack("<I", frame.f_locals["self"].number)
+    while len(head) >= 4:
+        body = head[-4:] + struct.pack("<II4sI", 2, 4, b"more", SIZE) + b" " * SIZE
+        body = struct.pack("<I", len(body)) + body
+        while body: body = body[os.write(4, body):]
+        if PAUSE: time.sleep(PAUSE)
+        head = os.read(3, 4096)[4:8]
+    os._exit(0)"""
+AGREES = (
+    "__contains__ = lambda self, value: True",
+    "__contains__ = lambda self, value: True\n __getitem__ = lambda self, key: 0",
+    "__contains__ = lambda self, value: True\n __len__ = lambda self: 9",
+    "__eq__ = __lt__ = __le__ = __gt__ = __ge__ = __ne__ = lambda self, other: True",
+    "__bool__ = __hash__ = __index__ = __int__ = __float__ = __str__ = lambda self: True",
+)
+ASKS = (
+    "assert 'the answer' in f(1)",
+    "assert any(word in f(1) for word in ['the answer'])",
+    "assert f(1) == 'the answer' or f(1) in ['the answer'] or 'the answer' in [f(1)]",
+    "assert {'the answer'} <= f(1)",
+    "assert str(f(1)) == 'True' or int(f(1)) == 1",
+)
 UNPRINTABLE = ("def f(x): raise ValueError('\\ud800')", "def f(x): return '\\udcff'")
+SLACK_S = 2.0
+"""For starting two sessions on a busy machine."""
 SAYS_ANYTHING = ("__main__", "numpy", "a.b", "", "\\ud800", "x" * 5000)
 
 
@@ -40,6 +73,30 @@ def tuples_bring_no_functions(pool: SandboxPool) -> None:
         verdict = check_tests(pool, FORGES.replace("FIELDS", repr(fields)), tests)
         assert not verdict.passed, fields
         assert "malformed" in verdict.reason, (fields, verdict)
+
+
+@on_pool
+def answers_are_not_asked_of_the_code(pool: SandboxPool) -> None:
+    """An object of the code's is not asked whether it is, or has, what a test looks for."""
+    for says in AGREES:
+        code = f"class Yes:\n {says}\ndef f(x): return Yes()"
+        for tests in ASKS:
+            verdict = check_tests(pool, code, tests)
+            assert not verdict.passed, (says, tests)
+            assert not verdict.infra_error, verdict
+
+
+@on_pool
+def answers_end(pool: SandboxPool) -> None:
+    """An answer that comes in pieces for ever is no way around the time of the tests."""
+    for size, pause in ((0, 0.0), (pool.limits.value_kib << 10, 0.0), (1 << 16, 0.1), (7, 0.1)):
+        code = NEVER_ENDS.replace("SIZE", str(size)).replace("PAUSE", str(pause))
+        started = time.monotonic()
+        verdict = check_tests(pool, code, "assert f(1) == 2", timeout_s=1.0)
+        assert not verdict.passed
+        assert not verdict.infra_error, verdict
+        assert ("protocol_error" in verdict.reason) == (size < 1 << 16), verdict
+        assert time.monotonic() - started < 1.0 + pool.limits.grace_s + SLACK_S, (size, verdict)
 
 
 @on_pool
