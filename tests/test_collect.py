@@ -93,7 +93,10 @@ def collected(
     config = RolloutConfig(max_turns=3, max_turn_tokens=99, max_observation_tokens=99, **settings)
     sampler = Sampler(cast(Any, engine), CodeAgent(), StubEnv(), CHAT, config)
     reward = RewardConfig(
-        functions=functions or {}, overlap=overlap, on_error="raise", sigma_tool=sigma_tool
+        functions=functions or {},
+        on_error="raise" if functions else "drop",
+        overlap=overlap,
+        sigma_tool=sigma_tool,
     )
     scoring = Scoring(base, reward, CHAT.tokenizer.decode, total_steps=3)
     stream = Stream()

@@ -19,7 +19,15 @@ from agentgrpo.config.playing import (
     RolloutConfig,
     SandboxConfig,
 )
-from agentgrpo.config.section import NotNegative, PathOf, Place, Positive, Section, Seed
+from agentgrpo.config.section import (
+    NotNegative,
+    PathOf,
+    Place,
+    Positive,
+    Section,
+    Seed,
+    refuse_unread,
+)
 
 
 class TrainConfig(Section):
@@ -97,6 +105,23 @@ class TrainConfig(Section):
             if name in endpoints:
                 raise ValueError(f"endpoints.{name}: the name is that of one of the run's own")
         return endpoints
+
+    @property
+    def _draws(self) -> bool:
+        """Whether held-out tasks are sampled from a distribution, and not greedily."""
+        return self.evaluation.temperature > 0
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> TrainConfig:
+        refuse_unread(
+            self.evaluation, "evaluation", "top_p", "top_k", "min_p", unless=self._draws,
+            need="evaluation.temperature above 0 (measures.temperature, of `agentgrpo evaluate`)",
+        )  # fmt: skip
+        refuse_unread(
+            self.loss, "loss", "branch_credit", unless=self.rollout.branching.initial > 0,
+            need="rollout.branching.initial above 0",
+        )  # fmt: skip
+        return self
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:
