@@ -352,7 +352,7 @@ def _verify_step(
     where = f"step {step} train"
     _verify_rollouts(report, groups, run, where)
     report.steps += 1
-    loss, weights = run.config.loss, run.config.reward.weights
+    loss, weights = run.config.credited, run.config.reward.weights
     report.faults += [
         f"{where} group {group} rollout {index}: {fault}"
         for group, index, fault in credit_faults(groups, loss, weights)

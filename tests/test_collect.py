@@ -124,6 +124,17 @@ def test_no_count_may_have_the_name_of_another_number() -> None:
     assert others - OWN_NUMBERS == set()
 
 
+def test_who_plays_decides_what_a_lines_reward_counts_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "agentgrpo.collect.assign_advantages",
+        lambda groups, loss, weights: asked.append(loss.span_credit),
+    )
+    for kind in ("code", "repl"):
+        collected(live_for("t1"), f"agent.kind={kind}")
+    assert list(dict.fromkeys(asked)) == ["rollout", "turn"]
+
+
 def test_groups_are_scored_while_others_play() -> None:
     """On another thread, before the slow group has ended; to the bit what is scored after play."""
     scored_at: dict[int, int] = {}
