@@ -155,7 +155,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
     yield said("layers", f"activations are {kept} for the backward pass ({why})")
 
 
-def _learning(config: TrainConfig, model: str, *, sampled: bool) -> Iterator[Check]:
+def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
     from agentgrpo.learn.loading import hollow
