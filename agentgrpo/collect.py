@@ -55,7 +55,7 @@ def _rounds(config: TrainConfig, parts: Parts, step: int) -> Iterator[Round]:
 
 def _live(groups: Sequence[Group], config: TrainConfig) -> int:
     """Groups with a gradient, after the advantages of all of them were set."""
-    assign_advantages(groups, config.loss)
+    assign_advantages(groups, config.credited)
     return sum(map(has_gradient, groups))
 
 

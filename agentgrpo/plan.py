@@ -32,7 +32,7 @@ Lines = Callable[[TrainConfig, Stage], Iterable[Check]]
 
 def plan(
     config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool,
-    saved: Sequence[str] = (checkpoint.SAVED,),
+    sampled: bool = True, saved: Sequence[str] = (checkpoint.SAVED,),
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
@@ -41,6 +41,7 @@ def plan(
         stage: everything but the engine, checked.
         lines: what is played or trained on.
         trained: else it is only played.
+        sampled: an engine is started.
         saved: patterns, below out_dir, of what the same command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
@@ -49,9 +50,9 @@ def plan(
     checks = [
         *lines,
         said("sandbox", jail),
-        *_model(config, stage.model, trained=trained),
-        *(_learning(config, stage.model) if trained else ()),
-        *room_checks(config, stage.model, trained=trained),
+        *_model(config, stage.model, trained=trained, sampled=sampled),
+        *(_learning(config, stage.model, sampled=sampled) if trained else ()),
+        *room_checks(config, stage.model, trained=trained, sampled=sampled),
     ]
     if saved:
         checks.append(said("out_dir", f"{config.out_dir}: {_folder(config.out_dir, saved)}"))
@@ -130,7 +131,7 @@ def _step(config: TrainConfig) -> Iterator[Check]:
     )
 
 
-def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]:
+def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> Iterator[Check]:
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     total, free = (size / GIB for size in hardware.memory_bytes())
     host = f"{hardware.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
@@ -138,7 +139,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]
     named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
-    held = held_by(config, model)
+    held = held_by(config, model, sampled=sampled)
     if held is None:
         yield said("model", f"{model}: its size is not known before it is loaded")
         return
@@ -154,7 +155,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]
     yield said("layers", f"activations are {kept} for the backward pass ({why})")
 
 
-def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
+def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
     from agentgrpo.learn.loading import hollow
@@ -171,7 +172,8 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
     elif asked == "copy":
         why = "engine.weights = 'copy'"
     yield said("prefixes", "trees" if rows is None else f"rows: {rows}")
-    yield said("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
+    if sampled:
+        yield said("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     plain = why_plain(config.learner.use_liger_kernel, hollowed.config, device)
     fused = "norms, rotations and MLPs of the layers are "
@@ -220,6 +222,8 @@ def planned(
         if sampled:
             require(room_checks(config, stage.model, trained=False))
         if trained:
-            require(room_checks(config, stage.model, trained=True))
-        told = plan(config, stage, lines(config, stage), trained=trained, saved=saved)
+            require(room_checks(config, stage.model, trained=True, sampled=sampled))
+        told = plan(
+            config, stage, lines(config, stage), trained=trained, sampled=sampled, saved=saved
+        )
     return f"the plan, nothing was {'trained' if trained else 'played'}:\n{told}"

@@ -257,6 +257,10 @@ def require_names(config: TrainConfig) -> None:
         raise ValueError(
             f"sandbox.host_tools: env.kind {env_kind(config)!r} runs no code that could call them"
         )
+    refuse_unread(
+        config.sandbox, "sandbox", "tools", unless=asks_for_pool(config),
+        need="an env.kind that runs code",
+    )  # fmt: skip
     if config.rollout.sampler:
         sampler_class(config.rollout.sampler)
 

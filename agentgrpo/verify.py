@@ -354,7 +354,7 @@ def _verify_step(
     report.steps += 1
     report.faults += [
         f"{where} group {group} rollout {index}: {fault}"
-        for group, index, fault in credit_faults(groups, run.config.loss)
+        for group, index, fault in credit_faults(groups, run.config.credited)
     ]
     faults, terms = step_faults(groups, run.config, step, run.limit, run.outliers)
     report.terms += terms

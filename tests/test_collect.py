@@ -93,7 +93,10 @@ def collected(
     config = RolloutConfig(max_turns=3, max_turn_tokens=99, max_observation_tokens=99, **settings)
     sampler = Sampler(cast(Any, engine), CodeAgent(), StubEnv(), CHAT, config)
     reward = RewardConfig(
-        functions=functions or {}, overlap=overlap, on_error="raise", sigma_tool=sigma_tool
+        functions=functions or {},
+        on_error="raise" if functions else "drop",
+        overlap=overlap,
+        sigma_tool=sigma_tool,
     )
     scoring = Scoring(base, reward, CHAT.tokenizer.decode, total_steps=3)
     stream = Stream()
@@ -119,6 +122,17 @@ def test_no_count_may_have_the_name_of_another_number() -> None:
     assert "dead_all_equal" in metrics
     others = {*report([], model="m", seed=0, **metrics)} - counted
     assert others - OWN_NUMBERS == set()
+
+
+def test_who_plays_decides_what_a_lines_reward_counts_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "agentgrpo.collect.assign_advantages",
+        lambda groups, loss, weights: asked.append(loss.span_credit),
+    )
+    for kind in ("code", "repl"):
+        collected(live_for("t1"), f"agent.kind={kind}")
+    assert list(dict.fromkeys(asked)) == ["rollout", "turn"]
 
 
 def test_groups_are_scored_while_others_play() -> None:

@@ -108,6 +108,9 @@ def test_a_run_that_would_be_killed_for_its_memory_is_warned(
         checks = list(room_checks(config, str(tiny_model), trained=True))
         assert [check.name for check in checks] == ["room for vLLM", "memory", "disk"]
         assert [check.name for check in checks if not check.ok] == wrong
+    alone = [*room_checks(config, str(tiny_model), trained=True, sampled=False)]
+    assert [check.name for check in alone] == ["memory", "disk"], "fine-tuning starts no engine"
+    assert not any("engine." in check.remedy for check in alone)
 
 
 def test_where_the_card_cannot_be_asked_the_rest_is_said(

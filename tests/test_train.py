@@ -263,7 +263,7 @@ def test_steps_without_a_gradient_still_count() -> None:
 @pytest.mark.parametrize(
     ("live_per_round", "refill_below", "max_refills", "rounds"),
     [
-        ([0, 0, 0, 0], 0, 3, 1),
+        ([0, 0, 0, 0], 0, 0, 1),
         ([0, 0, 0, 0], 1, 0, 1),
         ([0, 0, 0, 0], 1, 2, 3),
         ([2, 0, 0, 0], 2, 3, 1),

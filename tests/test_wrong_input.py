@@ -154,7 +154,7 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     assert not (place / "run").exists()
     word, config, *more = command.split()
     numbers = {"steps": 4711, "save_every": 4712, "eval_every": 4713, "keep_checkpoints": 4714,
-               "rollout.group_size": 4716,
+               "rollout.group_size": 4716, "engine.kv_cache_gib": 4715.0,
                "flywheel.tasks": 4717, "sft.epochs": 4718, "sft.batch_size": 4719,
                "curriculum.stages": 4720, "curriculum.candidates": 4721}  # fmt: skip
     known = (TrainConfig if word == "train" else RecipeConfig).model_fields
@@ -383,7 +383,9 @@ UNREAD = {
     "evaluate recipe.toml evaluation.temperature=0.5": "measures.temperature is what it plays with",
     "evaluate recipe.toml save_every=3": "save_every: `agentgrpo evaluate` does not read it",
     "flywheel recipe.toml sft.epochs=1": "sft.epochs: `agentgrpo flywheel` does not read it; read",
-    "flywheel recipe.toml loss={{beta=0.1}}": "loss: `agentgrpo flywheel` does not read it",
+    "flywheel recipe.toml loss={{beta=0.1}}": "loss.beta: `agentgrpo flywheel` does not read it",
+    "evaluate recipe.toml rollout.branching={{initial=2}}": "rollout.branching.initial: `agentgrpo",
+    "flywheel recipe.toml rollout.temperature=0.5": "flywheel.temperature is what it plays with",
     "curriculum recipe.toml steps=3": "`agentgrpo curriculum` does not read it: curriculum.st",
     "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not read it: sft.epochs and",
     "recipe stepped.toml": "steps: stepped.toml has sections of a recipe, and none of its commands",

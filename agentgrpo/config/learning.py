@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -87,6 +88,8 @@ class RewardConfig(Section):
             self, "reward", "decay_sigmas", unless=self.sigma_tool + self.sigma_length > 0,
             need="reward.sigma_tool or reward.sigma_length above 0",
         )  # fmt: skip
+        functions = bool(self.functions)
+        refuse_unread(self, "reward", "on_error", unless=functions, need="reward.functions")
         return self
 
 
@@ -269,16 +272,20 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
             self.check()
         except ValueError as error:
             raise ValueError(f"loss.{error}") from None
-        refuse_unread(
-            self, "loss", "sync_ref_model", unless=self.beta > 0, need="loss.beta above 0"
-        )
-        refuse_unread(
-            self, "loss", "ref_model_sync_steps", "ref_model_mixup_alpha",
-            unless=self.sync_ref_model, need="loss.sync_ref_model",
+        unread = partial(refuse_unread, self, "loss")
+        of_reference = ("sync_ref_model", "kl_estimator", "use_bias_correction_kl")
+        unread(*of_reference, unless=self.beta > 0, need="loss.beta above 0")
+        unread(
+            "ref_model_sync_steps", "ref_model_mixup_alpha", unless=self.sync_ref_model,
+            need="loss.sync_ref_model",
+        )  # fmt: skip
+        unread(
+            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+            unless=self.corrects, need="loss.vllm_importance_sampling_correction",
         )  # fmt: skip
         for key in SPECIAL:
             need = f"loss.loss_type = {' or '.join(readers(key))}"
-            refuse_unread(self, "loss", key, unless=key in self.row.reads, need=need)
+            unread(key, unless=key in self.row.reads, need=need)
         return self
 
 

@@ -183,11 +183,14 @@ class EndpointConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _is_whole(self) -> EndpointConfig:
-        needs = {"url": ("http", "retriever"), "model": ("http",), "function": ("script",)}
+        asked = ("http", "retriever")
+        needs = {"url": asked, "model": ("http",), "function": ("script",)}
         for key, kinds in needs.items():
             if self.kind in kinds and not getattr(self, key):
                 raise ValueError(f"an endpoint of kind {self.kind!r} needs {key}")
-            if self.kind not in kinds and getattr(self, key):
+        read = {**needs, **dict.fromkeys(("api_key_env", "timeout_s", "retries", "extra"), asked)}
+        for key, kinds in read.items():
+            if self.kind not in kinds and is_set(self, key):
                 raise ValueError(f"{key}: an endpoint of kind {self.kind!r} does not read it")
         if self.url:
             _require_url(self.url)
@@ -228,6 +231,15 @@ class BranchConfig(Section):
     group_size * sigmoid(aepo_beta * (entropy of its first turn - of its turns after tools))."""
     aepo_beta: NotNegativeNumber = 1.0
     """See budget."""
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> BranchConfig:
+        unread = partial(refuse_unread, self, "rollout.branching")
+        aepo = self.budget == "aepo"
+        unread("aepo_beta", unless=aepo, need='rollout.branching.budget = "aepo"')
+        others = (key for key in type(self).model_fields if key != "initial")
+        unread(*others, unless=self.initial > 0, need="rollout.branching.initial above 0")
+        return self
 
 
 MOST_ROLLOUTS = 10**6
@@ -335,6 +347,10 @@ class RolloutConfig(Section):
         refuse_unread(
             self, "rollout", "fork_threshold", unless=self.history == "render",
             need='rollout.history = "render"',
+        )  # fmt: skip
+        refuse_unread(
+            self, "rollout", "max_refills", unless=self.refill_below > 0 or not self.max_refills,
+            need="rollout.refill_below above 0",
         )  # fmt: skip
         if self.branching.initial >= self.group_size:
             raise ValueError(
@@ -498,6 +514,11 @@ class DataConfig(Section):
                     )
         if self.heldout == "split" and self.train in ("word_problems", "env"):
             raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")
+        unread, names = partial(refuse_unread, self, "data"), {"word_problems", "env"}
+        files, need = {self.train, self.heldout_source} - names, "data.train or data.heldout"
+        unread("question", "answer", "id", "columns", unless=bool(files), need=f"a file as {need}")
+        split = self.heldout_source == "split"
+        unread("split_seed", unless=split, need='data.heldout = "split"')
         return self
 
     @property

@@ -52,7 +52,7 @@ def load_config_of(
             of range.
     """
     path = _find(name_or_path, Path())
-    table = _read(path)
+    table, keys = _read(path), list[str]()
     # kinds first: what an override says of options is of the kind that an override names
     for override in sorted(overrides, key=lambda o: not o.partition("=")[0].endswith(".kind")):
         dotted, equals, text = override.partition("=")
@@ -70,9 +70,10 @@ def load_config_of(
         if leaf == "kind" and _is_another(name, section, value):
             section.pop("options", None)
         section[leaf] = value
+        keys += _leaves(dotted.strip(), value)
     config = checked(kind, table, str(path))
     if command:
-        require_read(command, (override.partition("=")[0].strip() for override in overrides))
+        require_read(command, keys)
         require_read_somewhere(read_toml(path), str(path))
     return config
 
@@ -155,6 +156,13 @@ def _is_another(section: str, table: Mapping[str, Any], kind: Any) -> bool:
     field = TrainConfig.model_fields.get(section)
     default = getattr(field.default, "kind", kind) if field else kind
     return table.get("kind", default) not in ("auto", kind)
+
+
+def _leaves(key: str, value: Any) -> list[str]:
+    """The settings that are made by a key and its value, which may be a table."""
+    if not isinstance(value, dict) or not value:
+        return [key]
+    return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
 
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:

@@ -16,7 +16,9 @@ RECIPE_SECTIONS = ("flywheel", "sft", "curriculum", "measures")
 PLAYS = (
     "model seed engine.* agent.* env.* sandbox.* data.* rollout.* reward.* "
     "learner.lora.serve learner.max_tokens out_dir endpoints* !rollout.tasks_per_step "
-    "!rollout.group_size !rollout.refill_below !rollout.max_refills"
+    "!rollout.group_size !rollout.refill_below !rollout.max_refills !rollout.temperature "
+    "!rollout.branching.* !reward.sigma_tool !reward.sigma_length !reward.decay_sigmas "
+    "!engine.agreement_threshold !engine.sleep_level !data.promote_at"
 )
 """Of what plays tasks without training on them. learner.max_tokens is held against
 engine.max_model_len; out_dir has no default. "!" takes out of a section."""
@@ -26,19 +28,22 @@ TRAINS = (
 )
 _READS: Mapping[str, str] = {
     "train": f"{TRAINS} steps",
-    "evaluate": f"{PLAYS} evaluation.* measures.* !evaluation.temperature !data.promote_at",
-    "flywheel": f"{PLAYS} flywheel.* measures.quality measures.judge",
+    "evaluate": f"{PLAYS} evaluation.* measures.* !evaluation.temperature !data.levels",
+    "flywheel": (
+        f"{PLAYS} flywheel.* measures.quality measures.judge !rollout.history "
+        "!rollout.fork_threshold !rollout.max_retries !rollout.sampler !data.heldout_levels"
+    ),
     "sft": (
         "model seed out_dir save_every keep_checkpoints engine.dtype engine.max_model_len agent.* "
         "env.* sandbox.* data.* rollout.template_options rollout.call_timeout_s "
-        "learner.* endpoints* sft.*"
+        "learner.* endpoints* sft.* !data.levels !data.promote_at"
     ),
     "curriculum": f"{TRAINS} curriculum.*",
+    "recipe": "",
 }
 READS = {command: tuple(keys.split()) for command, keys in _READS.items()}
 RECIPE = ("evaluate", "flywheel", "sft", "curriculum")
-"""The commands that a recipe is made of."""
-READS["recipe"] = tuple(dict.fromkeys(key for command in RECIPE for key in READS[command]))
+"""The commands that a recipe is made of: it reads what one of them does."""
 INSTEAD = {
     ("sft", "steps"): "sft.epochs says how long it is",
     ("sft", "rollout.*"): "nothing is sampled",
@@ -47,15 +52,19 @@ INSTEAD = {
     ("recipe", "steps"): "sft.epochs and curriculum.steps say how long its parts are",
     ("flywheel", "steps"): "flywheel.tasks and flywheel.rounds say how long it is",
     ("evaluate", "evaluation.temperature"): "measures.temperature is what it plays with",
+    ("evaluate", "rollout.temperature"): "measures.temperature is what it plays with",
+    ("flywheel", "rollout.temperature"): "flywheel.temperature is what it plays with",
 }
 """What to set, or why there is nothing to."""
 
 
 def reads(command: str, key: str) -> bool:
     """Whether a command reads a setting, `section.key`; a whole section, any of it."""
+    if command == "recipe":
+        return any(reads(part, key) for part in RECIPE)
     patterns = READS[command]
-    if f"!{key}" in patterns:
-        return command == "recipe"  # another of its parts does
+    if any(fnmatchcase(f"!{key}", pattern) for pattern in patterns):
+        return False
     return any(
         fnmatchcase(key, pattern) or pattern.startswith(f"{key}.") for pattern in patterns
     ) or any(key.startswith(f"{pattern}.") for pattern in patterns)

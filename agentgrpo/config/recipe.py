@@ -121,6 +121,10 @@ class CurriculumConfig(Section):
             self, "curriculum", "by_kind", unless=self.selection == "pareto",
             need='curriculum.selection = "pareto"',
         )  # fmt: skip
+        refuse_unread(
+            self, "curriculum", "easy_share", "hard_share", unless=self.sampling == "difficulty",
+            need='curriculum.sampling = "difficulty"',
+        )  # fmt: skip
         if self.easy_share + self.hard_share > 1:
             raise ValueError(
                 f"curriculum.easy_share + curriculum.hard_share must be at most 1, "
@@ -173,6 +177,10 @@ class RecipeConfig(TrainConfig):
     curriculum: CurriculumConfig = CurriculumConfig()
     measures: MeasuresConfig = MeasuresConfig()
 
+    @property
+    def _draws(self) -> bool:
+        return super()._draws or self.measures.temperature > 0
+
     @pydantic.model_validator(mode="after")
     def _names_its_endpoints(self) -> RecipeConfig:
         used = {
@@ -219,6 +227,9 @@ class RecipeConfig(TrainConfig):
             ValueError: a change is not valid.
         """
         table = self.model_dump(include=set(TrainConfig.model_fields), exclude_unset=True)
+        if not self.evaluation.temperature:  # `agentgrpo evaluate` alone reads these
+            for key in ("top_p", "top_k", "min_p"):
+                table.get("evaluation", {}).pop(key, None)
         for dotted, value in changes.items():
             *parents, leaf = dotted.split(".")
             section = table

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import pydantic
-from pydantic import Field
 
 from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
 from agentgrpo.config.playing import (
@@ -19,7 +18,15 @@ from agentgrpo.config.playing import (
     RolloutConfig,
     SandboxConfig,
 )
-from agentgrpo.config.section import NotNegative, PathOf, Place, Positive, Section, Seed
+from agentgrpo.config.section import (
+    NotNegative,
+    PathOf,
+    Place,
+    Positive,
+    Section,
+    Seed,
+    refuse_unread,
+)
 
 
 class TrainConfig(Section):
@@ -59,7 +66,7 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     learner: LearnerConfig = LearnerConfig()
-    loss: Annotated[LossConfig, Field(validate_default=True)] = LossConfig()
+    loss: LossConfig = LossConfig()
 
     def on(self, device: str) -> TrainConfig:
         """What the device decides, decided: rollout.deterministic, engine.async_scheduling."""
@@ -78,17 +85,14 @@ class TrainConfig(Section):
         """The seed of what is sampled in a step: another in each, the same in every repetition."""
         return (self.seed * 1_000_003 + step) * 101 + refill
 
-    @pydantic.field_validator("loss")
-    @classmethod
-    def _credit(cls, loss: LossConfig, others: pydantic.ValidationInfo) -> LossConfig:
-        """Who earns a reward of a line, decided by who plays."""
-        if loss.span_credit != "auto":
-            return loss
-        kinds = {others.data[name].kind for name in ("agent", "env") if name in others.data}
-        console = loss.multi_objective_aggregation == "sum_then_normalize" and (
-            kinds & {"repl", "console"}
-        )
-        return loss.model_copy(update={"span_credit": "turn" if console else "rollout"})
+    @property
+    def credited(self) -> LossConfig:
+        """The loss, with who earns a reward of a line decided by who plays."""
+        if self.loss.span_credit != "auto":
+            return self.loss
+        summed = self.loss.multi_objective_aggregation == "sum_then_normalize"
+        console = summed and (self.agent.kind == "repl" or self.env.kind == "console")
+        return self.loss.model_copy(update={"span_credit": "turn" if console else "rollout"})
 
     @pydantic.field_validator("endpoints")
     @classmethod
@@ -97,6 +101,23 @@ class TrainConfig(Section):
             if name in endpoints:
                 raise ValueError(f"endpoints.{name}: the name is that of one of the run's own")
         return endpoints
+
+    @property
+    def _draws(self) -> bool:
+        """Whether held-out tasks are sampled from a distribution, and not greedily."""
+        return self.evaluation.temperature > 0
+
+    @pydantic.model_validator(mode="after")
+    def _reads_its_keys(self) -> TrainConfig:
+        refuse_unread(
+            self.evaluation, "evaluation", "top_p", "top_k", "min_p", unless=self._draws,
+            need="evaluation.temperature above 0 (measures.temperature, of `agentgrpo evaluate`)",
+        )  # fmt: skip
+        refuse_unread(
+            self.loss, "loss", "branch_credit", unless=self.rollout.branching.initial > 0,
+            need="rollout.branching.initial above 0",
+        )  # fmt: skip
+        return self
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:

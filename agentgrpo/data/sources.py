@@ -73,8 +73,6 @@ def require_read(config: DataConfig) -> None:
     unread("split", unless=train, need=f"data.train {named}")
     unread("heldout_split", unless=heldout, need=f"data.heldout {named}")
     unread("subset", unless=train or heldout, need=f"data.train or data.heldout {named}")
-    files = {config.train, config.heldout_source} - {*NAMES}
-    unread("columns", unless=bool(files), need="a file or dataset as data.train or data.heldout")
 
 
 def rows_of(

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,18 @@ class Footprint:
         if self.offloaded and self.passing > self.activations:
             del parts["activations"]
             parts["optimizer's parts"] = self.passing
-        rare = ("copies", "adapter", "optimizer")
+        rare = ("copies", "adapter", "optimizer", "KV cache")
         shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
-        given_back = " at most, the KV cache being given back while learning" if self.cuda else ""
+        given_back = ""
+        if self.cuda and self.kv_cache:
+            given_back = " at most, the KV cache being given back while learning"
         return f"{shown} = {self.peak / GIB:.1f} GiB{given_back}"
 
 
 def footprint(
-    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, card: int | None = None
-) -> Footprint:
+    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, card: int | None = None,
+    sampled: bool = True,
+) -> Footprint:  # fmt: skip
     """Memory of one process of a run.
 
     Args:
@@ -102,23 +106,26 @@ def footprint(
         ranks: of the run: each has a part of the learner, and an engine or its part of one.
         card: bytes of the GPU's memory, for learner.gradient_checkpointing = "auto": layers are
             checkpointed where their activations would not fit. None, and on a CPU: they are not.
+        sampled: there is an engine.
     """
     asked = config.learner.gradient_checkpointing
-    held = _footprint(config, shapes, cuda=cuda, ranks=ranks, checkpointed=asked is True)
+    of = partial(_footprint, config, shapes, cuda=cuda, ranks=ranks, sampled=sampled)
+    held = of(checkpointed=asked is True)
     if asked == "auto" and cuda and card is not None and held.peak > ALLOCATORS * card:
-        return _footprint(config, shapes, cuda=cuda, ranks=ranks, checkpointed=True)
+        return of(checkpointed=True)
     return held
 
 
 def _footprint(
-    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int, checkpointed: bool
-) -> Footprint:
+    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int, checkpointed: bool,
+    sampled: bool,
+) -> Footprint:  # fmt: skip
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
     parameters, trained = count(shapes), trained_count(shapes, learner)
     weights, served = parameters * width, learner.lora.served_rank
     adapted = learner.lora.rank > 0
-    copied = ranks > 1 or config.engine.weights == "copy" or (adapted and not served)
+    copied = sampled and (ranks > 1 or config.engine.weights == "copy" or (adapted and not served))
     reference = config.loss.beta > 0 and not adapted
     following = trained * width * config.loss.sync_ref_model
     exact = width == 4 or adapted  # adapters are float32: their own masters
@@ -136,14 +143,14 @@ def _footprint(
         trained=trained,
         weights=weights // config.engine.tensor_parallel_size,
         copies=weights * copied // ranks + weights * reference,
-        adapter=adapter // ranks + width * _served_count(shapes, served),
+        adapter=adapter // ranks + sampled * width * _served_count(shapes, served),
         optimizer=optimizer // ranks,
         offloaded=offloaded,
         passing=passing // ranks,
         gradients=(4 * trained + waiting) // ranks,
         activations=_activations(learner, shapes, checkpointed=checkpointed) * width,
         checkpointed=checkpointed,
-        kv_cache=int(config.engine.kv_cache_gib * GIB),
+        kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=(adapter if adapted else weights) + optimizer + following,
         cuda=cuda,
     )

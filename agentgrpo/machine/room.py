@@ -21,14 +21,15 @@ from agentgrpo.machine.footprint import (
 from agentgrpo.sandbox.doctor import Check
 
 
-def held_by(config: TrainConfig, model: str) -> Footprint | None:
+def held_by(config: TrainConfig, model: str, *, sampled: bool = True) -> Footprint | None:
     """What a run will hold here; None where that is not known before the model is loaded."""
     shapes = shapes_in(Path(model)) or shapes_named(model)
     if not any("embed_tokens" in name for name in shapes):
         return None
     cuda = hardware.has_nvidia_gpu()
     card = hardware.gpu_memory_bytes() if cuda else None
-    return footprint(config, shapes, cuda=cuda, ranks=parallel.world_size(), card=card)
+    ranks = parallel.world_size()
+    return footprint(config, shapes, cuda=cuda, ranks=ranks, card=card, sampled=sampled)
 
 
 def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
@@ -42,7 +43,9 @@ def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
     return learner.model_copy(update={"gradient_checkpointing": chosen})
 
 
-def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]:
+def room_checks(
+    config: TrainConfig, model: str, *, trained: bool, sampled: bool = True
+) -> Iterator[Check]:
     """What a run needs of this machine, beside what there is; no memory where it is not known.
 
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
@@ -52,6 +55,7 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         config: of the run.
         model: directory or hub name.
         trained: not only sampled from.
+        sampled: not only trained: an engine is started.
     """
     if config.engine.dtype == "bfloat16" and not hardware.has_nvidia_gpu():
         there = hardware.has_bfloat16_instructions()
@@ -61,14 +65,14 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
             f"this CPU has {'' if there else 'no '}instructions for it (avx512_bf16, amx_bf16)",
             'engine.dtype = "float32" is faster here',
         )
-    held = held_by(config, model)
+    held = held_by(config, model, sampled=sampled)
     if held is None:
         return
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
     total, free = hardware.memory_bytes() if card is None else (card, card)
     need = held.weights + held.kv_cache
-    if known:
+    if known and sampled:
         yield Check(
             "room for vLLM",
             need <= free,
@@ -90,7 +94,7 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         fits,
         held.listed() if fits else f"{held.listed()} are needed, more than {room}",
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
-        "learner.max_tokens or engine.kv_cache_gib, or a smaller model",
+        f"learner.max_tokens{' or engine.kv_cache_gib' * sampled}, or a smaller model",
         essential=known and held.peak - held.activations > total,
     )
     if held.offloaded:

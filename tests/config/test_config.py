@@ -282,7 +282,7 @@ def test_what_bends_the_distribution_is_for_evaluation_only(override: str) -> No
     name, _, value = override.partition("=")
     with pytest.raises(ValueError, match=rf"rollout\.{name} is no setting.*would be biased.*eval"):
         a_config(f"rollout.{override}")
-    config = a_config(f"evaluation.{override}")
+    config = a_config(f"evaluation.{override}", "evaluation.temperature=1")
     assert config.evaluation.filters == {name: float(value)}
 
 

@@ -8,6 +8,8 @@ from agentgrpo.config.read import load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
 from tests.given import a_config
 
+BRANCH = "rollout.branching."
+
 
 @pytest.mark.parametrize(
     ("override", "need", "then"),
@@ -26,13 +28,48 @@ from tests.given import a_config
         ),
         ("reward.decay_sigmas=false", "reward.sigma_tool or", "reward.sigma_length=0.5"),
         ("rollout.fork_threshold=9", 'rollout.history = "render"', "rollout.history=render"),
+        ("rollout.max_refills=2", "rollout.refill_below above 0", "rollout.refill_below=2"),
+        *(
+            (f"{BRANCH}{other}", f"{BRANCH}initial above 0", f"{BRANCH}initial=2")
+            for other in (
+                *("probability=0.9", "beam_size=3", "entropy_weight=1", "entropy_tokens=9"),
+                *("top_logprobs=9", "consecutive_penalty=0.5", "budget=aepo"),
+            )
+        ),
+        ("loss.branch_credit=hard", f"{BRANCH}initial above 0", f"{BRANCH}initial=2"),
+        (
+            f"{BRANCH}aepo_beta=2 {BRANCH}initial=2",
+            f'{BRANCH}budget = "aepo"',
+            f"{BRANCH}budget=aepo",
+        ),
+        *(
+            (f"evaluation.{one}", "evaluation.temperature above 0", "evaluation.temperature=0.5")
+            for one in ("top_p=0.9", "top_k=3", "min_p=0.1")
+        ),
+        *(
+            (f"data.{one}", "a file as data.train or data.heldout", "data.train=a.jsonl")
+            for one in ("question=q", "answer=a", "id=i", 'columns=["c"]')
+        ),
+        ("data.split_seed=3", 'data.heldout = "split"', "data.train=a.jsonl"),
+        ("reward.on_error=raise", "reward.functions", 'reward.functions=["brevity"]'),
+        ("loss.kl_estimator=k2", "loss.beta above 0", "loss.beta=0.1"),
+        ("loss.use_bias_correction_kl=false", "loss.beta above 0", "loss.beta=0.1"),
+        ("loss.sync_ref_model=true", "loss.beta above 0", "loss.beta=0.1"),
+        *(
+            (
+                f"loss.vllm_importance_sampling_clip_{end}=1.5 loss.loss_type=gmpo",
+                "loss.vllm_importance_sampling_correction",
+                "loss.vllm_importance_sampling_correction=true",
+            )
+            for end in ("min", "max")
+        ),
     ],
 )
 def test_what_does_nothing_is_refused_until_it_does(override: str, need: str, then: str) -> None:
     key = override.partition("=")[0]
     with pytest.raises(ValueError, match=rf"^{key}: .* does nothing without {need}"):
-        a_config(override)
-    a_config(override, then)
+        a_config(*override.split())
+    a_config(*override.split(), *then.split())
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

@@ -76,8 +76,34 @@ def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
             {"curriculum": {"selection": "random", "by_kind": True}},
             'by_kind: True does nothing without curriculum.selection = "pareto"',
         ),
+        *(
+            (
+                {"curriculum": {key: 0.5}},
+                f'{key}: 0.5 .* without curriculum.sampling = "difficulty"',
+            )
+            for key in ("easy_share", "hard_share")
+        ),
+        ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p: 0.9 does nothing without"),
+        *(
+            ({"endpoints": {"e": {key: value}}}, f"{key}: an endpoint of kind 'engine' does not")
+            for key, value in {
+                "url": "http://h/v1",
+                "model": "m",
+                "function": "a:b",
+                "api_key_env": "K",
+                "timeout_s": 1.0,
+                "retries": 1,
+                "extra": {"a": 1},
+            }.items()
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(**sections)
+
+
+def test_what_evaluate_alone_samples_from_is_left_out_of_a_recipes_runs() -> None:
+    whole = make(measures={"temperature": 0.6}, evaluation={"top_p": 0.9, "presence_penalty": 0.1})
+    assert whole.evaluation.filters == {"top_p": 0.9, "presence_penalty": 0.1}
+    assert whole.of_run().evaluation.filters == {"presence_penalty": 0.1}

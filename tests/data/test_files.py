@@ -275,7 +275,6 @@ def test_init_writes_a_config_that_reads_a_dataset_of_the_hub(at_hub: None) -> N
         ({"heldout_split": "dev"}, "data.heldout_split: 'dev' does nothing without data.heldout"),
         ({"train": "rows.jsonl", "split": "dev"}, "data.split: 'dev' does nothing without"),
         ({"train": "rows.jsonl", "subset": "dev"}, "data.subset: 'dev' does nothing without"),
-        ({"train": "env", "columns": ["q"]}, "data.columns: .* does nothing without a file"),
     ],
 )
 def test_what_the_hub_does_not_have_is_said_by_its_key(

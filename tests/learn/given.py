@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo.config import LearnerConfig, LossConfig, RolloutConfig, TrainConfig
+from agentgrpo.config import BranchConfig, LearnerConfig, LossConfig, RolloutConfig, TrainConfig
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.publish import policy_on
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
@@ -85,7 +85,8 @@ def oracle_model(folder: Path) -> Any:
 def run_config(loss: LossConfig, **learner: Any) -> TrainConfig:
     return TrainConfig(
         model="m", out_dir=Path("o"), loss=loss,
-        learner=LearnerConfig(**learner), rollout=RolloutConfig(tasks_per_step=2),
+        learner=LearnerConfig(**learner),
+        rollout=RolloutConfig(tasks_per_step=2, branching=BranchConfig(initial=1)),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgrpo.config import LossConfig, TrainConfig
+from agentgrpo.config.read import config_of, load_config
 from agentgrpo.learn.advantages import (
     assign_advantages,
     centred,
@@ -257,7 +258,9 @@ def test_who_plays_decides_what_a_lines_reward_counts_for(
     config: dict[str, Any], credit: str
 ) -> None:
     made = TrainConfig.model_validate({"model": "m", "out_dir": "o", **config})
-    assert made.loss.span_credit == credit
+    assert made.credited.span_credit == credit
+    before = load_config("quickstart", ["loss.beta=0.1"])
+    assert config_of(before, config).credited.span_credit == credit, "or who plays in its place"
 
 
 def test_a_rollout_that_ended_early_is_compared_by_what_it_ended_with() -> None:

@@ -101,7 +101,7 @@ def test_what_a_config_says_arrives_in_the_kernels() -> None:
     common: dict[str, Any] = {
         "normaliser": "sequence_sum", "beta": 0.1, "kl_estimator": "k2",
         "use_bias_correction_kl": False, "entropy_coef": 0.01,
-        "vllm_importance_sampling_correction": False,
+        "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 4.0,
         "vllm_importance_sampling_clip_min": 0.5, "off_policy_mask_threshold": 0.2,
     }  # fmt: skip

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
@@ -96,9 +95,9 @@ def test_the_plan_follows_its_settings(groups: list[Group]) -> None:
     assert len(many.batches) > 1
 
 
-def test_with_hard_credit_a_shared_turn_is_told_of_in_the_first_branch(tmp_path: Path) -> None:
+def test_with_hard_credit_a_shared_turn_is_told_of_in_the_first_branch() -> None:
     """What the learner made of the tokens reaches the rollouts that are recorded."""
-    config = TrainConfig(model="m", out_dir=tmp_path, loss=LossConfig(branch_credit="hard"))
+    config = run_config(LossConfig(branch_credit="hard"))
     groups = branched()
     for number, rollout in enumerate(r for g in groups for r in g.rollouts):
         rollout.advantage = 1.0 + number
@@ -123,7 +122,7 @@ def test_with_hard_credit_a_shared_turn_is_told_of_in_the_first_branch(tmp_path:
 def test_S3_7_each_token_that_branches_share_enters_the_loss_once(credit: str) -> None:
     """With the mean of its branches' advantages; weights then count the unique sampled tokens."""
     loss: Any = {"branch_credit": credit, "scale_rewards": "none"}
-    config = TrainConfig(model="m", out_dir=Path("x"), loss=LossConfig(**loss))
+    config = run_config(LossConfig(**loss))
     groups = branched()
     assign_advantages(groups, config.loss)
     (update,) = plan_updates(groups, config, step=0)

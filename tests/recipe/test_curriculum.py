@@ -420,7 +420,10 @@ def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"easy_share": 0.6, "hard_share": 0.6}, "must be at most 1, got 0.6 . 0.6"),
+        (
+            {"sampling": "difficulty", "easy_share": 0.6, "hard_share": 0.6},
+            "must be at most 1, got 0.6 . 0.6",
+        ),
         ({"group_size": 1}, "group_size"),
         ({"steps": []}, "steps"),
         ({"epochs": 2}, r"curriculum\.steps \[5, 7\] and curriculum\.epochs 2 exclude each other"),

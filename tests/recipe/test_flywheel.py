@@ -257,8 +257,13 @@ def test_S3_13_a_reply_in_another_form_makes_nothing(
 
 def test_the_critic_is_told_no_answers_where_there_are_none(tmp_path: Path) -> None:
     """An environment that judges needs none in its rows."""
-    made, asked = World(tmp_path, operators=("step_hint",)), []
-    made.scripts.critic = lambda messages: asked.append(messages[0]["content"]) or "Step: 1"
+    made, asked = World(tmp_path, operators=("step_hint",)), list[str]()
+
+    def critic(messages: Sequence[Mapping[str, Any]]) -> str:
+        asked.append(messages[0]["content"])
+        return "Step: 1"
+
+    made.scripts.critic = critic
     summary = made.spin(dataclasses.replace(question(), spec={}))
     assert summary["operators"]["step_hint"]["made"] == 1
     assert "Q: q\nA wrong solution in" in asked[0]

@@ -31,6 +31,7 @@ from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
 AGENT = CodeAgent(system_prompt="S")
+BUDGETS: tuple[dict[str, Any], ...] = ({}, {"budget": "aepo", "aepo_beta": 4.0})
 
 
 def play(
@@ -93,7 +94,7 @@ def test_impossible_tokens_add_nothing() -> None:
 
 
 def test_S3_5_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length() -> None:
-    config = BranchConfig(entropy_tokens=3)
+    config = BranchConfig(initial=1, entropy_tokens=3)
     short = np.array([1.0, 2.0, 3.0], np.float32)
     long = np.array([1.0, 2.0, 3.0] + [9.0] * 50, np.float32)
     assert turn_entropy(short, config, 100) == turn_entropy(long, config, 100)
@@ -114,7 +115,7 @@ def test_S3_5_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length(
     ],
 )
 def test_S3_8_the_probability_of_branching(delta: float, consecutive: int, expected: float) -> None:
-    config = BranchConfig(probability=0.5, entropy_weight=0.2, consecutive_penalty=0.5)
+    config = BranchConfig(initial=1, probability=0.5, entropy_weight=0.2, consecutive_penalty=0.5)
     assert branch_probability(delta, config, consecutive) == pytest.approx(expected)
 
 
@@ -155,9 +156,8 @@ def test_a_digest_tells_every_difference() -> None:
 def test_every_index_is_handed_out_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 20)
-    config = BranchConfig(
-        initial=rng.randint(0, size - 1), budget=rng.choice(["fixed", "aepo"]), aepo_beta=3.0
-    )
+    initial, budget = rng.randint(0, size - 1), rng.choice(BUDGETS)
+    config = BranchConfig(initial=initial, **(budget if initial else {}))
     plan = GroupPlan(size, config)
     playing = plan.begin()
     given = list(playing)
@@ -241,7 +241,7 @@ def mine_at(rollout: Rollout, length: int) -> Any:
 
 def test_without_the_option_nothing_branches() -> None:
     engine = conversation(2)
-    groups, stats = play(engine, branching={**ALWAYS, "initial": 0})
+    groups, stats = play(engine, branching={"initial": 0})
     assert all(r.parent is None for r in checked(groups, 8))
     assert stats.branches == 0
     assert engine.requests[0].options["top_logprobs"] == 0
@@ -415,8 +415,7 @@ def test_S3_4_random_plays_have_exactly_their_size_and_true_lineage(seed: int) -
         branching={
             "initial": rng.randint(1, size - 1),
             "entropy_weight": rng.random() * 2,
-            "budget": rng.choice(["fixed", "aepo"]),
-            "aepo_beta": 4.0,
+            **rng.choice(BUDGETS),
             "consecutive_penalty": rng.choice([0.0, 0.5]),
             "beam_size": rng.randint(2, 4),
         },
