@@ -17,9 +17,9 @@ from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.packages import require
-from agentgrpo.machine.room import held_by, room_checks
 from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
+from agentgrpo.room import held_by, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved, require_same_run, whole_checkpoint
 from agentgrpo.sandbox.doctor import Check
@@ -138,7 +138,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]
     named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
-    held = held_by(config, model)
+    held = held_by(config, model, trained=trained)
     if held is None:
         yield said("model", f"{model}: its size is not known before it is loaded")
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from agentgrpo.machine.footprint import (
     ALLOCATORS,
     GIB,
     Footprint,
+    Kept,
     Shapes,
     footprint,
     shapes_in,
@@ -21,14 +24,33 @@ from agentgrpo.machine.footprint import (
 from agentgrpo.sandbox.doctor import Check
 
 
-def held_by(config: TrainConfig, model: str) -> Footprint | None:
-    """What a run will hold here; None where that is not known before the model is loaded."""
+def held_by(config: TrainConfig, model: str, *, trained: bool = True) -> Footprint | None:
+    """What a run will hold here; None where that is not known before the model is loaded.
+
+    Raises:
+        ValueError: what is to be trained does not fit the model.
+    """
     shapes = shapes_in(Path(model)) or shapes_named(model)
     if not any("embed_tokens" in name for name in shapes):
         return None
     cuda = hardware.has_nvidia_gpu()
     card = hardware.gpu_memory_bytes() if cuda else None
-    return footprint(config, shapes, cuda=cuda, ranks=parallel.world_size(), card=card)
+    dtype = config.engine.dtype_on("cuda" if cuda else "cpu")
+    kept = _kept(model, dtype, config.learner, cuda=cuda) if trained else Kept()
+    if kept is None:
+        return None
+    return footprint(config, shapes, kept, cuda=cuda, ranks=parallel.world_size(), card=card)
+
+
+@functools.cache
+def _kept(model: str, dtype: str, learner: LearnerConfig, *, cuda: bool) -> Kept | None:
+    # they import torch: the environment is set by now
+    from agentgrpo.learn.kept import kept
+    from agentgrpo.learn.loading import hollow
+
+    with contextlib.suppress(RuntimeError):  # a layer that asks for numbers
+        return kept(hollow(model, dtype), learner, cuda=cuda)
+    return None
 
 
 def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
@@ -61,7 +83,7 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
             f"this CPU has {'' if there else 'no '}instructions for it (avx512_bf16, amx_bf16)",
             'engine.dtype = "float32" is faster here',
         )
-    held = held_by(config, model)
+    held = held_by(config, model, trained=trained)
     if held is None:
         return
     card = hardware.gpu_memory_bytes() if held.cuda else None
