@@ -135,7 +135,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]
     total, free = (size / GIB for size in hardware.memory_bytes())
     host = f"{hardware.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
     card = hardware.gpu_memory_bytes() if device == "cuda" else None
-    named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
+    named = f"{f'{card[0] / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
     held = held_by(config, model, trained=trained)

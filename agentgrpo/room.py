@@ -34,7 +34,8 @@ def held_by(config: TrainConfig, model: str, *, trained: bool = True) -> Footpri
     if not any("embed_tokens" in name for name in shapes):
         return None
     cuda = hardware.has_nvidia_gpu()
-    card = hardware.gpu_memory_bytes() if cuda else None
+    found = hardware.gpu_memory_bytes() if cuda else None
+    card = None if found is None else found[0]
     dtype = config.engine.dtype_on("cuda" if cuda else "cpu")
     kept = _kept(model, dtype, config.learner, cuda=cuda) if trained else Kept()
     if kept is None:
@@ -88,7 +89,7 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         return
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
-    total, free = hardware.memory_bytes() if card is None else (card, card)
+    total, free = card or hardware.memory_bytes()
     need = held.weights + held.kv_cache
     if known:
         yield Check(
@@ -103,14 +104,14 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         )
     if not trained:
         return
-    fits = not known or held.peak <= (free if card is None else ALLOCATORS * card)
-    room = f"the {free / GIB:.1f} GiB that are free"
-    if card is not None:
-        room = f"{ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB"
+    room, where = free, f"the {free / GIB:.1f} GiB that are free{' on the card' if card else ''}"
+    if card and ALLOCATORS * total < free:
+        room, where = ALLOCATORS * total, f"{ALLOCATORS:.0%} of the card's {total / GIB:.0f} GiB"
+    fits = not known or held.peak <= room
     yield Check(
         "memory",
         fits,
-        held.listed() if fits else f"{held.listed()} are needed, more than {room}",
+        held.listed() if fits else f"{held.listed()} are needed, more than {where}",
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
         "learner.max_tokens or engine.kv_cache_gib, or a smaller model",
         essential=known and held.peak - held.activations > total,

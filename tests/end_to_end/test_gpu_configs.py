@@ -95,10 +95,10 @@ def test_its_stage_is_set_and_its_plan_made(
     config = load_config(name, [PLAIN])
     stage = set_stage(config, model=str(model_of[size_of(name)]), progress=Progress(1))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: card * GIB)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
         said = plan(config, stage, to_be_evaluated(config, stage), trained=True)
-        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: card * GIB // 3)
+        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB // 3,) * 2)
         small = plan(config, stage, to_be_evaluated(config, stage), trained=True)
     finally:
         stage.close()

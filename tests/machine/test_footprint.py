@@ -223,12 +223,28 @@ def test_the_learner_is_given_what_was_chosen(
 ) -> None:
     """What the dry run says, the learner does."""
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: card * GIB)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     qwen3.config("0.6b").save_pretrained(tmp_path)
     config = make_config(learner={"max_tokens": 16384})
     assert learner_here(config, str(tmp_path)).gradient_checkpointing is chosen
     asked = make_config(learner={"max_tokens": 16384, "gradient_checkpointing": not chosen})
     assert learner_here(asked, str(tmp_path)).gradient_checkpointing is not chosen
+
+
+@pytest.mark.parametrize(
+    ("free", "where"), [(80, "80% of the card's 40"), (3, "the 3.0 GiB that are free on the card")]
+)
+def test_what_others_hold_of_a_card_is_not_free(
+    free: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (40 * GIB, free * GIB))
+    qwen3.config("0.6b").save_pretrained(tmp_path)
+    config = make_config(engine={"kv_cache_gib": 4}, learner={"max_tokens": 1 << 20})
+    room, memory, *_ = room_checks(config, str(tmp_path), trained=True)
+    assert room.ok is (free == 80)
+    assert not memory.ok
+    assert f"are needed, more than {where}" in memory.found
 
 
 def test_a_model_that_cannot_be_counted_is_not_refused(
@@ -251,7 +267,7 @@ def test_host_memory_is_that_of_all_ranks_of_the_machine(
     """Each keeps its share of the offloaded state there: GB of 8 GB free, by hand."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: 80 * GIB)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(hardware, "memory_bytes", lambda: (64 * GIB, 8 * GIB))
     qwen3.config("0.6b").save_pretrained(tmp_path)
     config = make_config(learner={"offload_optimizer": True})
