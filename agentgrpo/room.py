@@ -104,7 +104,8 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
         )
     if not trained:
         return
-    room, where = free, f"the {free / GIB:.1f} GiB that are free{' on the card' if card else ''}"
+    room: float = free
+    where = f"the {free / GIB:.1f} GiB that are free{' on the card' if card else ''}"
     if card and ALLOCATORS * total < free:
         room, where = ALLOCATORS * total, f"{ALLOCATORS:.0%} of the card's {total / GIB:.0f} GiB"
     fits = not known or held.peak <= room
