@@ -18,13 +18,13 @@ from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
-from agentgrpo.machine.room import learner_here, room_checks
 from agentgrpo.models.models import resolve_model
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.registry import decided, judged
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
+from agentgrpo.room import learner_here, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import flat, locked, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import RunLog

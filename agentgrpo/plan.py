@@ -17,9 +17,9 @@ from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.packages import require
-from agentgrpo.machine.room import held_by, room_checks
 from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
+from agentgrpo.room import held_by, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved, require_same_run, whole_checkpoint
 from agentgrpo.sandbox.doctor import Check
@@ -136,10 +136,10 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
     total, free = (size / GIB for size in hardware.memory_bytes())
     host = f"{hardware.cpu_count()} cores, {free:.1f} of {total:.1f} GiB free"
     card = hardware.gpu_memory_bytes() if device == "cuda" else None
-    named = f"{f'{card / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
+    named = f"{f'{card[0] / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
-    held = held_by(config, model, sampled=sampled)
+    held = held_by(config, model, trained=trained, sampled=sampled)
     if held is None:
         yield said("model", f"{model}: its size is not known before it is loaded")
         return

@@ -10,7 +10,7 @@ from typing import Any
 from agentgrpo.config import EndpointConfig, Section
 from agentgrpo.config.recipe import RecipeConfig
 
-CHECKS = ("agentgrpo.config", "agentgrpo.machine.footprint", "agentgrpo.machine.room", "pydantic")
+CHECKS = ("agentgrpo.config", "agentgrpo.machine.footprint", "agentgrpo.room", "pydantic")
 """Modules that read settings to hold them against one another, and do nothing with them."""
 
 

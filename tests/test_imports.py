@@ -92,6 +92,7 @@ TOP = [
     *(
         "settings",
         "card",
+        "room",
         "stage",
         "build",
         "plan",

@@ -19,7 +19,7 @@ from agentgrpo.config.read import load_config
 from agentgrpo.files import seal
 from agentgrpo.machine import hardware, packages
 from agentgrpo.machine.footprint import GIB
-from agentgrpo.machine.room import room_checks
+from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.train import main

@@ -1,7 +1,7 @@
 """What a run has to hold in memory, computed from its config and its model's shapes alone.
 
-Sums of what must be there, not measurements: activations are the textbook's, and what allocators
-and CUDA graphs take beside is not in them. The preflight (learn/preflight.py) tries the real thing.
+Sums of what must be there, not measurements: what kernels, allocators and CUDA graphs take beside
+is not in them. The preflight (learn/preflight.py) tries the real thing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentgrpo.config import LearnerConfig, TrainConfig, room_for_adapters
 from agentgrpo.run import checkpoint
 
 GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2}
-KEPT = 17
-"""Numbers a layer keeps of a token for its backward pass, in units of the hidden size: 34 bytes in
-16 bit with a flash attention (Korthikanti et al. 2022, section 4.1)."""
 ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
 
@@ -29,6 +26,29 @@ PART_BYTES = GIB
 """Of an offloaded optimizer's state, as much passes through the card together."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Kept(NamedTuple):
+    """Bytes that a backward pass keeps of learner.max_tokens tokens (learn/kept.py)."""
+
+    layers: int = 0
+    """By all layers that gradients go through; by the one that keeps the most:"""
+    largest: int = 0
+    inputs: int = 0
+    """The layers' inputs, which are kept instead if they are checkpointed."""
+    beside: int = 0
+    """Before and after the layers."""
+    logits: int = 0
+    """Gone before a layer goes backward."""
+
+    @property
+    def whole(self) -> int:
+        return self.layers + self.beside + self.logits
+
+    @property
+    def checkpointed(self) -> int:
+        """One layer at a time is computed again."""
+        return self.inputs + self.beside + max(self.largest, self.logits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +71,7 @@ class Footprint:
     gradients: int
     """The float32 sums, and those of 16 bit that are not in them yet."""
     activations: int
+    """With the logits."""
     checkpointed: bool
     """They are those of learner.gradient_checkpointing."""
     kv_cache: int
@@ -94,14 +115,15 @@ class Footprint:
 
 
 def footprint(
-    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, card: int | None = None,
-    sampled: bool = True,
+    config: TrainConfig, shapes: Shapes, kept: Kept, *, cuda: bool, ranks: int = 1,
+    card: int | None = None, sampled: bool = True,
 ) -> Footprint:  # fmt: skip
     """Memory of one process of a run.
 
     Args:
         config: of the run.
         shapes: of the model, from shapes_of() or shapes_in().
+        kept: by a backward pass.
         cuda: a GPU, bfloat16 where the config says auto; else a CPU.
         ranks: of the run: each has a part of the learner, and an engine or its part of one.
         card: bytes of the GPU's memory, for learner.gradient_checkpointing = "auto": layers are
@@ -109,7 +131,7 @@ def footprint(
         sampled: there is an engine.
     """
     asked = config.learner.gradient_checkpointing
-    of = partial(_footprint, config, shapes, cuda=cuda, ranks=ranks, sampled=sampled)
+    of = partial(_footprint, config, shapes, kept, cuda=cuda, ranks=ranks, sampled=sampled)
     held = of(checkpointed=asked is True)
     if asked == "auto" and cuda and card is not None and held.peak > ALLOCATORS * card:
         return of(checkpointed=True)
@@ -117,7 +139,7 @@ def footprint(
 
 
 def _footprint(
-    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int, checkpointed: bool,
+    config: TrainConfig, shapes: Shapes, kept: Kept, *, cuda: bool, ranks: int, checkpointed: bool,
     sampled: bool,
 ) -> Footprint:  # fmt: skip
     learner = config.learner
@@ -148,21 +170,12 @@ def _footprint(
         offloaded=offloaded,
         passing=passing // ranks,
         gradients=(4 * trained + waiting) // ranks,
-        activations=_activations(learner, shapes, checkpointed=checkpointed) * width,
+        activations=kept.checkpointed if checkpointed else kept.whole,
         checkpointed=checkpointed,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=(adapter if adapted else weights) + optimizer + following,
         cuda=cuda,
     )
-
-
-def _activations(learner: LearnerConfig, shapes: Shapes, *, checkpointed: bool) -> int:
-    """Numbers kept for the backward pass of learner.max_tokens tokens."""
-    hidden = _embedding(shapes)[1]
-    layers = 1 + max(map(_layer, shapes))
-    through = min(layers, learner.trained_layers or layers)
-    kept = through + KEPT if checkpointed else KEPT * through
-    return learner.max_tokens * hidden * kept
 
 
 def _embedding(shapes: Shapes) -> tuple[int, ...]:

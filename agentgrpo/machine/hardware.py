@@ -20,15 +20,35 @@ def has_nvidia_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def gpu_memory_bytes() -> int | None:
-    """Memory of the smallest NVIDIA GPU, as nvidia-smi tells it; None where it does not."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def gpu_memory_bytes() -> tuple[int, int] | None:
+    """Memory of this rank's GPU: all of it, and what is free now; None where that is not told.
+
+    nvidia-smi lists GPUs as they are plugged in and knows nothing of CUDA_VISIBLE_DEVICES. CUDA
+    lists the fastest first, which is taken to be the largest, unless CUDA_DEVICE_ORDER says
+    PCI_BUS_ID.
+    """
+    number = os.environ.get("LOCAL_RANK", "0")
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        number = dict(enumerate(visible.split(","))).get(int(number), "").strip()
+    if number.startswith(("GPU-", "MIG-")):
+        return next(iter(_gpus(f"--id={number}")), None)
+    gpus = _gpus()
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        gpus.sort(reverse=True)
+    return gpus[int(number)] if number.isdigit() and int(number) < len(gpus) else None
+
+
+def _gpus(*which: str) -> list[tuple[int, int]]:
+    """(memory, free) of each, in nvidia-smi's order; none where one of them is not told."""
+    query = ["--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    sizes = [int(line) for line in said.stdout.split() if line.isdigit()]
-    return min(sizes) * 2**20 if sizes else None
+        said = subprocess.run(
+            ["nvidia-smi", *query, *which], capture_output=True, text=True, check=True, timeout=30
+        )
+        rows = [line.split(",") for line in said.stdout.splitlines()]
+        return [(int(total) << 20, int(free) << 20) for total, free in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def cpu_count() -> int:

@@ -37,10 +37,10 @@ from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.machine.packages import require
-from agentgrpo.machine.room import room_checks
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.plan import planned, said
 from agentgrpo.recipe.parts import command
+from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint

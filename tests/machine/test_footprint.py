@@ -17,16 +17,18 @@ from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import (
     GIB,
     Footprint,
+    Kept,
     count,
     footprint,
     shapes_in,
     shapes_of,
     trained_count,
 )
-from agentgrpo.machine.room import learner_here, room_checks
+from agentgrpo.room import learner_here, room_checks
 from tests import qwen3, tiny
 
 ROOT = Path(__file__).parents[2]
+KEPT = Kept(layers=28 * GIB, largest=GIB, inputs=2 * GIB, beside=0, logits=3 * GIB)
 
 
 def on_meta(config: Any) -> Any:
@@ -90,27 +92,27 @@ def test_bytes_of_a_parameter_by_hand() -> None:
     """
     shapes = shapes_of(qwen3.config("0.6b"))
     n = count(shapes)
-    gpu = footprint(make_config(), shapes, cuda=True)
+    gpu = footprint(make_config(), shapes, KEPT, cuda=True)
     head = 2 * math.prod(shapes["model.embed_tokens.weight"])
     assert (gpu.weights, gpu.optimizer, gpu.gradients) == (2 * n, 12 * n, 4 * n + head)
     assert (gpu.copies, gpu.kv_cache) == (0, GIB // 2)
-    assert gpu.activations == 2 * 2048 * 1024 * 17 * 28
-    cpu = footprint(make_config(), shapes, cuda=False)
+    assert gpu.activations == 31 * GIB
+    cpu = footprint(make_config(), shapes, KEPT, cuda=False)
     assert (cpu.weights, cpu.optimizer, cpu.gradients) == (4 * n, 8 * n, 4 * n)
     assert cpu.peak == 16 * n + cpu.activations + GIB // 2
     assert gpu.peak == 18 * n + head + gpu.activations  # the cache is given back for them
-    more = footprint(make_config(engine={"kv_cache_gib": 40}), shapes, cuda=True)
+    more = footprint(make_config(engine={"kv_cache_gib": 40}), shapes, KEPT, cuda=True)
     assert more.peak == 14 * n + 40 * GIB
 
 
-@pytest.mark.parametrize(("card", "chosen"), [(80, False), (36, False), (30, True), (16, True)])
+@pytest.mark.parametrize(("card", "chosen"), [(80, False), (52, False), (51, True), (16, True)])
 def test_layers_are_checkpointed_only_where_memory_asks_for_it(card: int, chosen: bool) -> None:
-    """By hand: 16,384 tokens of 28 layers of 1,024 keep 14.9 GiB, which is 28.0 with the rest."""
+    """By hand: 31 GiB are 41.3 with the rest."""
     shapes = shapes_of(qwen3.config("0.6b"))
 
     def held(asked: Any, cuda: bool = True) -> Footprint:
-        config = make_config(learner={"max_tokens": 16384, "gradient_checkpointing": asked})
-        return footprint(config, shapes, cuda=cuda, card=card * GIB)
+        config = make_config(learner={"gradient_checkpointing": asked})
+        return footprint(config, shapes, KEPT, cuda=cuda, card=card * GIB)
 
     auto, kept = held("auto"), held(False)
     assert auto == held(chosen)
@@ -124,16 +126,15 @@ def test_an_offloaded_optimizer_is_on_the_card_in_parts() -> None:
     shapes = shapes_of(qwen3.config("8b"))
     n, head = count(shapes), math.prod(shapes["model.embed_tokens.weight"])
     few = {"gradient_checkpointing": True, "offload_optimizer": True}
-    held = footprint(make_config(learner=few), shapes, cuda=True)
+    held = footprint(make_config(learner=few), shapes, KEPT, cuda=True)
     assert (held.optimizer, held.resident) == (12 * n, 0)
     assert held.passing == 12 * head + GIB > held.activations
     assert held.peak == 2 * n + 4 * n + 2 * head + held.passing < 0.8 * 80 * GIB
     assert "optimizer's parts 7.96" in held.listed()
-    many = {"max_tokens": 32768, "offload_optimizer": True}
-    held = footprint(make_config(learner=many), shapes, cuda=True)
-    assert held.peak == 6 * n + 2 * head + held.activations
-    assert "activations 1" in held.listed()
-    cpu = footprint(make_config(learner={"offload_optimizer": True}), shapes, cuda=False)
+    held = footprint(make_config(learner={"offload_optimizer": True}), shapes, KEPT, cuda=True)
+    assert held.peak == 6 * n + 2 * head + 31 * GIB
+    assert "activations 31" in held.listed()
+    cpu = footprint(make_config(learner={"offload_optimizer": True}), shapes, Kept(), cuda=False)
     assert (cpu.resident, cpu.passing) == (cpu.optimizer, 0)
 
 
@@ -148,7 +149,7 @@ def test_an_offloaded_optimizer_is_on_the_card_in_parts() -> None:
 )
 def test_what_settings_add(sections: dict[str, Any], name: str, factor: int) -> None:
     shapes = shapes_of(qwen3.config("0.6b"))
-    held = footprint(make_config(**sections), shapes, cuda=True)
+    held = footprint(make_config(**sections), shapes, Kept(), cuda=True)
     assert getattr(held, name) == factor * count(shapes)
 
 
@@ -159,7 +160,7 @@ def test_an_adapter_is_held_beside_one_copy_of_the_weights_or_two(serve: str) ->
     n = count(shapes)
     held = footprint(
         make_config(learner={"lora": {"rank": 12, "serve": serve}}, loss={"beta": 0.1}),
-        shapes, cuda=True,
+        shapes, KEPT, cuda=True,
     )  # fmt: skip
     a = held.trained
     assert 0 < a < n / 20
@@ -178,28 +179,25 @@ def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
     shapes = shapes_of(qwen3.config("8b"))
     n = count(shapes)
     sections: dict[str, Any] = {"loss": {"beta": 0.1}, "engine": {"tensor_parallel_size": 4}}
-    held = footprint(make_config(**sections), shapes, cuda=True, ranks=8)
+    held = footprint(make_config(**sections), shapes, Kept(), cuda=True, ranks=8)
     assert held.weights == 2 * n // 4
     assert held.copies == 2 * n // 8 + 2 * n, "the KL's reference is whole on each"
     assert (held.optimizer, held.gradients) == (12 * n // 8, 6 * n // 8)
     assert held.checkpoint == 14 * n
     adapted = {"learner": {"lora": {"rank": 8}}}
-    one, eight = (footprint(make_config(**adapted), shapes, cuda=True, ranks=w) for w in (1, 8))
+    one, eight = (
+        footprint(make_config(**adapted), shapes, Kept(), cuda=True, ranks=w) for w in (1, 8)
+    )
     assert one.copies == 0
     assert eight.copies == 2 * n // 8
     assert one.adapter - eight.adapter == 4 * one.trained - 4 * one.trained // 8
 
 
-def test_checkpointing_and_frozen_layers_keep_less() -> None:
-    shapes = shapes_of(qwen3.config("0.6b"))
-
-    def kept(**learner: Any) -> int:
-        return footprint(make_config(learner=learner), shapes, cuda=True).activations
-
-    token = 2 * 2048 * 1024
-    assert kept(gradient_checkpointing=True) == token * (28 + 17)
-    assert kept(trained_layers=7) == token * 17 * 7
-    assert kept(trained_layers=7, gradient_checkpointing=True) == token * (7 + 17)
+@pytest.mark.parametrize(("logits", "held"), [(3, 2 + 3), (0, 2 + 1)])
+def test_checkpointed_layers_keep_their_inputs_and_one_of_them(logits: int, held: int) -> None:
+    """Which is computed again when the logits are gone."""
+    kept = KEPT._replace(beside=GIB, logits=logits * GIB)
+    assert (kept.whole, kept.checkpointed) == ((29 + logits) * GIB, (1 + held) * GIB)
 
 
 def test_the_tables_of_the_gpu_page() -> None:
@@ -211,7 +209,7 @@ def test_the_tables_of_the_gpu_page() -> None:
         numbers = [2 * count(shapes) / GIB]
         for trained_layers in (None, layers // 4):
             learner = {"trained_layers": trained_layers}
-            held = footprint(make_config(learner=learner), shapes, cuda=True)
+            held = footprint(make_config(learner=learner), shapes, Kept(), cuda=True)
             numbers.append((held.weights + held.optimizer + held.gradients) / GIB)
         row = re.search(rf"^\| Qwen3 {size.upper()} \| [\d.]+ B \|.*$", page, re.M)
         assert row, size
@@ -225,12 +223,41 @@ def test_the_learner_is_given_what_was_chosen(
 ) -> None:
     """What the dry run says, the learner does."""
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: card * GIB)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     qwen3.config("0.6b").save_pretrained(tmp_path)
     config = make_config(learner={"max_tokens": 16384})
     assert learner_here(config, str(tmp_path)).gradient_checkpointing is chosen
     asked = make_config(learner={"max_tokens": 16384, "gradient_checkpointing": not chosen})
     assert learner_here(asked, str(tmp_path)).gradient_checkpointing is not chosen
+
+
+@pytest.mark.parametrize(
+    ("free", "where"), [(80, "80% of the card's 40"), (3, "the 3.0 GiB that are free on the card")]
+)
+def test_what_others_hold_of_a_card_is_not_free(
+    free: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (40 * GIB, free * GIB))
+    qwen3.config("0.6b").save_pretrained(tmp_path)
+    config = make_config(engine={"kv_cache_gib": 4}, learner={"max_tokens": 1 << 20})
+    room, memory, *_ = room_checks(config, str(tmp_path), trained=True)
+    assert room.ok is (free == 80)
+    assert not memory.ok
+    assert f"are needed, more than {where}" in memory.found
+
+
+def test_a_model_that_cannot_be_counted_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs_numbers(*_: object, **__: object) -> Kept:
+        raise NotImplementedError("aten::nonzero")
+
+    monkeypatch.setattr("agentgrpo.learn.kept.kept", needs_numbers)
+    qwen3.config("0.6b").save_pretrained(tmp_path)
+    assert list(room_checks(make_config(), str(tmp_path), trained=True)) == []
+    (room,) = room_checks(make_config(), str(tmp_path), trained=False)
+    assert room.name == "room for vLLM"
 
 
 @pytest.mark.parametrize(("ranks", "waits"), [(1, 12), (8, 96)])
@@ -240,7 +267,7 @@ def test_host_memory_is_that_of_all_ranks_of_the_machine(
     """Each keeps its share of the offloaded state there: GB of 8 GB free, by hand."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: 80 * GIB)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(hardware, "memory_bytes", lambda: (64 * GIB, 8 * GIB))
     qwen3.config("0.6b").save_pretrained(tmp_path)
     config = make_config(learner={"offload_optimizer": True})

@@ -167,3 +167,42 @@ def test_where_nothing_bounds_it_the_memory_is_the_machines(
     monkeypatch.setattr(cgroup, "_mounted", dict)
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     assert hardware.memory_bytes()[0] == pages * size
+
+
+SMI = """#!/bin/sh
+# what it has: a small card in the first slot, and a large one of which most is in use
+case "$*" in
+*--id=GPU-b*) echo '81920, 20480' ;;
+*--id=*) exit 6 ;;
+*memory.total,memory.free*) printf '4096, 4000\\n81920, 20480\\n' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "gib"),
+    [
+        ({}, (80, 20)),  # the fastest
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, (4, 3)),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "LOCAL_RANK": "1"}, (80, 20)),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, (4, 3)),
+        ({"CUDA_VISIBLE_DEVICES": "1, 0", "LOCAL_RANK": "1"}, (80, 20)),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-b"}, (80, 20)),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-c"}, None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "1"}, None),
+        ({"PATH": ""}, None),
+    ],
+)
+def test_the_card_is_the_one_that_cuda_takes(
+    environment: dict[str, str], gib: tuple[int, int] | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}.items():
+        monkeypatch.setenv(name, value)
+    found = hardware.gpu_memory_bytes()
+    assert (found and (found[0] >> 30, found[1] >> 30)) == gib

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from agentgrpo.machine.footprint import (
     ALLOCATORS,
     GIB,
     Footprint,
+    Kept,
     Shapes,
     footprint,
     shapes_in,
@@ -21,15 +24,37 @@ from agentgrpo.machine.footprint import (
 from agentgrpo.sandbox.doctor import Check
 
 
-def held_by(config: TrainConfig, model: str, *, sampled: bool = True) -> Footprint | None:
-    """What a run will hold here; None where that is not known before the model is loaded."""
+def held_by(
+    config: TrainConfig, model: str, *, trained: bool = True, sampled: bool = True
+) -> Footprint | None:
+    """What a run will hold here; None where that is not known before the model is loaded.
+
+    Raises:
+        ValueError: what is to be trained does not fit the model.
+    """
     shapes = shapes_in(Path(model)) or shapes_named(model)
     if not any("embed_tokens" in name for name in shapes):
         return None
     cuda = hardware.has_nvidia_gpu()
-    card = hardware.gpu_memory_bytes() if cuda else None
+    found = hardware.gpu_memory_bytes() if cuda else None
+    card = None if found is None else found[0]
+    dtype = config.engine.dtype_on("cuda" if cuda else "cpu")
+    kept = _kept(model, dtype, config.learner, cuda=cuda) if trained else Kept()
+    if kept is None:
+        return None
     ranks = parallel.world_size()
-    return footprint(config, shapes, cuda=cuda, ranks=ranks, card=card, sampled=sampled)
+    return footprint(config, shapes, kept, cuda=cuda, ranks=ranks, card=card, sampled=sampled)
+
+
+@functools.cache
+def _kept(model: str, dtype: str, learner: LearnerConfig, *, cuda: bool) -> Kept | None:
+    # they import torch: the environment is set by now
+    from agentgrpo.learn.kept import kept
+    from agentgrpo.learn.loading import hollow
+
+    with contextlib.suppress(RuntimeError):  # a layer that asks for numbers
+        return kept(hollow(model, dtype), learner, cuda=cuda)
+    return None
 
 
 def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
@@ -65,12 +90,12 @@ def room_checks(
             f"this CPU has {'' if there else 'no '}instructions for it (avx512_bf16, amx_bf16)",
             'engine.dtype = "float32" is faster here',
         )
-    held = held_by(config, model, sampled=sampled)
+    held = held_by(config, model, trained=trained, sampled=sampled)
     if held is None:
         return
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
-    total, free = hardware.memory_bytes() if card is None else (card, card)
+    total, free = card or hardware.memory_bytes()
     need = held.weights + held.kv_cache
     if known and sampled:
         yield Check(
@@ -85,14 +110,15 @@ def room_checks(
         )
     if not trained:
         return
-    fits = not known or held.peak <= (free if card is None else ALLOCATORS * card)
-    room = f"the {free / GIB:.1f} GiB that are free"
-    if card is not None:
-        room = f"{ALLOCATORS:.0%} of the card's {card / GIB:.0f} GiB"
+    room: float = free
+    where = f"the {free / GIB:.1f} GiB that are free{' on the card' if card else ''}"
+    if card and ALLOCATORS * total < free:
+        room, where = ALLOCATORS * total, f"{ALLOCATORS:.0%} of the card's {total / GIB:.0f} GiB"
+    fits = not known or held.peak <= room
     yield Check(
         "memory",
         fits,
-        held.listed() if fits else f"{held.listed()} are needed, more than {room}",
+        held.listed() if fits else f"{held.listed()} are needed, more than {where}",
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
         f"learner.max_tokens{' or engine.kv_cache_gib' * sampled}, or a smaller model",
         essential=known and held.peak - held.activations > total,
