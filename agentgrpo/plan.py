@@ -139,9 +139,6 @@ def _model(config: TrainConfig, model: str, *, trained: bool) -> Iterator[Check]
     dtype = config.engine.dtype_on(device)
     yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
     held = held_by(config, model)
-    if held is None:
-        yield said("model", f"{model}: its size is not known before it is loaded")
-        return
     changed = "of an adapter" if config.learner.lora.rank else "of them"
     much = f", {held.trained:,} {changed} trained" if trained else ""
     yield said("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")
@@ -158,10 +155,10 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
     from agentgrpo.learn.loading import hollow
-    from agentgrpo.learn.rows import why_rows
+    from agentgrpo.learn.trial import foreseen
 
     hollowed = hollow(model, "bfloat16")
-    rows = why_rows(hollowed)
+    rows = foreseen(hollowed)
     lora, asked = config.learner.lora, config.engine.weights
     why = why_copied(kinds_of(model))
     if lora.rank and not lora.served_rank:

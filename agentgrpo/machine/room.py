@@ -21,11 +21,9 @@ from agentgrpo.machine.footprint import (
 from agentgrpo.sandbox.doctor import Check
 
 
-def held_by(config: TrainConfig, model: str) -> Footprint | None:
-    """What a run will hold here; None where that is not known before the model is loaded."""
+def held_by(config: TrainConfig, model: str) -> Footprint:
+    """What a run will hold here."""
     shapes = shapes_in(Path(model)) or shapes_named(model)
-    if not any("embed_tokens" in name for name in shapes):
-        return None
     cuda = hardware.has_nvidia_gpu()
     card = hardware.gpu_memory_bytes() if cuda else None
     return footprint(config, shapes, cuda=cuda, ranks=parallel.world_size(), card=card)
@@ -36,9 +34,9 @@ def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
     learner = config.learner
     if learner.gradient_checkpointing != "auto":
         return learner
-    held = held_by(config, model) if hardware.has_nvidia_gpu() else None
+    wanted = hardware.has_nvidia_gpu() and held_by(config, model).checkpointed
     # a rank that computes layers again gathers their weights again, and the others must take part
-    chosen = any(parallel.gather(held is not None and held.checkpointed))
+    chosen = any(parallel.gather(wanted))
     return learner.model_copy(update={"gradient_checkpointing": chosen})
 
 
@@ -62,8 +60,6 @@ def room_checks(config: TrainConfig, model: str, *, trained: bool) -> Iterator[C
             'engine.dtype = "float32" is faster here',
         )
     held = held_by(config, model)
-    if held is None:
-        return
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
     total, free = hardware.memory_bytes() if card is None else (card, card)

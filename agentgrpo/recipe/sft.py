@@ -37,7 +37,7 @@ from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.machine.packages import require
-from agentgrpo.machine.room import room_checks
+from agentgrpo.machine.room import learner_here, room_checks
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.plan import planned, said
 from agentgrpo.recipe.parts import command
@@ -242,10 +242,11 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
+    chosen = learner_here(config, model)
     return Learner(
-        Policy(loaded, config.learner, weights="own"),
+        Policy(loaded, chosen, weights="own"),
         Unpublished(),
-        config.learner,
+        chosen,
         config.loss,
         total_steps=total_steps,
         temperature=1.0,
