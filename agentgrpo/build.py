@@ -135,6 +135,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         stage = set_stage(config, model=None if adapted else str(resumed))
         undo.callback(stage.close)
         require(room_checks(config, stage.model, trained=True), stage.progress.say)
+        _require_trainable(stage.model)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
         player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
@@ -142,6 +143,14 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
     return parts
+
+
+def _require_trainable(model: str) -> None:
+    """What can be told of it before vLLM is started, which takes minutes."""
+    from agentgrpo.learn.loading import hollow
+    from agentgrpo.learn.trial import foreseen
+
+    foreseen(hollow(model, "bfloat16"))
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:

@@ -159,10 +159,10 @@ def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Itera
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
     from agentgrpo.learn.loading import hollow
-    from agentgrpo.learn.rows import why_rows
+    from agentgrpo.learn.trial import foreseen
 
     hollowed = hollow(model, "bfloat16")
-    rows = why_rows(hollowed)
+    rows = foreseen(hollowed)
     lora, asked = config.learner.lora, config.engine.weights
     why = why_copied(kinds_of(model))
     if lora.rank and not lora.served_rank:

@@ -33,8 +33,6 @@ def held_by(
         ValueError: what is to be trained does not fit the model.
     """
     shapes = shapes_in(Path(model)) or shapes_named(model)
-    if not any("embed_tokens" in name for name in shapes):
-        return None
     cuda = hardware.has_nvidia_gpu()
     found = hardware.gpu_memory_bytes() if cuda else None
     card = None if found is None else found[0]
@@ -62,9 +60,9 @@ def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
     learner = config.learner
     if learner.gradient_checkpointing != "auto":
         return learner
-    held = held_by(config, model) if hardware.has_nvidia_gpu() else None
+    wanted = hardware.has_nvidia_gpu() and held_by(config, model).checkpointed
     # a rank that computes layers again gathers their weights again, and the others must take part
-    chosen = any(parallel.gather(held is not None and held.checkpointed))
+    chosen = any(parallel.gather(wanted))
     return learner.model_copy(update={"gradient_checkpointing": chosen})
 
 

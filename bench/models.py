@@ -252,6 +252,7 @@ def apart(engine: Engine, folder: Path, config: LearnerConfig) -> dict[str, Any]
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.publish import policy_on
 
+    config = config.model_copy(update={"gradient_checkpointing": False})
     policy, publisher = policy_on(engine, folder, config)
     learner = Learner(
         policy, publisher, config, LossConfig(), total_steps=UPDATES, temperature=1.0,

@@ -310,7 +310,7 @@ def make_learner(model: str, engine: Engine, weights: str) -> Learner:
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.publish import policy_on
 
-    config = LearnerConfig()
+    config = LearnerConfig(gradient_checkpointing=False)
     return Learner(
         *policy_on(engine, model, config, weights=weights), config, LossConfig(),
         total_steps=1, temperature=1.0, dlogp_limit=1.0,

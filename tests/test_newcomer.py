@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,20 @@ def test_where_the_card_cannot_be_asked_the_rest_is_said(
     config = TrainConfig(model=str(tiny_model), out_dir=tmp_path)
     checks = list(room_checks(config, str(tiny_model), trained=True))
     assert [(check.name, check.ok) for check in checks] == [("memory", True), ("disk", True)]
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_model_that_cannot_be_trained_is_told_before_vllm_is_started(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
+) -> None:
+    def foreseen(model: Any) -> None:
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        raise ValueError("a model of type 'qwen3' cannot be trained")
+
+    monkeypatch.setattr("agentgrpo.learn.trial.foreseen", foreseen)
+    monkeypatch.setattr("agentgrpo.build.start_engine", None)
+    status, _, err = dry_run(dry=dry)
+    assert (status, err) == (2, "error: a model of type 'qwen3' cannot be trained\n")
 
 
 @pytest.mark.parametrize("dry", [True, False])

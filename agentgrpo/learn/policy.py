@@ -25,10 +25,20 @@ from agentgrpo.learn.flex import whole_blocks
 from agentgrpo.learn.fused import fuse
 from agentgrpo.learn.loading import whole_of
 from agentgrpo.learn.lora import Adapter
-from agentgrpo.learn.rows import why_rows
+from agentgrpo.learn.rows import decoder_of, layers_of, why_rows
+from agentgrpo.learn.trial import Trial
 from agentgrpo.models.kinds import BALANCE
 from agentgrpo.models.liger import why_plain
 from agentgrpo.types import Int32
+
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""How configs name the cap of a soft-capped head."""
+SCALES = {
+    "logits_scaling": True, "logits_mup_width_multiplier": True, "logit_scale": False,
+    "lm_head_multiplier": False,
+}  # fmt: skip
+"""How they name what logits are divided by, or (False) multiplied. learn/trial.py sees if they are.
+"""
 
 
 class Scored(NamedTuple):
@@ -46,28 +56,45 @@ class Scorer(nn.Module):
     One module from token ids to log-probabilities, so that FSDP gathers and shards the head with
     the rest. Models that cannot share prefixes see every rollout as a padded row of its own;
     `rows` says why (None: they can). `balances`: their router's load-balancing loss is computed.
+
+    On several ranks all must make one, of a model that is not sharded yet.
+
+    Raises:
+        ValueError: on a few tokens it differs from the model itself.
     """
 
     balances = False
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        trial = Trial(model)
         self.model = model
-        self.rows = why_rows(model)
         config = model.config.get_text_config()
+        caps = (getattr(config, name, None) for name in CAPS)
+        self._softcap: float | None = next(filter(None, caps), None)
+        self._tempering = 1.0
+        """What logits are divided by."""
+        for name, divides in SCALES.items():
+            scale = getattr(config, name, None) or 1.0
+            # HyperCLOVA X has Granite's name for it, and multiplies
+            divides = divides and config.model_type != "hyperclovax"
+            self._tempering *= scale if divides else 1 / scale
         kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
         self._kinds = kinds if kinds & recurrent.KINDS else set()
         """Of a model with recurrent layers, which take the tree where the others take no mask."""
+        self.rows = why_rows(model)
         if self.rows is None:
             model.set_attn_implementation(TREE)
-            for layer in model.get_decoder().layers if self._kinds else ():
+            for layer in layers_of(model) if self._kinds else ():
                 for mixer in recurrent.mixers_in(layer):
                     recurrent.take_trees(mixer)
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        # Granite divides its logits, Cohere multiplies them
-        self._tempering = (getattr(config, "logits_scaling", None) or 1.0) / (
-            getattr(config, "logit_scale", None) or 1.0
-        )
+            self.rows = trial.why_not(self)
+            if self.rows is not None:
+                trial.undo(model)
+        if self.rows is not None and (why := trial.why_not(self)):
+            raise ValueError(
+                f"a model of type {config.model_type!r} cannot be trained, since here {why}"
+            )
 
     def forward(self, batch: PackedBatch, temperature: float) -> Scored:
         """Log-probability and entropy of each term under the tempered distribution.
@@ -123,7 +150,7 @@ class Scorer(nn.Module):
     def _decoded(self, real: Tensor, **inputs: Any) -> tuple[Tensor, Tensor | None]:
         """What the decoder makes of its inputs, and how well the real ones' experts balance."""
         asked = {"output_router_logits": True} if self.balances else {}
-        out = self.model.get_decoder()(use_cache=False, **inputs, **asked)
+        out = decoder_of(self.model)(use_cache=False, **inputs, **asked)
         if not self.balances:
             return out.last_hidden_state, None
         if not out.router_logits:  # all its layers are dense
@@ -153,17 +180,19 @@ class Policy:
     Args:
         model: its own parameters are frozen, but for those that are trained; its attention is
             replaced, adapted layers are put in place, and on several ranks it is sharded.
-        config: what of it is trained.
+        config: what of it is trained; gradient_checkpointing is decided.
         weights: where its parameters lie, for the record.
         adapter: a checkpoint's folder to take the LoRA adapter from.
 
     Raises:
-        ValueError: more trained_layers than the model has, or as Adapter's.
+        ValueError: more trained_layers than the model has, or as Adapter's and Scorer's.
     """
 
     def __init__(
         self, model: Any, config: LearnerConfig, *, weights: str, adapter: Path | None = None
     ) -> None:
+        if config.gradient_checkpointing == "auto":
+            raise ValueError("learner.gradient_checkpointing: 'auto' is for room.learner_here()")
         self.model, self.weights = model, weights
         self._whole = whole_of(model)
         self.device: str = model.device.type
@@ -178,12 +207,12 @@ class Policy:
         plain = why_plain(config.use_liger_kernel, model.config, self.device)
         self._layers = f"plain ({plain})" if plain else fuse(model)
         self._products = multiply_by_onednn(model) if self.device == "cpu" else "PyTorch's"
-        self.checkpointed = config.gradient_checkpointing is True  # "auto" is room.learner_here's
+        self.checkpointed = config.gradient_checkpointing is True
         if self.checkpointed:
             checkpoint_layers(model)
         self.scorer = Scorer(model)
         if parallel.world_size() > 1:
-            parallel.shard(self.scorer, model.get_decoder().layers)
+            parallel.shard(self.scorer, layers_of(model))
             # sharding replaced every parameter by this rank's part of it
             self.trained = [p for p in model.parameters() if p.requires_grad]
 
@@ -249,7 +278,7 @@ def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
     if trained_layers is None:
         trained = list(model.parameters())
     else:
-        layers = model.get_decoder().layers
+        layers = layers_of(model)
         if trained_layers > len(layers):
             raise ValueError(
                 f"learner.trained_layers must be at most {len(layers)}, got {trained_layers}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
 
 from agentgrpo.learn import recurrent
 
@@ -11,7 +14,12 @@ MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def why_rows(model: Any) -> str | None:
-    """Why this model must see every rollout alone; None if it can take packed trees."""
+    """Why this model must see every rollout alone; None if it can take packed trees.
+
+    Raises:
+        ValueError: as of decoder_of().
+    """
+    decoder_of(model)
     config = model.config.get_text_config()
     kinds = list(getattr(config, "layer_types", None) or ())
     if odd := sorted({*kinds} - MASKED_LAYERS - recurrent.KINDS):
@@ -19,7 +27,7 @@ def why_rows(model: Any) -> str | None:
     stateful = getattr(model, "_is_stateful", False)
     if stateful and not kinds:
         return f"{config.model_type} carries a state from token to token"
-    for kind, layer in zip(kinds, model.get_decoder().layers, strict=False):
+    for kind, layer in zip(kinds, layers_of(model) if kinds else (), strict=False):
         if kind in recurrent.KINDS and not recurrent.mixers_in(layer):
             parts = ", ".join(sorted({type(part).__name__ for part in layer.children()}))
             return f"no part of its {kind} layers ({parts}) can be given the state at a branch"
@@ -34,3 +42,33 @@ def why_rows(model: Any) -> str | None:
     if not asked:
         return f"{type(model).__name__} does not take attention from transformers' registry"
     return None
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model below its head.
+
+    Raises:
+        ValueError: transformers does not tell it apart.
+    """
+    decoder = model.get_decoder()
+    if decoder is model or not hasattr(decoder, "config"):
+        raise ValueError(
+            f"a model of type {model.config.model_type!r} cannot be trained: transformers does not "
+            "say which part of it is below the head"
+        )
+    return decoder
+
+
+def layers_of(model: Any) -> Sequence[nn.Module]:
+    """Those of a model's decoder, whatever it calls them.
+
+    Raises:
+        ValueError: it has no list of them.
+    """
+    decoder = decoder_of(model)
+    count = model.config.get_text_config().num_hidden_layers
+    parts = dict(decoder.named_children())
+    for part in (parts.pop("layers", None), *parts.values()):
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return [*part]
+    raise ValueError(f"{type(decoder).__name__} has no list of its {count} layers")

@@ -179,8 +179,9 @@ def _footprint(
 
 
 def _embedding(shapes: Shapes) -> tuple[int, ...]:
-    """(vocabulary, hidden size)."""
-    return next(shape for name, shape in shapes.items() if "embed_tokens" in name)
+    """(vocabulary, hidden size): of the longest table that is no layer's, the first such."""
+    tables = (shape for name, shape in shapes.items() if len(shape) == 2 and _layer(name) < 0)
+    return max(tables, key=lambda shape: shape[0])
 
 
 def count(shapes: Shapes) -> int:
@@ -223,7 +224,7 @@ def _is_named(parameter: str, targets: tuple[str, ...]) -> bool:
 
 
 def _layer(name: str) -> int:
-    found = re.search(r"\blayers\.(\d+)\.", name)
+    found = re.search(r"\b(?:layers|h)\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 

@@ -40,7 +40,7 @@ from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.plan import planned, said
 from agentgrpo.recipe.parts import command
-from agentgrpo.room import room_checks
+from agentgrpo.room import learner_here, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
@@ -242,10 +242,11 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
+    chosen = learner_here(config, model)
     return Learner(
-        Policy(loaded, config.learner, weights="own"),
+        Policy(loaded, chosen, weights="own"),
         Unpublished(),
-        config.learner,
+        chosen,
         config.loss,
         total_steps=total_steps,
         temperature=1.0,

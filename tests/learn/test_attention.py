@@ -17,11 +17,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
 
 from agentgrpo.learn import flex, recurrent
-from agentgrpo.learn.attention import Tree, _on_cuda, runs_of, tree_attention
+from agentgrpo.learn.attention import TREE, Tree, _on_cuda, runs_of, tree_attention
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.learn.policy import Scorer, checkpoint_layers
-from agentgrpo.learn.rows import why_rows
+from agentgrpo.learn.policy import Scorer, checkpoint_layers, freeze_all_but
+from agentgrpo.learn.trial import foreseen
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -66,6 +66,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": None}),
     "granite": ("Granite", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "hyperclovax, which multiplies": ("HyperCLOVAX", {"logits_scaling": 3.0}),
+    "minicpm3, whose values are narrow": (
+        "MiniCPM3",
+        {
+            "q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+            "v_head_dim": 6, "dim_model_base": 16, "num_key_value_heads": 4,
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "phi, whose head has a bias": ("Phi", {}),
     "phi4": ("Phi3", {"sliding_window": None, "partial_rotary_factor": 0.75}),
@@ -139,12 +147,37 @@ def _float64() -> Iterator[None]:
         yield
 
 
-def make(name: str) -> Any:
-    family, options = MODELS[name]
+ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "falcon h1": (
+        "FalconH1",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "lm_head_multiplier": 0.3},
+        "hybrid layers cannot tell the branches",
+    ),
+    "recurrent gemma": (
+        "RecurrentGemma", {"logits_soft_cap": 2.0, "lru_width": 32}, "carries a state from token",
+    ),
+    "bloom": ("Bloom", {"n_head": 4}, "does not take attention from transformers' registry"),
+    "nemotron": ("Nemotron", {}, "NemotronAttention does not pass keyword arguments to attention"),
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("Mamba", {}),
+    "gpt oss": ("GptOss", {"layer_types": ["full_attention"] * 3, "num_local_experts": 2}),
+    "llama4": ("Llama4Text", {}),
+}
+STATEFUL = ("qwen3.5", "lfm2", "granite4 with mamba")
+
+
+def made(name: str) -> Any:
+    """A model of these as its class begins."""
+    listed: dict[str, Any] = {**MODELS, **ROWS, **OTHERS}
+    family, options, *_ = listed[name]
     config = getattr(transformers, f"{family}Config")(**SMALL | options)
-    family = family.removesuffix("Text")
+    return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+
+
+def make(name: str) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    model = made(name).double().eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped kernel takes no float64
     for parameter in model.parameters():  # norms that are all one hide what they do
@@ -266,7 +299,7 @@ def lone_tokens() -> list[Group]:
 
 
 @pytest.mark.usefixtures("_float64")
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4 with mamba"])
+@pytest.mark.parametrize("name", STATEFUL)
 def test_branches_at_single_tokens_have_their_states(name: str) -> None:
     model, groups = make(name), lone_tokens()
     want_loss = unrolled_loss(model, groups)
@@ -305,14 +338,22 @@ def test_nothing_shared_is_the_same_again(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_float64")
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4 with mamba"])
-def test_a_state_that_cannot_branch_means_rows_that_see_nothing_of_one_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, r"no part of its (conv|linear_attention) layers \(") for name in STATEFUL),
+        *((name, reason) for name, (*_, reason) in ROWS.items()),
+    ],
+)
+def test_what_cannot_branch_means_rows_that_see_nothing_of_one_another(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent, "MIXERS", set())
     model = make(name)
+    attention = model.config._attn_implementation
     scorer = Scorer(model)
-    assert re.match(r"no part of its (conv|linear_attention) layers \(", scorer.rows or "")
+    assert re.search(reason, scorer.rows or "")
+    assert model.config._attn_implementation == attention
     groups = branching_groups()
     with pytest.raises(ValueError, match="pack unshared rows"):
         scorer(pack_tree(groups, max_tokens=1000)[0], 0.8)
@@ -335,27 +376,54 @@ def test_a_recurrent_layer_that_takes_no_tree_fails_on_one() -> None:
         scorer(pack_tree(branching_groups(), max_tokens=1000)[0], 0.8)
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "reason"),
-    [
-        ("Mamba", {}, "no part of its linear_attention layers (MambaMixer, MambaRMSNorm)"),
-        (
-            "FalconH1",
-            {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
-            "hybrid layers cannot tell the branches",
-        ),
-        ("GptOss", {"layer_types": ["full_attention"] * 3, "num_local_experts": 2}, "sinks"),
-    ],
-)
-def test_models_that_cannot_share_are_known(
-    family: str, options: dict[str, Any], reason: str
-) -> None:
-    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+@pytest.mark.parametrize("name", [*ROWS, "mamba", "gpt oss", "qwen3", "qwen3.5"])
+def test_models_that_cannot_share_are_known_without_their_weights(name: str) -> None:
     with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-    why = why_rows(model)
-    assert why is not None
-    assert reason in why
+        model = made(name)
+    reason = {
+        "mamba": r"no part of its linear_attention layers \(MambaMixer, MambaRMSNorm\)",
+        "gpt oss": "sinks", **{name: reason for name, (*_, reason) in ROWS.items()},
+    }.get(name)  # fmt: skip
+    why = foreseen(model)
+    assert (why is None) == (reason is None)
+    assert re.search(reason or "", why or "")
+
+
+def test_a_branch_that_sees_another_means_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the state of a convolution, in a family that nobody has said anything about."""
+    monkeypatch.setattr("agentgrpo.learn.policy.why_rows", lambda model: None)
+    for name in ("KINDS", "MIXERS"):
+        monkeypatch.setattr(recurrent, name, set())
+    model = make("lfm2")
+    scorer = Scorer(model)
+    assert re.match("half of its log-probabilities are .* off", scorer.rows or "")
+    assert model.config._attn_implementation != TREE
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_head_that_is_not_known_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    for name in ("granite", "gemma2 with soft caps"):  # the other's are not in transformers' sdpa
+        assert Scorer(make(name).to(dtype)).rows is None
+    monkeypatch.setattr("agentgrpo.learn.policy.SCALES", {})
+    with pytest.raises(ValueError, match="type 'granite' cannot be trained, since here half of"):
+        Scorer(make("granite").to(dtype))
+
+
+def test_a_model_whose_head_cannot_be_left_out_is_refused() -> None:
+    with torch.device("meta"):
+        model = made("llama4")
+    with pytest.raises(ValueError, match="type 'llama4_text' cannot be trained: transformers does"):
+        foreseen(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bloom"])
+def test_the_last_layers_are_found_whatever_they_are_called(name: str) -> None:
+    model = make(name)
+    trained = {id(p) for p in freeze_all_but(model, 2)}
+    names = {n for n, p in model.named_parameters() if id(p) in trained}
+    assert {re.findall(r"\d+", n)[0] for n in names} == {"1", "2"}
 
 
 def dense(batch: PackedBatch, window: int | None = None) -> torch.Tensor:

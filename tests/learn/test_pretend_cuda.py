@@ -319,6 +319,7 @@ def test_a_steps_tokens_travel_once(
         CardHolder(), tiny_model, PLAIN, LossConfig(num_iterations=2),
         temperature=TEMPERATURE, weights="copy", dlogp_limit=9.0,
     )  # fmt: skip
+    del sent[:], masks[:]  # those of the trial
     config = run_config(LossConfig(num_iterations=2))
     config = config.model_copy(update={"learner": LearnerConfig(max_tokens=24)})
     (update,) = plan_updates(groups, config, step=0)

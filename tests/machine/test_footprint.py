@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from agentgrpo.config import LearnerConfig, LoraConfig, TrainConfig
 from agentgrpo.learn.policy import freeze_all_but
@@ -55,6 +55,15 @@ def test_a_mixture_of_experts_by_hand() -> None:
     )  # fmt: skip
     attention, norms = 8 * (8 + 4 + 4 + 8), 8 + 8 + 4 + 4 + 8
     assert count(shapes_of(config)) == 50 * 8 + attention + norms + 4 * 8 + 4 * 3 * 8 * 6
+
+
+def test_tables_and_layers_are_found_whatever_they_are_called() -> None:
+    """GPT-2's: the positions' table is its second, and its layers are `h`."""
+    sizes: dict[str, Any] = {"vocab_size": 50, "n_positions": 20, "n_embd": 8, "n_head": 2}
+    shapes = shapes_of(GPT2Config(n_layer=3, **sizes))
+    held = footprint(make_config(learner={"max_tokens": 2000}), shapes, cuda=False)
+    assert held.activations == 2000 * 8 * 17 * 3 * 4
+    assert held.trained == held.parameters == count(shapes)
 
 
 def test_a_model_directory_tells_its_shapes(tmp_path: Path) -> None:

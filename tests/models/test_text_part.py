@@ -20,6 +20,8 @@ from agentgrpo.models.kinds import kinds_of
 from agentgrpo.models.text_part import TEXT_PARTS, text_name
 from bench.models import IMAGES, write_model
 
+KEPT = LearnerConfig(gradient_checkpointing=False)
+
 
 @pytest.fixture(params=IMAGES)
 def whole(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
@@ -35,7 +37,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
 def policy_of(folder: Path) -> Policy:
     model = load_frozen(folder, device="cpu", dtype="float32")
-    return Policy(model, LearnerConfig(), weights="own")
+    return Policy(model, KEPT, weights="own")
 
 
 def test_such_checkpoints_are_known(whole: Path) -> None:
@@ -116,7 +118,7 @@ def test_sampler_and_learner_share_the_language_model(tmp_path: Path) -> None:
     config = EngineConfig(max_model_len=128, kv_cache_gib=1 / 16, dtype="float32")
     engine = Engine(tmp_path, config)
     try:
-        policy, _ = policy_on(engine, tmp_path, LearnerConfig(), weights="shared")
+        policy, _ = policy_on(engine, tmp_path, KEPT, weights="shared")
         loaded = load_frozen(tmp_path, device="cpu", dtype="float32")
         shared = dict(policy.model.state_dict())
         for name, tensor in loaded.state_dict().items():
