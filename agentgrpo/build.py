@@ -18,7 +18,7 @@ from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
-from agentgrpo.models.models import resolve_model
+from agentgrpo.models.models import named_base, resolve_model
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.registry import decided, judged
 from agentgrpo.rollout.custom import CustomSampler
@@ -127,18 +127,16 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
     """
     objective_of(config.loss)
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(locked(config.out_dir))
+        lock = undo.enter_context(locked(config.out_dir, ranks=True))
         require_same_run(config)
         resumed = whole_checkpoint(config)
-        # an adapter's checkpoint holds no model: its base is config.model
-        adapted = resumed is None or config.learner.lora.rank
-        stage = set_stage(config, model=None if adapted else str(resumed))
+        stage = set_stage(config, model=None if resumed is None else str(resumed))
         undo.callback(stage.close)
         require(room_checks(config, stage.model, trained=True), stage.progress.say)
         _require_trainable(stage.model)
         tasks = draw(stage.training_tasks(config))
         log = _restored_log(config, tasks, resumed)
-        player = start_engine(config, stage, lora_rank=config.learner.lora.served_rank)
+        player = start_engine(config, stage, trained=True)
         undo.callback(player.engine.shutdown)
         parts = _with_learner(config, player, tasks, resumed, log, lock)
         undo.pop_all()
@@ -153,17 +151,18 @@ def _require_trainable(model: str) -> None:
     foreseen(hollow(model, "bfloat16"))
 
 
-def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
-    """Start vLLM for a stage, its adapter in place; lora_rank as in Engine.
+def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
+    """Start vLLM for a stage, its adapter in place unless it is trained: then it is published.
 
     Raises:
         As build().
     """
     require(room_checks(config, stage.model, trained=False))
     stage.progress.say("engine: starting vLLM")
-    served = config.learner.lora.serve == "adapter"
-    if stage.adapter is not None and served:
-        lora_rank = stage.adapter.rank
+    played, lora = None if trained else stage.adapter, config.learner.lora
+    lora_rank = lora.served_rank if trained else 0
+    if played is not None and lora.serve == "adapter":
+        lora_rank = played.rank
     try:
         from agentgrpo.engine.engine import Engine, device_of_engines
 
@@ -173,11 +172,11 @@ def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Pl
         raise ValueError(
             said_of(error) or f"a package is broken: {error}; `agentgrpo doctor` has the remedy"
         ) from error
-    if stage.adapter is not None:
+    if played is not None:
         from agentgrpo.learn.publish import play_with
 
-        play_with(engine, stage.adapter, stage.model)
-    model = str(stage.adapter.folder) if stage.adapter else stage.model
+        play_with(engine, played, stage.model)
+    model = stage.model if played is None else str(played.folder)
     sampler = _sampler(config, stage, engine)
     return _more(Player, stage, model=model, engine=engine, sampler=sampler)
 
@@ -241,6 +240,7 @@ def _with_learner(
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
+        base=named_base(config.model),
         reward=chosen_reward.model_dump(mode="json", include={"kind", "format"}),
         sandbox=player.jail,
         engine=engine.describe(),
@@ -269,14 +269,15 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.publish import policy_on
 
-    chosen = learner_here(config, player.model)
+    chosen, adapter = learner_here(config, player.model), player.adapter
+    compared = config.loss.beta and not chosen.lora.rank  # an adapter's policy to itself without it
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(
             player.engine,
             player.model,
             chosen,
             weights=config.engine.weights,
-            adapter=resumed if config.learner.lora.rank else None,
+            adapter=adapter.folder if adapter else None,
         )
         learner = Learner(
             policy,
@@ -286,7 +287,7 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
             total_steps=config.steps,
             temperature=config.rollout.temperature,
             dlogp_limit=config.engine.agreement_on(player.engine.device),
-            reference=resolve_model(config.model) if config.loss.beta else None,
+            reference=resolve_model(config.model) if compared else None,
         )
         if resumed is not None:
             learner.load_state(resumed / checkpoint.STATE)

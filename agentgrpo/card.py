@@ -187,7 +187,7 @@ def make_card(
     """
     config = run["config"]
     settings, left_out = published(config)
-    base, hub_name = model_name(config["model"])
+    base, hub_name = model_name(run["base"])
     library = "peft" if adapter else "transformers"
     kind = f"Auto{'Peft' if adapter else ''}ModelForCausalLM"
     load = f"from {library} import {kind}\n\nmodel = {kind}.from_pretrained({json.dumps(repo)})\n"

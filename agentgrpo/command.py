@@ -19,7 +19,7 @@ from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.folder import newest_saved
-from agentgrpo.run.interrupt import guarded
+from agentgrpo.run.interrupt import end_with_parent, guarded
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.usercode import Overdue, UserCodeError, flush, said_of, tell, under_way, where_of
 
@@ -154,6 +154,8 @@ def command(
     prepare_environment()
     begun = time.monotonic()
     with guarded(), told() as outcome:
+        if args.of_recipe:
+            end_with_parent()
         reader = "" if args.of_recipe else name
         config = load_config_of(kind, args.config, args.overrides, reader)
         if args.dry_run:

@@ -13,6 +13,7 @@ from pathlib import Path
 from agentgrpo import parallel
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
+from agentgrpo.data.tasks import Tasks
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
@@ -69,16 +70,16 @@ def said(name: str, text: str) -> Check:
     return Check(name, ok=True, found=text)
 
 
-def to_be_trained_on(config: TrainConfig, stage: Stage) -> Iterator[Check]:
+def to_be_trained_on(config: TrainConfig, stage: Stage, tasks: Tasks) -> Iterator[Check]:
     """The tasks of reinforcement learning, and one of its steps."""
-    train = stage.training_tasks(config).next(NUM_LOOKED_AT)
+    train = tasks.next(NUM_LOOKED_AT)
     yield from played(config, stage, [*train, *stage.heldout])
     yield from _step(config)
 
 
 def to_be_trained(config: TrainConfig, stage: Stage) -> Iterator[Check]:
     """What `agentgrpo train` does: the same, and how long it is."""
-    yield from to_be_trained_on(config, stage)
+    yield from to_be_trained_on(config, stage, stage.training_tasks(config))
     newest = checkpoint.newest(config.out_dir)
     done = newest is not None and checkpoint.step_of(newest) >= config.steps
     more = "; all are done: with a larger steps it goes on" if done else ""

@@ -83,7 +83,7 @@ def prepared(run: Path, repo: str, which: str = "last") -> Upload:
         if path.suffix in KINDS and not path.name.startswith(("agentgrpo", "."))
     }
     texts = make_card(repo, described, rows, step, adapter=adapter)
-    model = described["config"]["model"]
+    model = described["base"]
     for name in ("config.json", "tokenizer_config.json", ADAPTER_CONFIG):
         if name in files:
             texts[name] = _without_places(folder / name, model)

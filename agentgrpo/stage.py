@@ -33,6 +33,7 @@ from agentgrpo.models.models import (
     base_of,
     chat_of,
     check_model,
+    require_lora_of,
     resolve_model,
     saved_adapter,
 )
@@ -67,7 +68,7 @@ class Stage:
     model: str
     """Its directory or hub name; of a Player that of an adapter to it, if there is one."""
     adapter: SavedAdapter | None
-    """What the model is to be played with; never of a model that is trained."""
+    """What the model is to be played with, or what training goes on from."""
     pool: SandboxPool | None
     """None where the environment asks for none: such a run needs no machine that isolates code."""
     env: Environment
@@ -163,7 +164,7 @@ def set_stage(
     Args:
         config: of the run.
         model: instead of config.model.
-        trained: the model is to be trained. If not, config.model may be an adapter's folder.
+        trained: the model, or an adapter to it, is to be trained.
         progress: where to say what is done; None: standard output.
 
     Raises:
@@ -176,7 +177,10 @@ def set_stage(
     require_trackers(config.trackers)
     if trained:
         require_trainable(config.learner)
-    adapter = None if trained else saved_adapter(model or config.model)
+    begun = saved_adapter(config.model)
+    adapter = begun if model is None else saved_adapter(model)
+    if trained and adapter is not None:
+        require_lora_of(adapter, config.learner.lora)
     models = models_of(config, adapter, trained=trained)
     with contextlib.ExitStack() as undo:
         pool = None
@@ -190,8 +194,8 @@ def set_stage(
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
             try_reward(reward, heldout[0])
         progress.say(f"model: {model or config.model}")
-        base = model if adapter is None else base_of(adapter)
-        model = base or resolve_model(config.model, progress.say)
+        if model is None or adapter is not None:  # an adapter's folder holds no model
+            model = base_of(begun) if begun else resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)

@@ -64,7 +64,7 @@ class QuickLearner:
         path.write_text("{}")
 
 
-def start_engine(config: TrainConfig, stage: Stage, *, lora_rank: int = 0) -> Player:
+def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
     engine: Any = QuickEngine(stage.chat.tokenizer, config.engine.max_model_len)
     return _more(Player, stage, engine=engine, sampler=_sampler(config, stage, engine))
 

@@ -64,7 +64,7 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
     stage.progress = SimpleNamespace(say=said.append)
     lora = {"rank": 4, "serve": serve}
     asked = config(Path("m"), learner={"lora": lora})
-    start_engine(asked, stage, lora_rank=asked.learner.lora.served_rank)
+    start_engine(asked, stage, trained=True)
     assert started == [4 if serve == "adapter" else 0]
     assert said == ["engine: starting vLLM"]
 
@@ -186,7 +186,7 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
     monkeypatch.setattr(RunLog, "write", killed)
     player: Any = SimpleNamespace(
         engine=SimpleNamespace(device="cpu", describe=dict), model="m", progress=Progress(1),
-        jail={}, reward=SimpleNamespace(), env=None,
+        jail={}, reward=SimpleNamespace(), env=None, adapter=None,
     )  # fmt: skip
     tasks: Any = None
     with pytest.raises(Killed):
@@ -227,6 +227,32 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
             require_same_run(asked(**sections))
 
 
+@pytest.mark.parametrize("how", ["moved", "named from here", "others"])
+def test_a_run_may_be_moved_with_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As a stage is, which lies beside the checkpoint that it began from."""
+
+    def asked(place: str, first: str = "first") -> TrainConfig:
+        data = {"train": f"{place}/rows.jsonl", "heldout": f"{place}/held.jsonl"}
+        return config(Path(f"{place}/{first}/m"), out_dir=f"{place}/then/rl", data=data)
+
+    monkeypatch.chdir(tmp_path)
+    old = tmp_path / "old" / "then" / "rl"
+    old.mkdir(parents=True)
+    (old / "metrics.jsonl").touch()
+    then = asked(str(tmp_path / "old")).model_dump(mode="json")
+    (old / "run.json").write_text(json.dumps({"config": then}))
+    if how == "moved":
+        (tmp_path / "old").rename(tmp_path / "new")
+        require_same_run(asked(str(tmp_path / "new")))
+    elif how == "named from here":
+        require_same_run(asked("old"))
+    else:
+        with pytest.raises(ValueError, match="holds a run with model = "):
+            require_same_run(asked("old", "second"))
+
+
 def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
     """Also when all else that was to be undone, had build() failed, is let go of."""
     with contextlib.ExitStack() as undo:
@@ -236,3 +262,14 @@ def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
         locked(tmp_path)
     lock.close()
     locked(tmp_path).close()
+
+
+def test_ranks_share_the_lock_of_work_that_is_divided_among_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with locked(tmp_path, ranks=True):
+        monkeypatch.setenv("RANK", "1")
+        locked(tmp_path, ranks=True).close()
+    with pytest.raises(ValueError, match="one process, got 2: start it without torchrun"):
+        locked(tmp_path)

@@ -19,6 +19,7 @@ from agentgrpo.command import Stopped, Work
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.machine.memory import OutOfMemory
 from agentgrpo.recipe.parts import command
+from agentgrpo.run.folder import locked
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.usercode import UserCodeError
 
@@ -99,7 +100,8 @@ def test_the_status_is_that_of_the_work() -> None:
 COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
     "train quickstart": ("train", ["build"], "Trainer.train", ["checkpoints/step_000003"]),
     "flywheel recipe": (
-        "recipe.flywheel", ["set_stage", "start_engine"], "spin", ["flywheel/buffer.jsonl"],
+        "recipe.flywheel", ["set_stage", "require_same_work", "start_engine"], "spin",
+        ["flywheel/buffer.jsonl"],
     ),
     "sft recipe": (
         "recipe.sft", ["set_stage", "whole_checkpoint", "room_checks", "require", "read_examples",
@@ -107,7 +109,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["sft/checkpoints/step_000003"],
     ),
     "curriculum recipe curriculum.start=model": (
-        "recipe.curriculum", ["planned", "require_same_recipe"], "run_parts",
+        "recipe.curriculum", ["planned"], "run_parts",
         ["stage_0/pool.jsonl", "stage_0/rl/checkpoints/step_000003"],
     ),
     "curriculum recipe --part 0.select curriculum.start=model": (
@@ -118,7 +120,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["stage_0/rl/checkpoints/step_000003"],
     ),
     "recipe recipe": (
-        "recipe.recipe", ["planned", "require_same_recipe"], "run_parts",
+        "recipe.recipe", ["planned"], "run_parts",
         ["recipe.json", "flywheel/buffer.jsonl", "sft/checkpoints/step_000003"],
     ),
     "evaluate recipe": ("recipe.evaluate", ["build_player"], "evaluate_recipe", []),
@@ -164,6 +166,35 @@ def test_every_command_knows_whether_its_work_has_begun_and_from_what_it_continu
         put(makes[0], fails(KeyboardInterrupt()))
         said = f"interrupted. The same command continues from {tmp_path / path}."
         assert run() == (130, said)
+
+
+ALONE = {
+    "flywheel recipe": "flywheel",
+    "sft recipe": "sft",
+    "curriculum recipe curriculum.start=model": "",
+    "curriculum recipe --part 0.select curriculum.start=model": "stage_0",
+    "recipe recipe": "",
+}
+"""Arguments: the folder, below out_dir, in which they work."""
+
+
+@pytest.mark.parametrize("arguments", ALONE)
+def test_one_process_alone_works_in_a_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+) -> None:
+    """Neither a second command nor a second rank of the same one, into the same files."""
+    module = importlib.import_module(f"agentgrpo.{COMMANDS[arguments][0]}")
+    data = [f"sft.data={__file__}"] if arguments.startswith("sft") else []
+    given = [*arguments.split()[1:], f"out_dir={tmp_path}", *data]
+    with locked(tmp_path / ALONE[arguments]):
+        assert module.main(given) == 2
+        assert "is in use by another run" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert module.main(given) == 2
+    assert "start it without torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def write_run(folder: Path, *overrides: str, steps: int = 4, adapter: bool = Fal
     log = RunLog(folder)
     log.describe(
         config=config.model_dump(mode="json"),
+        base=config.model,
         model=str(folder / "cache" / "m"),
         engine={"device": "cpu", "dtype": "float32"},
         learner={"weights": "shared", "trained_parameters": 6000},

@@ -290,14 +290,14 @@ FILES = {
     ),
     "run/run.json": ("train c.toml --dry-run out_dir=wrong/run", "run.json"),
     "run/rollouts.jsonl": ("export wrong/run out.parquet", "rollouts.jsonl"),
-    "settings.json": (
-        "recipe recipe.toml --dry-run curriculum.start=sft out_dir=wrong", "settings.json",
+    "settings/recipe.json": (
+        "recipe recipe.toml --dry-run curriculum.start=sft out_dir=wrong", "settings/recipe.json",
     ),
 }  # fmt: skip
 """File: a command that reads it, and the name that it must say."""
 HARMLESS = {
     ("model/tokenizer_config.json", "gone"), ("model/generation_config.json", "gone"),
-    ("settings.json", "gone"), ("tools.py", "empty"), ("tools.py", "cut"),
+    ("settings/recipe.json", "gone"), ("tools.py", "empty"), ("tools.py", "cut"),
     ("run/rollouts.jsonl", "empty"),
 }  # fmt: skip
 
@@ -323,7 +323,9 @@ def wrong(place: Path) -> Iterator[Path]:
     write_json(made / "run" / "run.json", {"config": {}})
     (made / "run" / "metrics.jsonl").write_text("{}\n")
     (made / "run" / "rollouts.jsonl").write_text('{"task": {}}\n')
-    write_json(made / "settings.json", {"seed": 0})
+    (made / "settings").mkdir()
+    write_json(made / "settings" / "recipe.json", {"seed": 0})
+    write_json(made / "recipe.json", {})  # a part of it has ended
     yield made
     shutil.rmtree(made)
 

@@ -33,7 +33,8 @@ class TrainConfig(Section):
     """A whole run."""
 
     model: Place
-    """Model directory, hub name, or package:NAME for a model inside an installed package."""
+    """Model directory, hub name, or package:NAME for a model inside an installed package. Or the
+    folder of a LoRA adapter to one, which training goes on from: learner.lora must be as it was."""
     out_dir: PathOf
     """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
     steps: Positive = 200

@@ -77,7 +77,7 @@ def read_tasks(
             raise ValueError(f"{place}:{number}: {error}") from None
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
-    source = f"{name} (SHA-256 {_digest(Path(path)) if digest is None else digest.hexdigest()})"
+    source = named(Path(path)) if digest is None else f"{name} (SHA-256 {digest.hexdigest()})"
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 
@@ -147,12 +147,13 @@ def _arrow(module: str, path: Path) -> Any:
     return needed(f"pyarrow.{module}", str(path))
 
 
-def _digest(path: Path) -> str:
+def named(path: Path) -> str:
+    """A file's or saved dataset's name, with the SHA-256 of what it holds."""
     files = [path] if path.is_file() else sorted(path.glob("*.arrow"))
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return f"{path.name} (SHA-256 {digest.hexdigest()})"
 
 
 def _row(value: Any, needed: Iterable[str], kept: Collection[str] | None) -> dict[str, Any]:

@@ -11,11 +11,12 @@ The streams differ in what they draw and in what they learn from feedback.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -148,6 +149,12 @@ def question_of(task: Task) -> str:
 def repr_of(task: Task) -> str:
     """What a task asks, and all that its row has besides."""
     return question_of(task) + json.dumps(dict(task.spec), sort_keys=True, default=str)
+
+
+def digest_of(tasks: Iterable[Task]) -> str:
+    """How many tasks they are, and the SHA-256 of all that they say."""
+    said = [*map(repr_of, tasks)]
+    return f"{len(said)} tasks (SHA-256 {hashlib.sha256(''.join(said).encode()).hexdigest()})"
 
 
 class RowTasks(Tasks):

@@ -70,11 +70,9 @@ class FactoryEnv:
         return self.begin(Task(id=id, messages=(asked,), spec=dict(row)))
 
     def begin(self, task: Task) -> Task:
-        """The task with what reset says of it at the end of its last message, once."""
+        """The task with what reset says of it at the end of its last message."""
         opening = _reset(self._first, task.spec)
         *before, last = task.messages
-        if opening and ("\n\n" + last["content"]).endswith("\n\n" + opening):
-            return task  # a curriculum reads begun tasks again
         content = "\n\n".join(text for text in (last["content"], opening) if text)
         return replace(task, messages=(*before, {**last, "content": content}))
 

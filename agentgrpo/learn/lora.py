@@ -18,7 +18,7 @@ from torch import Tensor
 from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
 from agentgrpo.extras import needed
-from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS
+from agentgrpo.models.models import ADAPTER_TENSORS
 
 
 class Adapter:
@@ -30,8 +30,7 @@ class Adapter:
         saved: a folder that save() wrote, to go on from. None: B = 0, the model as it was.
 
     Raises:
-        ValueError: peft is missing, no layer has such a name or only the head has, or `saved` holds
-            no adapter of this rank.
+        ValueError: peft is missing, or no layer has such a name or only the head has.
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
@@ -39,7 +38,6 @@ class Adapter:
         _require_layers(model, config.target_modules)
         model.requires_grad_(False)
         if saved is not None:
-            self._require_same(saved, config)
             self._peft: Any = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
         else:
             wanted: Any = list(config.target_modules) or "all-linear"
@@ -103,20 +101,6 @@ class Adapter:
         if parallel.rank() == 0:
             self._peft.peft_config["default"].save_pretrained(folder)
             save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
-
-    @staticmethod
-    def _require_same(saved: Path, config: LoraConfig) -> None:
-        from peft import LoraConfig as PeftLora
-
-        files = (ADAPTER_CONFIG, ADAPTER_TENSORS)
-        if missing := [name for name in files if not (saved / name).is_file()]:
-            raise ValueError(f"{saved} holds no adapter: {', '.join(missing)} missing")
-        then: Any = PeftLora.from_pretrained(str(saved))
-        if (then.r, then.lora_alpha) != (config.rank, config.alpha):
-            raise ValueError(
-                f"{saved} holds an adapter of rank {then.r} and alpha {then.lora_alpha}, "
-                f"learner.lora says {config.rank} and {config.alpha}"
-            )
 
 
 def _require_layers(model: Any, targets: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 One row per task (means over its rollouts), and measures as functions of the rows' means, so that
 one bootstrap over tasks gives every measure its 95 % interval, ratios included, and the difference
-of two runs on the same tasks its paired one. Rollouts that the machine broke are left out.
+of two runs on the same tasks its paired one. Rollouts that the machine broke are left out; of a
+task that has no others nothing is known, and so it takes no part in a comparison either.
 
 Tool calls, their failures and the policy's tokens are counted by status and by token span, never by
 searching text: a document that contains `<search>` or "error" changes no number.
@@ -73,7 +74,7 @@ class TaskRow:
     solved: int
     """Attempts of a quality of SOLVED_AT or more."""
     columns: Mapping[str, float | None]
-    """Means over the attempts, by name; None: too few of them were valid for this k."""
+    """Means over the attempts, by name; None: too few of them were valid, none or for this k."""
 
 
 COLUMNS: dict[str, Callable[[Rollout, float], float]] = {
@@ -123,7 +124,7 @@ def measure_tasks(
     concise: Quality | None = None,
     ks: Sequence[int] = (),
 ) -> list[TaskRow]:
-    """One row per group that the machine did not break altogether.
+    """One row per group.
 
     Args:
         groups: scored, one per task.
@@ -134,15 +135,13 @@ def measure_tasks(
     rows = []
     for group in groups:
         valid = [r for r in group.rollouts if r.status is not Status.INFRA_ERROR]
-        if not valid:
-            continue
         qualities = [quality(rollout) for rollout in valid]
-        columns: dict[str, float | None] = {
-            name: fmean(column(r, q) for r, q in zip(valid, qualities, strict=True))
+        columns = {
+            name: _mean_of([column(r, q) for r, q in zip(valid, qualities, strict=True)])
             for name, column in COLUMNS.items()
         }
         if concise is not None:
-            columns["conciseness"] = fmean(map(concise, valid))
+            columns["conciseness"] = _mean_of([concise(rollout) for rollout in valid])
         solved = sum(value >= SOLVED_AT for value in qualities)
         for k in ks:
             for name, of in ((f"pass@{k}", pass_at_k), (f"pass^{k}", pass_hat_k)):
@@ -157,6 +156,10 @@ def measure_tasks(
             )
         )
     return rows
+
+
+def _mean_of(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def kind_of(task: Task) -> str:
@@ -259,8 +262,8 @@ def _column(rows: Sequence[TaskRow], name: str) -> Floats:
 
 
 def _known(rows: Sequence[TaskRow], name: str) -> NDArray[np.bool_]:
-    """Which of the tasks a measure is of: all, if it is no column."""
-    return np.array([row.columns.get(name, 0.0) is not None for row in rows])
+    """Which of the tasks a measure is of; if it is no column, those whose quality is known."""
+    return np.array([row.columns.get(name, row.columns["quality"]) is not None for row in rows])
 
 
 def _means(rows: Sequence[TaskRow], drawn: NDArray[np.int64] | None) -> dict[str, Floats]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.config import TrainConfig
+from agentgrpo.config import LoraConfig, TrainConfig
 from agentgrpo.files import expanded, how_far, looks_like_path, read_table, require_as_sealed
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.kinds import kinds_of, router_coef, unsupported
@@ -91,8 +91,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         model = str(folder)
         if saved_adapter(model) is not None:
             raise ValueError(
-                f"model {model!r}: the directory holds an adapter, which can be evaluated; to "
-                "train, name the model it is to, and learner.lora"
+                f"model {model!r}: the directory holds an adapter: name the model that it is to"
             )
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
@@ -166,6 +165,25 @@ def saved_adapter(model: str) -> SavedAdapter | None:
     return SavedAdapter(folder, config)
 
 
+def require_lora_of(adapter: SavedAdapter, lora: LoraConfig) -> None:
+    """That training can go on from an adapter.
+
+    Raises:
+        ValueError: learner.lora describes another; names the key.
+    """
+    layers = adapter.config.get("target_modules") if lora.target_modules else ()
+    for key, then, now in (
+        ("rank", adapter.rank, lora.rank),
+        ("alpha", adapter.config["lora_alpha"], lora.alpha),
+        ("target_modules", sorted(layers or ()), sorted(lora.target_modules)),
+    ):
+        if then != now:
+            raise ValueError(
+                f"learner.lora.{key} must be {then}, that of the adapter in {adapter.folder}, "
+                f"got {now}"
+            )
+
+
 def base_of(adapter: SavedAdapter) -> str:
     """The model directory or hub name that an adapter is to.
 
@@ -179,6 +197,12 @@ def base_of(adapter: SavedAdapter) -> str:
             f"{error}; it is the base model that {adapter.folder / ADAPTER_CONFIG} names as "
             "base_model_name_or_path"
         ) from None
+
+
+def named_base(model: str) -> str:
+    """What `config.model` names, or of an adapter's folder the model that it is to."""
+    adapter = saved_adapter(model)
+    return model if adapter is None else adapter.base
 
 
 def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:

@@ -6,8 +6,7 @@ fine-tuning made). Its policy plays `candidates` training tasks; those that teac
 out_dir/stage_k:
 
     pool.jsonl     the candidates' rollouts; grows by chunks
-    tasks.jsonl    what was selected
-    select.json    counts, and where the stream of tasks stands; written last
+    select.json    which were selected, counts, where the stream of tasks stands; written last
     rl/            the training run, as of agentgrpo.train
     stage.json     from which model to which checkpoint; written when the stage is done
 
@@ -35,30 +34,28 @@ from typing import Any
 from agentgrpo import train
 from agentgrpo.build import Parts, Player, build, build_player
 from agentgrpo.command import Work
-from agentgrpo.config import DataConfig, TrainConfig
+from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.hub import is_from_hub
-from agentgrpo.data.sources import NAMES, require_read
-from agentgrpo.data.tasks import Tasks
+from agentgrpo.data.tasks import RowTasks, Tasks, digest_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.plan import planned, said, to_be_trained_on
 from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
-from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
+from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
-from agentgrpo.run.atomic import append_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import require_folder
-from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.run.atomic import append_lines, whole_lines, write_json
+from agentgrpo.run.folder import locked, require_folder
+from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage
-from agentgrpo.types import Group, Task
+from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
 """What it continues from."""
-MAY_CHANGE = {"curriculum.stages", "curriculum.steps", "curriculum.epochs"}
-"""Settings of the curriculum that may be raised to go on; those of its runs, each run checks."""
+MAY_CHANGE = ("curriculum.stages", "curriculum.steps", "curriculum.epochs")
+"""Settings of the curriculum that may be raised to go on."""
 
 
 def folder_of(recipe: RecipeConfig, stage: int) -> Path:
@@ -81,18 +78,6 @@ def start_model(recipe: RecipeConfig, stage: int) -> str:
     return str(found)
 
 
-def require_stages(recipe: RecipeConfig) -> None:
-    """That stages can be made of the recipe's data.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if recipe.data.heldout_source == "split":
-        raise ValueError(
-            "data.heldout: 'split' would be of each stage's own tasks; name a file of held-out ones"
-        )
-
-
 def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> int:
     """Optimizer steps of a stage, counted from 0.
 
@@ -110,33 +95,17 @@ def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> i
 
 
 def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
-    """The stage's run: on the selected tasks, from the model that it starts from.
+    """The stage's run, from the model that it starts from; its tasks are selected_tasks().
 
     Raises:
-        ValueError: the recipe's settings do not fit; or see start_model().
+        ValueError: as of start_model().
     """
-    require_stages(recipe)
     return _run_of(recipe, stage, start_model(recipe, stage), steps_of(recipe, stage))
 
 
 def _run_of(recipe: RecipeConfig, stage: int, model: str, steps: int) -> TrainConfig:
-    folder, data = folder_of(recipe, stage), recipe.data
-    ours = {"levels", "promote_at", "id", "split"}  # only the recipe's own source reads them
-    if not is_from_hub(data.heldout_source):
-        ours.add("subset")
-    kept = data.model_dump(exclude_unset=True, exclude=ours)
-    if data.train in NAMES:  # columns are those of the held-out file
-        kept.pop("columns", None)
-    elif data.columns is not None and data.id is not None:
-        kept["columns"] = (*data.columns, data.id)
-    train = {"train": str(folder / "tasks.jsonl"), "heldout": data.heldout_source}
-    return recipe.of_run(
-        model=model,
-        out_dir=str(folder / "rl"),
-        steps=steps,
-        seed=recipe.seed + stage,
-        data={**kept, **train},
-    )
+    out_dir = str(folder_of(recipe, stage) / "rl")
+    return recipe.of_run(model=model, out_dir=out_dir, steps=steps, seed=recipe.seed + stage)
 
 
 # -- the parts of a stage --------------------------------------------------------------------------
@@ -168,14 +137,12 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
         groups += group_chunk
     quality = quality_by("answer", weight=recipe.reward.answer)
     chosen = _selected(recipe, stage, groups, quality)
-    rows = [_row(recipe.data, groups[index].task) for index in chosen]
-    write_lines(folder / "tasks.jsonl", rows)
     seen = [contrast(group, quality) for group in groups]
     summary = {
         "model": player.model,
         "candidates": len(groups),
         "mixed": sum(point.mixed for point in seen),
-        "selected": [groups[index].task.id for index in chosen],
+        "selected": [*dict.fromkeys(groups[index].task.id for index in chosen)],
         "quality": sum(quality(r) for g in groups for r in g.rollouts)
         / sum(len(g.rollouts) for g in groups),
         "stream": stream.state_dict(),
@@ -240,26 +207,17 @@ def _chunks(
         yield groups
 
 
-def _row(data: DataConfig, task: Task) -> dict[str, Any]:
-    """A line that is read back as the task (under an id of its own), by the recipe's columns."""
-    asked: Any = [dict(message) for message in task.messages]
-    if task.is_text and len(asked) == 1:
-        asked = asked[0]["content"]
-    answer = {data.answer: task.spec["answer"]} if "answer" in task.spec else {}
-    return {**task.spec, **answer, data.question: asked}
-
-
-def difficulty_pools(recipe: RecipeConfig, tasks: Tasks) -> Tasks:
-    """The selected tasks, drawn as the recipe says."""
-    c = recipe.curriculum
+def selected_tasks(recipe: RecipeConfig, stage: int) -> Tasks:
+    """The stage's tasks as they were played, drawn as the recipe says."""
+    c, folder = recipe.curriculum, folder_of(recipe, stage)
+    played = {r.task.id: r.task for _, r in read_rollouts(folder / "pool.jsonl")}
+    rows = [played[name] for name in read_table(folder / "select.json")["selected"]]
+    source = f"stage {stage}, {digest_of(rows)}"
     if c.sampling == "shuffle":
-        return tasks
-    rows = getattr(tasks, "rows", None)
-    if rows is None:
-        raise ValueError("curriculum.sampling = 'difficulty' needs a list of tasks")
+        return RowTasks(rows, source=source, seed=recipe.seed + stage)
     return DifficultyTasks(
         rows,
-        source=tasks.state_dict()["source"],
+        source=source,
         easy_share=c.easy_share,
         hard_share=c.hard_share,
         seed=recipe.seed,
@@ -313,24 +271,25 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     )
 
 
-def require_same_curriculum(recipe: RecipeConfig, *, write: bool = True) -> None:
-    """Make the folder this curriculum's; errors as of require_same_recipe()."""
-    require_same_recipe(
-        recipe, "curriculum.json", include={"curriculum"}, may_change=MAY_CHANGE, write=write
-    )
-
-
-def stages(recipe: RecipeConfig) -> Iterator[Check]:
-    """What the stages would do.
+def stages(recipe: RecipeConfig, stream: Tasks, *, write: bool = False) -> Iterator[Check]:
+    """What the stages would do; settings and data are written, or else only compared.
 
     Raises:
-        ValueError: their settings do not fit, or the run of a stage would refuse them.
+        ValueError: out_dir holds stages of others, one that the next has begun from is to be
+            longer, or the run of one would refuse its settings.
     """
-    require_stages(recipe)
-    c = recipe.curriculum
+    data = {"data.train": stream.state_dict()["source"]}
+    require_same_work(recipe, "curriculum", SAVED, data, may_change=MAY_CHANGE, write=write)
+    c, parts = recipe.curriculum, parts_of(recipe)
+    for stage in range(c.stages - 1):
+        if (folder_of(recipe, stage + 1) / "pool.jsonl").exists() and parts[2 * stage + 1].left({}):
+            raise ValueError(
+                f"curriculum.{'steps' if c.epochs is None else 'epochs'}: stage {stage + 1} has "
+                f"begun from stage {stage}, which cannot be trained for longer now: set it back"
+            )
     steps_each = [steps_of(recipe, stage, c.select) for stage in range(c.stages)]
     for stage, steps in enumerate(steps_each):
-        require_read(_run_of(recipe, stage, recipe.model, steps).data)
+        _run_of(recipe, stage, recipe.model, steps)
     numbers = ", ".join(map(str, steps_each))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
     yield said(
@@ -340,14 +299,17 @@ def stages(recipe: RecipeConfig) -> Iterator[Check]:
     )
 
 
-def plan(recipe: RecipeConfig, _: object = None) -> str:
-    """What the curriculum would do, after all checks; errors as of prepared()."""
+def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
+    """What the curriculum would do, after all checks; errors as of prepared().
+
+    Settings and data are written, or else only compared.
+    """
     require_folder(recipe.out_dir)
-    require_same_curriculum(recipe, write=False)
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        yield from stages(recipe)
-        yield from to_be_trained_on(config, stage)
+        stream = stage.training_tasks(config)
+        yield from stages(recipe, stream, write=write)
+        yield from to_be_trained_on(config, stage, stream)
 
     return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)
 
@@ -366,16 +328,16 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str], part: str = "") -> 
         ValueError: the folder holds stages of other settings; as build.build().
     """
     if not part:
-        plan(recipe)
-        require_same_curriculum(recipe)
-        yield lambda: run_curriculum(recipe, arguments)
+        with locked(recipe.out_dir):
+            plan(recipe, write=True)
+            yield lambda: run_curriculum(recipe, arguments)
         return
     number, _, what = part.partition(".")
     stage = int(number)
     if what == "train":
 
         def build_drawn(config: TrainConfig) -> Parts:
-            return build(config, draw=lambda tasks: difficulty_pools(recipe, tasks))
+            return build(config, draw=lambda _: selected_tasks(recipe, stage))
 
         with train.prepared(training_config(recipe, stage), build_drawn) as work:
 
@@ -388,7 +350,7 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str], part: str = "") -> 
             yield trained
         return
     config = recipe.of_run(model=start_model(recipe, stage))
-    with contextlib.closing(build_player(config)) as player:
+    with locked(folder_of(recipe, stage)), contextlib.closing(build_player(config)) as player:
         tasks = player.training_tasks(config)
 
         def selected() -> None:

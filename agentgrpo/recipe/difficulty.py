@@ -3,7 +3,8 @@
 A task never seen, or solved sometimes, is in the normal pool; one solved almost always in the easy
 pool, one solved almost never in the hard pool. Each draw takes the easy pool with probability
 easy_share, the hard one with hard_share, else the normal one (an empty pool leaves its share to
-the normal one, an empty normal pool to both others), and the least recently drawn task of it.
+the normal one, an empty normal pool to the hard one, else to the easy one), and the least recently
+drawn task of it.
 """
 
 from __future__ import annotations

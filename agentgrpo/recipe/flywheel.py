@@ -43,15 +43,16 @@ from agentgrpo.build import start_engine
 from agentgrpo.command import Work
 from agentgrpo.config import BranchConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.endpoints import Endpoint, EngineLoop, spoken_by
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.plan import planned, played, said
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
-from agentgrpo.recipe.parts import command
+from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import require_folder, require_same_settings
+from agentgrpo.run.folder import locked, require_folder
 from agentgrpo.run.progress import Progress
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage, set_stage
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
 SAVED = ("flywheel/buffer.jsonl",)
 """What it continues from."""
-MAY_CHANGE = {"tasks", "concurrency", "keep"}
+MAY_CHANGE = ("flywheel.tasks", "flywheel.concurrency", "flywheel.keep")
 """Settings of the flywheel that may be otherwise when it goes on."""
 
 
@@ -164,27 +165,20 @@ def _learned(record: Mapping[str, Any]) -> list[list[int]]:
     return [segment["token_ids"] for segment, author in written if author is not None]
 
 
-def require_same_flywheel(
-    recipe: RecipeConfig, tasks: Sequence[Task], *, write: bool = True
-) -> None:
-    """Make the folder this flywheel's; if not `write`, only say whether it is.
+def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool = True) -> list[Task]:
+    """The tasks that are worked on; settings and data are written, or else only compared.
 
     Raises:
         ValueError: it holds another flywheel's work, or tasks share an id.
     """
+    tasks, data = stream.next(recipe.flywheel.tasks), {"data.train": stream.state_dict()["source"]}
     if (differ := len({task.id for task in tasks})) != len(tasks):
         raise ValueError(
             f"flywheel.tasks: {len(tasks)} are asked for, and the data has {differ} that have "
             "different ids"
         )
-    table = recipe.flywheel.model_dump(mode="json")
-    path = recipe.out_dir / "flywheel" / "flywheel.json"
-    settings = {"model": recipe.model, "seed": recipe.seed, **table}
-    if not any(recipe.out_dir.glob(SAVED[0])):  # or by one that stopped before it had done anything
-        if not write:
-            return
-        path.unlink(missing_ok=True)
-    require_same_settings(path, settings, MAY_CHANGE, write=write)
+    require_same_work(recipe, "flywheel", SAVED, data, may_change=MAY_CHANGE, write=write)
+    return tasks
 
 
 def turn(
@@ -196,8 +190,7 @@ def turn(
 ) -> dict[str, Any]:
     """Work on every task that is not done, then write the results; returns the summary.
 
-    Called from a thread of its own while the engine is served by another; require_same_flywheel()
-    has made the folder.
+    Called from a thread of its own while the engine is served by another.
     """
     folder, config = recipe.out_dir / "flywheel", recipe.flywheel
     buffer = folder / "buffer.jsonl"
@@ -324,8 +317,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
     """What the flywheel would do, after all checks; errors as of prepared()."""
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
-        require_same_flywheel(recipe, tasks, write=False)
+        tasks = questions_of(recipe, stage.training_tasks(config), write=False)
         yield from played(config, stage, tasks)
         c = recipe.flywheel
         yield said(
@@ -344,10 +336,10 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
     """
     config = settings_of(recipe)
     with contextlib.ExitStack() as undo:
+        undo.enter_context(locked(recipe.out_dir / "flywheel"))
         stage = set_stage(config, trained=False)
         undo.callback(stage.close)
-        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
-        require_same_flywheel(recipe, tasks)
+        tasks = questions_of(recipe, stage.training_tasks(config))
         player = start_engine(config, stage)
         undo.callback(player.engine.shutdown)
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
+from agentgrpo.config.readers import reads
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
-from agentgrpo.run.folder import flat, require_same_settings
+from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
+from agentgrpo.run.interrupt import run_beside
+from agentgrpo.usercode import Interrupted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +43,36 @@ class Part:
         return self.name not in seconds if self.done is None else not self.done()
 
 
-def require_same_recipe(
+def require_same_work(
     recipe: RecipeConfig,
-    settings: str,
+    command: str,
+    saved: Collection[str],
+    data: Mapping[str, str],
     *,
-    include: set[str] | None = None,
-    may_change: set[str] | frozenset[str] = frozenset(),
+    may_change: Collection[str] = (),
     write: bool = True,
 ) -> None:
-    """Make the folder this recipe's.
+    """Make what a command has begun in out_dir this recipe's: settings/COMMAND.json says whose.
 
     Args:
         recipe: the settings.
-        settings: the file in out_dir that holds the settings with which its work was begun.
-        include: the sections that must stay as they were begun; None: all but out_dir.
-        may_change: settings within these that may be otherwise now.
+        command: all that it reads must be as it was begun, but for what any run may change.
+        saved: patterns, below out_dir, of what it continues from.
+        data: what was read, for the settings that name it.
+        may_change: further settings that may be otherwise now.
         write: else they are only compared.
 
     Raises:
-        ValueError: the folder holds work of other settings.
+        ValueError: it was begun with other settings or other data; names the key.
     """
-    table = recipe.model_dump(mode="json", include=include, exclude={"out_dir"})
-    require_same_settings(recipe.out_dir / settings, flat(table), may_change, write=write)
+    table = flat(recipe.model_dump(mode="json"))
+    require_same_settings(
+        recipe.out_dir / "settings" / f"{command}.json",
+        {key: value for key, value in table.items() if reads(command, key)} | {**data},
+        MAY_CHANGE.union(may_change),
+        begun=newest_saved(recipe.out_dir, saved) is not None,
+        write=write,
+    )
 
 
 def run_parts(
@@ -74,6 +85,7 @@ def run_parts(
 
     Raises:
         Stopped: a part did not end well.
+        Interrupted: it did, and was asked to stop meanwhile.
     """
     path = recipe.out_dir / "recipe.json"
     seconds: dict[str, float] = read_table(path) if path.exists() else {}
@@ -83,12 +95,13 @@ def run_parts(
         print(f"== {part.name}", flush=True)  # noqa: T201
         command = [sys.executable, "-m", part.module, *arguments, "--of-recipe", *part.more()]
         started = time.perf_counter()
-        output = subprocess.DEVNULL if part.quiet else None
-        status = subprocess.run(command, stdout=output, check=False).returncode
+        status, asked = run_beside(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:
             raise Stopped(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
+        if asked:
+            raise Interrupted
     return seconds
 
 

@@ -28,13 +28,15 @@ from typing import Any
 from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.tasks import digest_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
 from agentgrpo.plan import planned, said, to_be_trained_on
 from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
-from agentgrpo.recipe.parts import Part, command, require_same_recipe, run_parts
+from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run.atomic import numbered_rows, write_json, write_text
+from agentgrpo.run.folder import locked
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage
 
@@ -66,26 +68,31 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
     ]
 
 
-def plan(recipe: RecipeConfig, _: object = None) -> str:
+def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
     """What the whole recipe would do, after the checks of all its parts; errors as of prepared().
+
+    Settings and data are written, or else only compared.
 
     Fine-tuning's data and what stages begin with are made on the way, and checked there.
     """
     if recipe.curriculum.start != "sft":
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
-    require_same_recipe(recipe, "settings.json", write=False)
-    curriculum.require_same_curriculum(recipe, write=False)
     sft.settings_of(recipe)
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        tasks = stage.training_tasks(config).next(recipe.flywheel.tasks)
-        flywheel.require_same_flywheel(recipe, tasks, write=False)
+        stream = stage.training_tasks(config)
+        data = {
+            "data.train": stream.state_dict()["source"],
+            "data.heldout": digest_of(stage.heldout),
+        }
+        require_same_work(recipe, "recipe", SAVED, data, write=write)
+        tasks = flywheel.questions_of(recipe, stream, write=False)
         yield said("flywheel", f"{len(tasks)} questions, {recipe.flywheel.rounds} rounds")
         yield said(
             "sft", f"{recipe.sft.epochs} epochs in steps of {recipe.sft.batch_size} examples"
         )
-        yield from curriculum.stages(recipe)
-        yield from to_be_trained_on(config, stage)
+        yield from curriculum.stages(recipe, stream, write=write)
+        yield from to_be_trained_on(config, stage, stream)
 
     return planned(flywheel.settings_of(recipe), lines=lines, saved=SAVED)
 
@@ -97,8 +104,6 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str]) -> Iterator[Work]:
     Raises:
         ValueError: the folder holds another recipe's work, or the stages start from elsewhere.
     """
-    plan(recipe)
-    require_same_recipe(recipe, "settings.json")
 
     def work() -> None:
         made = report(recipe, run_parts(recipe, parts_of(recipe), arguments))
@@ -106,7 +111,9 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str]) -> Iterator[Work]:
         write_text(recipe.out_dir / "report.md", markdown(made))
         print(f"{markdown(made)}\neverything is in {recipe.out_dir}")  # noqa: T201
 
-    yield work
+    with locked(recipe.out_dir):
+        plan(recipe, write=True)
+        yield work
 
 
 def _measures(recipe: RecipeConfig, part: str) -> Path:
@@ -192,8 +199,8 @@ def _by_kind(reports: dict[str, Any]) -> list[list[str]]:
     names = ("quality", "efficiency", "tool_calls")
 
     def cell(part: str, kind: str) -> str:
-        seen = reports[part]["kinds"][kind]["measures"]
-        return ", ".join(f"{seen[name]['value']:.3f}" for name in names)
+        seen = [reports[part]["kinds"][kind]["measures"][name]["value"] for name in names]
+        return ", ".join("-" if value is None else f"{value:.3f}" for value in seen)
 
     kinds = reports["trained"]["kinds"]
     return [[kind, *(cell(part, kind) for part in MEASURED)] for kind in kinds]

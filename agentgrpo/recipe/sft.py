@@ -34,12 +34,14 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
+from agentgrpo.data.files import named
 from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.models import SavedAdapter, named_base
 from agentgrpo.plan import planned, said
-from agentgrpo.recipe.parts import command
+from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.room import learner_here, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
@@ -231,7 +233,9 @@ def learn(learner: Learner, examples: Sequence[Rollout], config: TrainConfig) ->
     }
 
 
-def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
+def make_learner(
+    model: str, config: TrainConfig, total_steps: int, *, adapter: SavedAdapter | None = None
+) -> Learner:
     """The learner of reinforcement learning, without a sampler to agree with."""
     import torch
 
@@ -244,7 +248,7 @@ def make_learner(model: str, config: TrainConfig, total_steps: int) -> Learner:
     loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
     chosen = learner_here(config, model)
     return Learner(
-        Policy(loaded, chosen, weights="own"),
+        Policy(loaded, chosen, weights="own", adapter=adapter.folder if adapter else None),
         Unpublished(),
         chosen,
         config.loss,
@@ -282,10 +286,17 @@ def data_of(recipe: RecipeConfig) -> Path:
     raise FileNotFoundError(f"sft.data: {missing(data)}{remedy if data == made else ''}")
 
 
-def examples_of(recipe: RecipeConfig, stage: Stage) -> list[Rollout]:
-    """The examples of a recipe; arguments and errors as of data_of() and read_examples()."""
-    limit = recipe.engine.max_model_len
-    return read_examples(data_of(recipe), recipe.sft, stage.chat, stage.agent, max_tokens=limit)
+def examples_of(recipe: RecipeConfig, stage: Stage, *, write: bool) -> list[Rollout]:
+    """The examples of a recipe; its settings and data are written, or else only compared.
+
+    Raises:
+        ValueError, OSError: out_dir/sft is of others; or as data_of() and read_examples().
+    """
+    path, limit = data_of(recipe), recipe.engine.max_model_len
+    examples = read_examples(path, recipe.sft, stage.chat, stage.agent, max_tokens=limit)
+    data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
+    require_same_work(recipe, "sft", SAVED, data, write=write)
+    return examples
 
 
 def steps_of(sft: SftConfig, examples: int) -> int:
@@ -298,7 +309,7 @@ def plan(recipe: RecipeConfig, _: object = None) -> str:
     data_of(recipe)
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        sft, examples = recipe.sft, examples_of(recipe, stage)
+        sft, examples = recipe.sft, examples_of(recipe, stage, write=False)
         longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
         yield said("data", f"{len(examples)} examples, the longest has {longest} tokens")
         steps = f"{steps_of(sft, len(examples))} steps of {sft.batch_size}"
@@ -327,27 +338,27 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
         parts.close()
         fits = room_checks(config, parts.model, trained=True, sampled=False)
         require(fits, parts.progress.say)
-        examples = examples_of(recipe, parts)
+        examples = examples_of(recipe, parts, write=True)
         steps = steps_of(sft, len(examples))
-        learner = make_learner(parts.model, config, steps)
+        learner = make_learner(parts.model, config, steps, adapter=parts.adapter)
         log, say = RunLog(config.out_dir), parts.progress.say
         about = {"examples": len(examples), **sft.model_dump(mode="json")}
         offsets: dict[str, Head] = {}
         if resumed is not None:
-            state = learner.load_state(resumed / checkpoint.STATE)
-            if state["sft"] != about:
-                raise ValueError(f"{resumed} is of other data: {state['sft']}, now {about}")
-            offsets = state["log_offsets"]
+            offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]
             say(f"resumed from {resumed}, after {learner.step_count} steps")
         log.cut_back(offsets)
-        log.describe(config=config.model_dump(mode="json"), learner=learner.describe(), sft=about)
+        log.describe(
+            config=config.model_dump(mode="json"), base=named_base(config.model),
+            learner=learner.describe(), sft=about,
+        )  # fmt: skip
         say(f"fine-tuning on {len(examples)} examples, {sft.epochs} epochs")
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
             parts.chat.tokenizer.save_pretrained(folder)
             state = folder / checkpoint.STATE
-            learner.save_state(state, log_offsets=log.offsets(), sft=about)
+            learner.save_state(state, log_offsets=log.offsets())
 
         def work() -> None:
             for step in range(learner.step_count, steps):

@@ -16,8 +16,21 @@ from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
 
-def locked(out_dir: Path) -> IO[str]:
-    """Make out_dir this run's, until the file is closed; ranks but 0 get one that locks nothing."""
+def locked(out_dir: Path, *, ranks: bool = False) -> IO[str]:
+    """Make out_dir this run's, until the file is closed.
+
+    Args:
+        out_dir: made if it is not there.
+        ranks: the work is divided among them; those but 0 get a file that locks nothing.
+
+    Raises:
+        ValueError: another run has it, or there are several ranks and all would do the same work.
+    """
+    if parallel.world_size() > 1 and not ranks:
+        raise ValueError(
+            f"this command works in one process, got {parallel.world_size()}: start it without "
+            "torchrun"
+        )
     if parallel.rank() > 0:
         return Path(os.devnull).open("w")
     require_folder(out_dir)
@@ -39,6 +52,8 @@ MAY_CHANGE = {
     "learner.gradient_checkpointing", "learner.offload_optimizer", "learner.use_liger_kernel",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise than it was started with."""
+PLACES = ("model", "data.train", "data.heldout")
+"""Settings that may lie below the same folder as out_dir, and be moved or named with it."""
 
 
 def require_folder(out_dir: Path, key: str = "out_dir") -> None:
@@ -84,7 +99,7 @@ def require_same_run(config: TrainConfig) -> None:
 
 
 def require_same_settings(
-    path: Path, now: Mapping[str, Any], may_change: Collection[str] = (), *, write: bool = True
+    path: Path, now: Mapping[str, Any], may_change: Collection[str], *, begun: bool, write: bool
 ) -> None:
     """Write the settings that a folder's work is done with; later, refuse others.
 
@@ -92,12 +107,13 @@ def require_same_settings(
         path: of the file that holds them.
         now: the settings.
         may_change: keys that may be otherwise now.
+        begun: there is work of theirs; without any they bind nothing.
         write: else they are only compared.
 
     Raises:
         ValueError: a key that may not change has changed; names it.
     """
-    if path.exists():
+    if begun and path.exists():
         _require_same(f"{path} was written with", read_table(path), now, may_change)
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,12 +123,18 @@ def require_same_settings(
 def _require_same(
     what: str, then: Mapping[str, Any], now: Mapping[str, Any], may_change: Collection[str]
 ) -> None:
-    for key in sorted((then.keys() | now.keys()) - set(may_change)):
+    moved = {key for key in PLACES if _from_out_dir(then, key) == _from_out_dir(now, key)}
+    for key in sorted((then.keys() | now.keys()) - moved.union(may_change)):
         if then.get(key) != now.get(key):
             raise ValueError(
                 f"{what} {key} = {then.get(key)!r}, now it is {now.get(key)!r}: set it back "
                 "to continue, or choose another out_dir"
             )
+
+
+def _from_out_dir(settings: Mapping[str, Any], key: str) -> str:
+    """Where a setting's path leads from out_dir."""
+    return os.path.relpath(str(settings.get(key)), str(settings.get("out_dir")))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from types import FrameType
 
@@ -206,6 +207,71 @@ def _leave_closed_terminals() -> None:
                 os.close(nowhere)
 
 
+def run_beside(command: Sequence[str], stdout: int | None = None) -> tuple[int, bool]:
+    """Run a command and wait for it; whoever asks this process to stop asks that one.
+
+    It has a process group of its own: from a terminal Ctrl-C would reach it twice, and end it.
+
+    Returns:
+        Its status, negative for a signal, and whether somebody has asked to stop.
+    """
+    begun: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
+    left: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        left.append(number)
+        if number == signal.SIGHUP:
+            _leave_closed_terminals()
+        pass_on()
+
+    def pass_on() -> None:
+        while begun and left:
+            begun[0].send_signal(left.pop())
+
+    with _handled(on_signal):
+        begun.append(subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, process_group=0
+        ))  # fmt: skip
+        pass_on()
+        return begun[0].wait(), bool(asked)
+
+
+def end_with_parent() -> None:
+    """From now on the end of the process that has started this one, by whatever, is a SIGTERM.
+
+    The kernel's own (PR_SET_PDEATHSIG) comes once for each thread that the other one had.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[Callable[[], None]]:
+    """Yields what gives SIGNALS back to whom they were; done at the end too."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+        del before[signal.SIGHUP]
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield restore
+    finally:
+        restore()
+
+
 @contextlib.contextmanager
 def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yields whether somebody has asked to stop. The second time they get what they always got.
@@ -219,13 +285,6 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
         return
     asked = False
     words: SimpleQueue[str] = SimpleQueue()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
-        del before[signal.SIGHUP]
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     def tell() -> None:
         if line := words.get():
@@ -241,11 +300,9 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
-    for number in before:
-        signal.signal(number, on_signal)
     try:
-        yield lambda: asked
+        with _handled(on_signal) as restore:
+            yield lambda: asked
     finally:
-        restore()
         words.put("")  # nothing, if nobody has asked
         teller.join()

@@ -143,8 +143,8 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
     report = verify.verify_run(rl)
     assert report.faults == []
     assert report.learned == report.terms > 0
-    selected = {line["question"] for line in read_lines(rl.parent / "tasks.jsonl")}
-    assert {r.task.messages[0]["content"] for r in trained_on(rl)} <= selected
+    selected = json.loads((rl.parent / "select.json").read_text())["selected"]
+    assert {r.task.id for r in trained_on(rl)} <= {*selected}
 
     ran(
         tmp_path, "-m", "agentgrpo.recipe.sft", "c.toml", "out_dir=tuned", "sft.keep=all",

@@ -348,7 +348,7 @@ def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Roll
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("serve", ["adapter", "merged"])
-def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
+def test_an_adapters_checkpoint_is_evaluated_and_trained_on_as_the_run_left_it(
     model: Path, tmp_path: Path, serve: str
 ) -> None:
     config = write_config(tmp_path, model)
@@ -366,6 +366,16 @@ def test_evaluating_an_adapters_checkpoint_gives_what_the_run_saw(
     first, last = ([row[f"eval/{name}"] for name in names] for row in rows)
     assert [seen[name] for name in names] == pytest.approx(last)
     assert first != last, "the adapter made no difference"
+    further = [*lora, f"model={checkpoint}", f"out_dir={tmp_path / 'further'}"]
+    for steps in (1, 2):  # the second time from its own checkpoint
+        status, _, err = finish(start(config, *further, f"steps={steps}"))
+        assert (status, err) == (0, "")
+    rows = read_lines(tmp_path / "further" / "metrics.jsonl")
+    begun = next(row for row in rows if "eval/solved" in row)
+    assert [begun[f"eval/{name}"] for name in names] == last
+    described = json.loads((tmp_path / "further" / "run.json").read_text())
+    assert described["base"] == described["model"] == str(model)
+    assert sum("learner/loss" in row for row in rows) == 2
 
 
 def test_a_users_sampler_plays_what_is_trained_on(model: Path, tmp_path: Path) -> None:

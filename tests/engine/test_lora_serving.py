@@ -17,7 +17,7 @@ from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.publish import play_with
 from agentgrpo.machine.footprint import Kept, footprint, shapes_in
-from agentgrpo.models.models import SavedAdapter, base_of, resolve_model, saved_adapter
+from agentgrpo.models.models import SavedAdapter, base_of, saved_adapter
 from tests.learn.given import learner_on
 from tests.tiny import VOCAB
 
@@ -254,14 +254,6 @@ def test_what_is_wrong_with_a_saved_adapter_is_named(
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ValueError, match=message):
         base_of(cast(SavedAdapter, saved_adapter(str(tmp_path))))
-
-
-def test_an_adapter_is_nothing_to_train_from(tmp_path: Path) -> None:
-    described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
-    (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(ValueError, match="holds an adapter, which can be evaluated; to train"):
-        resolve_model(str(tmp_path))
 
 
 def test_vllms_own_llm_can_be_asked_for_the_policy(

@@ -24,6 +24,7 @@ TESTS = {
     "learn/trial.py": ["learn/test_attention.py"],
     "learn/rows.py": ["learn/test_attention.py"],
     "models/kinds.py": ["learn/test_router.py"],
+    "models/models.py": ["learn/test_adapters.py"],
     "learn/publish.py": ["learn/test_adapters.py", "test_faults.py", "engine/test_lora_serving.py"],
     "learn/optimizer.py": [
         *("learn/test_optimizer.py", "learn/test_machinery.py", "learn/test_pretend_cuda.py"),
@@ -260,7 +261,8 @@ MUTANTS = [
     Mutant("learn/lora.py", "if not found or head in found:", "if head in found:"),
     Mutant("learn/lora.py", 'name.endswith(f".{target}")', "name.endswith(target)"),
     Mutant("learn/lora.py", '* layer.scaling["default"]', ""),
-    Mutant("learn/lora.py", "(config.rank, config.alpha):", "(config.rank, then.lora_alpha):"),
+    Mutant("models/models.py", "if then != now:", 'if then != now and key != "alpha":'),
+    Mutant("models/models.py", "if lora.target_modules else ()", ""),
     Mutant("learn/preflight.py", "if parallel.world_size() > 1:", "if False:"),
     Mutant("learn/preflight.py", "(middle, fails) if _fits", "(middle, middle) if _fits"),
     # what it takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import LossConfig
+from agentgrpo.config import LoraConfig, LossConfig
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
+from agentgrpo.models.models import named_base, require_lora_of, resolve_model, saved_adapter
 from agentgrpo.types import Group
 from tests.learn.given import DAPO, oracle_model, run_config
 
@@ -81,10 +83,34 @@ def test_a_resumed_adapter_repeats_the_bits(
     ours = resumed.policy.adapter.tensors() if resumed.policy.adapter else {}
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
-    with pytest.raises(ValueError, match=r"adapter of rank 2 .* says 3"):
-        make_learner(lora={"rank": 3}, adapter=tmp_path)
-    with pytest.raises(ValueError, match=r"holds no adapter: adapter_config.json"):
-        make_learner(lora=lora, adapter=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "rank must be 4, that of the adapter in .*, got 0"),
+        ({"rank": 8, "alpha": 8.0}, "rank must be 4, .*, got 8"),
+        ({"rank": 4}, r"alpha must be 8\.0, .*, got 32\.0"),
+        ({"rank": 4, "alpha": 8.0, "target_modules": ("q_proj",)}, "target_modules must be .*'v_"),
+    ],
+)
+def test_training_goes_on_from_an_adapter_as_it_is(
+    tmp_path: Path, asked: dict[str, Any], message: str
+) -> None:
+    layers = ["v_proj", "q_proj"]
+    described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0}
+    written = json.dumps({**described, "target_modules": layers})
+    (tmp_path / "adapter_config.json").write_text(written)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds an adapter: name the model that it is to"):
+        resolve_model(str(tmp_path))
+    assert (named_base(str(tmp_path)), named_base("m")) == ("m", "m")
+    adapter = saved_adapter(str(tmp_path))
+    assert adapter is not None
+    for named in ((), layers):
+        require_lora_of(adapter, LoraConfig(rank=4, alpha=8.0, target_modules=tuple(named)))
+    with pytest.raises(ValueError, match=rf"learner\.lora\.{message}"):
+        require_lora_of(adapter, LoraConfig(**asked))
 
 
 def test_layers_that_are_not_there_get_no_adapter(make_learner: Callable[..., Learner]) -> None:

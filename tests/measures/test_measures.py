@@ -21,6 +21,7 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.engine.endpoints import ScriptedEndpoint
 from agentgrpo.measures import measures
 from agentgrpo.measures.measures import (
+    MEASURES,
     TaskRow,
     differences,
     estimates,
@@ -214,7 +215,9 @@ def test_measures_of_a_graded_task() -> None:
     rollouts[2].answer = None
     broken = Group(task=task("b"), rollouts=[a_rollout(status=Status.INFRA_ERROR)])
     groups = [Group(task=task(kind="qa"), rollouts=rollouts), broken]
-    (row,) = measure_tasks(groups, quality_by("answer", weight=2.0), ks=(1, 2, 4))
+    row, unknown = measure_tasks(groups, quality_by("answer", weight=2.0), ks=(1, 2, 4))
+    assert (unknown.id, unknown.attempts, {*unknown.columns.values()}) == ("b", 0, {None})
+    assert unknown.columns.keys() == row.columns.keys()
     left_out = {name: row.columns.pop(name) for name in ("pass@4", "pass^4")}  # type: ignore[attr-defined]
     assert set(left_out.values()) == {None}
     assert (row.attempts, row.solved, row.kind) == (3, 2, "qa")
@@ -266,6 +269,16 @@ def test_a_task_that_the_machine_left_too_few_attempts_is_left_out_of_that_k_alo
     gained = differences(rows_of(before), second)["pass^2"]
     assert (gained.value, gained.tasks) == (1.0, 2), "of c and d, which have two attempts in both"
     assert "(of 2 tasks)" in markdown_of_comparison({"a": before, "b": report(second)})
+    third = played(a=(1, 1), b=(None, None), c=(1, 1), d=(1, 1))
+    for pair in ((first, third), (third, first)):  # the machine broke all of b in one of them
+        both = differences(*pair)
+        assert {both[name].tasks for name in (*MEASURES, "pass@1")} == {3}
+    lost = estimates(third)
+    assert (lost["quality"].value, lost["quality"].tasks) == (1.0, 3)
+    nothing = report(played(a=(None, None)))
+    shown = markdown_of_comparison({"a": report(third), "b": nothing, "c": before})
+    assert "| - (of 0 tasks) |" in shown
+    assert "| 1.000 [" in shown
     nobody = estimates(played(a=(None, 1), b=(None, 0)))["pass@2"]
     assert (nobody.value, nobody.low, nobody.tasks) == (None, None, 0)
 

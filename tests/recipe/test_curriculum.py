@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,22 +12,22 @@ from typing import Any
 
 import pytest
 
+from agentgrpo.config import DataConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.data.sources import training_tasks
 from agentgrpo.data.tasks import WordProblemTasks
+from agentgrpo.recipe import parts
 from agentgrpo.recipe.curriculum import (
-    difficulty_pools,
     finish_stage,
     folder_of,
     parts_of,
     prepared,
     select,
+    selected_tasks,
     stages,
     steps_of,
     training_config,
 )
-from agentgrpo.recipe.difficulty import DifficultyTasks
-from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.types import Group, Task
 from tests.given import a_rollout, scored_by
@@ -99,9 +98,8 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
     assert len(chosen) == 4
     assert 0 not in chosen
     assert 4 not in chosen  # all right, all wrong
-    rows = read_lines(folder_of(recipe, 0) / "tasks.jsonl")
-    assert [row["level"] for row in rows] == [1] * 4
-    assert all(row["answer"] is not None for row in rows)
+    tasks: Any = selected_tasks(recipe, 0)
+    assert [task.id for task in tasks.rows] == summary["selected"]
     written = json.loads((folder_of(recipe, 0) / "select.json").read_text())
     assert written == summary
 
@@ -141,7 +139,7 @@ def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
     again = Player()
     assert play_stage(recipe, 0, again) == expected
     assert [len(ids) for ids, _ in again.calls] == ([3, 1] if not cut else [3, 3, 1])
-    for name in ("pool.jsonl", "tasks.jsonl", "select.json"):
+    for name in ("pool.jsonl", "select.json"):
         files = [(folder_of(r, 0) / name).read_text() for r in (whole, recipe)]
         assert files[0] == files[1]
 
@@ -188,8 +186,7 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
     first = training_config(recipe, 0)
     assert (first.model, first.steps, first.seed) == ("start", 5, 3)
     assert first.out_dir == tmp_path / "stage_0" / "rl"
-    assert first.data.train == str(tmp_path / "stage_0" / "tasks.jsonl")
-    assert first.data.heldout_levels == (2,)
+    assert first.data == recipe.data
     with pytest.raises(ValueError, match=r"stage 1 starts from the last checkpoint in .*: none"):
         training_config(recipe, 1)
     last = checkpoint(tmp_path / "stage_0" / "rl", 5)
@@ -206,15 +203,17 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are checked before the first one begins; the model here is a name."""
-    monkeypatch.setattr("agentgrpo.recipe.curriculum.planned", lambda *_, **__: "the plan")
+    stage: Any = SimpleNamespace(training_tasks=lambda config: training_tasks(config.data, 3))
+    of = "agentgrpo.recipe.curriculum"
+    monkeypatch.setattr(f"{of}.planned", lambda config, *, lines, **_: str([*lines(config, stage)]))
+    monkeypatch.setattr(f"{of}.to_be_trained_on", lambda *_: ())
 
 
 def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Parts that only leave what the real ones leave; returns the list of those that ran."""
     ran: list[str] = []
 
-    def run(command: Sequence[str], stdout: None, check: bool) -> Any:
-        assert not check
+    def run(command: Sequence[str], stdout: None) -> tuple[int, bool]:
         assert command[:3] == [sys.executable, "-m", "agentgrpo.recipe.curriculum"]
         assert command[3:5] == ["config.toml", "seed=3"]
         part = command[-1]
@@ -223,14 +222,15 @@ def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[st
         folder = folder_of(recipe, int(stage))
         if what == "select":
             folder.mkdir(parents=True)
+            (folder / "pool.jsonl").touch()
             about = {"model": f"m{stage}", "candidates": 10, "mixed": 6, "quality": 0.5}
             (folder / "select.json").write_text(json.dumps({**about, "selected": ["a", "b"]}))
         else:
             checkpoint(folder / "rl", steps_of(recipe, int(stage)))
             finish_stage(recipe, int(stage))
-        return SimpleNamespace(returncode=0)
+        return 0, False
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(parts, "run_beside", run)
     return ran
 
 
@@ -268,19 +268,39 @@ def test_S3_15_stages_run_in_order_and_leave_their_metadata(
     assert len(ran) == 4
 
 
-def test_other_settings_are_refused_but_more_stages_are_not(
+def test_other_settings_and_other_data_are_refused_but_more_stages_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_parts(make_recipe(tmp_path), monkeypatch)
     run_curriculum(make_recipe(tmp_path))
-    with pytest.raises(ValueError, match=r"curriculum\.select = 4, now it is 5"):
-        run_curriculum(make_recipe(tmp_path, select=5))
+    for wrong, said in (
+        (make_recipe(tmp_path, select=5), r"curriculum\.select = 4, now it is 5"),
+        (make_recipe(tmp_path, tasks_per_step=3), r"rollout\.tasks_per_step = 2, now it is 3"),
+        (make_recipe(tmp_path, steps=(6, 7)), "steps: stage 1 has begun from stage 0, which cann"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run_curriculum(wrong)
+    assert left(make_recipe(tmp_path, steps=(5, 8))) == ["1.train"], "the last may be longer"
     longer = make_recipe(tmp_path, stages=3)
     assert left(longer) == ["2.select", "2.train"]
     with monkeypatch.context() as patch:
         assert fake_parts(longer, patch) == []
         run_curriculum(longer)
     assert left(longer) == []
+
+
+def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the same name with one other row."""
+    rows = tmp_path / "rows.jsonl"
+    recipe = make_recipe(tmp_path / "out").model_copy(
+        update={"data": DataConfig(train=str(rows), heldout="word_problems")}
+    )
+    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
+    fake_parts(recipe, monkeypatch)
+    run_curriculum(recipe)
+    rows.write_text('{"question": "1+2?", "answer": "3"}\n')
+    with pytest.raises(ValueError, match=r"data\.train = '1 rows of rows\.jsonl \(SHA-256 "):
+        run_curriculum(recipe)
 
 
 def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
@@ -312,70 +332,34 @@ def test_a_stage_is_finished_when_its_training_is(
     assert (folder / "stage.json").exists() == (status == 0)
 
 
-def test_a_split_of_each_stages_own_tasks_is_refused(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    table = recipe.model_dump(exclude_unset=True)
-    table["data"] = {"train": "x.jsonl", "heldout": "split"}
-    with pytest.raises(ValueError, match=r"data\.heldout: 'split' would be of each stage's own"):
-        training_config(RecipeConfig.model_validate(table), 0)
-
-
-COLUMNS: dict[str, Any] = {"heldout": "b.jsonl", "question": "prompt", "answer": "gold"}
-HUB = {"train": "owner/name", "split": "train[:9]", "subset": "main"}
-
-
-@pytest.mark.parametrize("is_text", [False, True])
-@pytest.mark.parametrize(
-    "data",
-    [
-        {**COLUMNS, "train": "a.jsonl", "id": "uid", "columns": ["level"]},
-        {**COLUMNS, "train": "env", "columns": ["unit"]},
-        {**COLUMNS, **HUB},
-        {**HUB, "heldout": "owner/other", "heldout_split": "dev"},
-        {**HUB, "heldout": "word_problems", "heldout_levels": [2]},
-    ],
-)
-def test_a_stage_reads_what_was_selected_and_what_is_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], is_text: bool
-) -> None:
-    """By the recipe's own columns, and without settings of a source that it does not read."""
-    monkeypatch.chdir(tmp_path)
-    held = {"prompt": "Q?", "gold": "4", "uid": "h", "level": 1, "unit": "m"}
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text(json.dumps(held) + "\n")
-    table = make_recipe(tmp_path / "out").model_dump(exclude_unset=True)
-    recipe = RecipeConfig.model_validate({**table, "data": data})
-    assert [*stages(recipe)]
-    gold = {"gold": "4"} if data["train"] == "a.jsonl" else {}
-    asked = {"role": "user", "content": "Q?"}
+@pytest.mark.parametrize("sampling", ["shuffle", "difficulty"])
+def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: str) -> None:
+    """Whatever their rows were called: a `question` of their own, which is not what was asked."""
+    more: dict[str, Any] = {} if sampling == "shuffle" else {"easy_share": 0.5}
+    recipe = make_recipe(tmp_path, sampling=sampling, selection="random", select=10, **more)
+    asked = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "And?"})
     made = [
-        Task(
-            id=f"t/{n}", messages=(asked,), is_text=is_text,
-            spec={**gold, "answer": "4", "uid": n, "level": 1},
-        )
-        for n in range(10)
-    ]  # fmt: skip
-    given = iter(made)
+        Task(id=f"t/{n}", messages=asked, is_text=n % 2 > 0, spec={"question": n, "uid": [n]})
+        for n in range(5)
+    ]
+    given = iter([*made, *made])  # in the second round the same tasks again
     stream: Any = SimpleNamespace(
         next=lambda count: [next(given) for _ in range(count)],
         feedback=lambda groups: None,
         state_dict=dict,
     )
     chosen = select(recipe, 0, Player(), stream)["selected"]  # type: ignore[arg-type]
-    config = training_config(recipe, 0).data
-    rows: Any = training_tasks(config, 0)
-    expected = [task for task in made if task.id in chosen]
-    assert [task.messages for task in rows.rows] == [task.messages for task in expected]
-    assert [task.is_text for task in rows.rows] == [is_text] * len(chosen)
-    assert all(
-        task.spec.items() <= read.spec.items()
-        for task, read in zip(expected, rows.rows, strict=True)
-    )
-    if data["heldout"] == "b.jsonl":
-        (task,) = heldout_tasks(config)
-        assert (task.messages, task.spec["answer"]) == ((asked,), "4")
-    else:
-        assert config.subset == ("main" if data["heldout"] == "owner/other" else None)
+    tasks: Any = selected_tasks(recipe, 0)
+    assert tasks.rows == [made[int(name[2:])] for name in chosen] == made
+    assert {task.id for task in tasks.next(len(chosen))} == {*chosen}
+    if sampling == "difficulty":
+        assert tasks._shares == (0.5, 0.2)
+    state = tasks.state_dict()
+    selected_tasks(recipe, 0).load_state_dict(state)
+    pool = folder_of(recipe, 0) / "pool.jsonl"
+    pool.write_text(pool.read_text().replace("Q?", "R?"))
+    with pytest.raises(ValueError, match=r"data position is of: .*stage 0, "):
+        selected_tasks(recipe, 0).load_state_dict(state)
 
 
 def test_what_the_run_of_a_later_stage_would_refuse_is_said_before_the_first(
@@ -384,7 +368,7 @@ def test_what_the_run_of_a_later_stage_would_refuse_is_said_before_the_first(
     table = make_recipe(tmp_path).model_dump(exclude_unset=True)
     last = RecipeConfig.model_validate({**table, "seed": 2**31 - 1})
     with pytest.raises(ValueError, match="seed"):
-        [*stages(last)]
+        [*stages(last, WordProblemTasks())]
 
 
 @pytest.mark.parametrize("by_kind", [False, True])
@@ -401,20 +385,6 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
     chosen = select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
     kinds = {int(name[2:]) % 5 == 1 for name in chosen}
     assert kinds == ({True, False} if by_kind else {False})
-
-
-def test_difficulty_pools_are_drawn_from_if_asked_for(tmp_path: Path) -> None:
-    from agentgrpo.data.tasks import RowTasks
-
-    rows = RowTasks([Task(id="t", messages=(), spec={"answer": 1})], source="t")
-    assert difficulty_pools(make_recipe(tmp_path), rows) is rows
-    asked = make_recipe(tmp_path, sampling="difficulty", easy_share=0.5)
-    drawn = difficulty_pools(asked, rows)
-    assert isinstance(drawn, DifficultyTasks)
-    assert drawn.next(2) == rows.next(1) * 2
-    assert drawn._shares == (0.5, 0.2)
-    with pytest.raises(ValueError, match="needs a list of tasks"):
-        difficulty_pools(asked, WordProblemTasks())
 
 
 @pytest.mark.parametrize(
@@ -452,6 +422,9 @@ def test_epochs_are_rounds_through_what_a_stage_selected(
     assert training_config(recipe, 1).steps == 6
     assert left(recipe) == []
     assert left(make_recipe(tmp_path, steps=None, epochs=4, tasks_per_step=1))
-    by_four = make_recipe(tmp_path, steps=None, epochs=3, tasks_per_step=4)
+    by_four, unbegun = (
+        make_recipe(folder, steps=None, epochs=3, tasks_per_step=4)
+        for folder in (tmp_path, tmp_path / "new")
+    )
     assert steps_of(by_four, 0) == 2, "6 tasks, the last step rounded up"
-    assert "at most 3, 3 steps" in str([*stages(by_four)])
+    assert "at most 3, 3 steps" in str([*stages(unbegun, WordProblemTasks())])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +18,15 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import BranchConfig, RolloutConfig
+from agentgrpo.config import BranchConfig, RewardConfig, RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.recipe.flywheel import kept, require_same_flywheel, spin
+from agentgrpo.recipe.flywheel import kept, questions_of, spin
 from agentgrpo.recipe.operators import Chosen
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
+from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
@@ -111,7 +114,8 @@ class World:
         )
 
     def spin(self, *tasks: Task) -> dict[str, Any]:
-        require_same_flywheel(self.recipe, tasks)
+        (self.recipe.out_dir / "flywheel").mkdir(exist_ok=True)
+        questions_of(self.recipe, given(*tasks))
         self.stage.models = models_of(self.recipe, None, trained=False)
         summary = spin(self.recipe, self.stage, self.engine, tasks)  # type: ignore[arg-type]
         self.env.assert_all_closed_once()
@@ -126,6 +130,11 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripts are found by the name of this module."""
     scripts: Any = SimpleNamespace(critic=critic, reflector=reflector)
     monkeypatch.setitem(sys.modules, "scripts_of_the_test", scripts)
+
+
+def given(*tasks: Task) -> Any:
+    """A stream of these alone, of the same data whatever they are."""
+    return SimpleNamespace(next=lambda count: tasks, state_dict=lambda: {"source": "a.jsonl"})
 
 
 def question(name: str = "q") -> Task:
@@ -303,11 +312,36 @@ def test_S3_13_killed_work_goes_on_behind_what_is_finished(tmp_path: Path) -> No
 
 def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
     World(tmp_path).spin(question("easy"))
-    with pytest.raises(ValueError, match="with rounds = 1, now it is 3"):
+    with pytest.raises(ValueError, match=r"with flywheel\.rounds = 1, now it is 3"):
         World(tmp_path, rounds=3).spin(question("easy"))
+    table = World(tmp_path).recipe.model_dump()
+    table["learner"]["learning_rate"] = 1.0  # which a flywheel does not read
+    questions_of(RecipeConfig.model_validate(table), given(question("easy")))
+    table["rollout"]["max_turns"] = 4
+    with pytest.raises(ValueError, match=r"with rollout\.max_turns = 3, now it is 4"):
+        questions_of(RecipeConfig.model_validate(table), given(question("easy")), write=False)
+    other = given(question("easy"))
+    other.state_dict = lambda: {"source": "b.jsonl"}
+    with pytest.raises(ValueError, match=r"with data\.train = 'a\.jsonl', now it is 'b\.jsonl'"):
+        questions_of(World(tmp_path).recipe, other)
     World(tmp_path, keep=1, concurrency=2).spin(question("easy"))
     with pytest.raises(ValueError, match="the data has 1 that have different ids"):
         World(tmp_path).spin(question("a"), question("a"))
+
+
+def test_rewards_that_need_the_runs_own_thread_have_it(tmp_path: Path) -> None:
+    """As those that set alarms: also where many questions are worked on at once."""
+
+    async def alarms(rollout: Rollout) -> dict[str, float]:
+        await asyncio.sleep(0.01)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an error on any other thread
+        return correct(rollout)
+
+    made = World(tmp_path)
+    made.stage.reward = Scoring(alarms, RewardConfig(overlap=False), lambda ids: "")
+    summary = made.spin(*(question(f"easy {i}") for i in range(6)))
+    assert (summary["questions"], summary["right"]) == (6, summary["trajectories"])
 
 
 def test_no_trajectory_is_worked_on_twice(tmp_path: Path) -> None:
@@ -367,9 +401,7 @@ def test_what_was_only_shown_makes_no_difference_between_two() -> None:
 
 
 def test_settings_bind_only_where_work_was_done(tmp_path: Path) -> None:
-    require_same_flywheel(
-        World(tmp_path).recipe, [question("easy")]
-    )  # then no engine could be started
+    questions_of(World(tmp_path).recipe, given(question("easy")))  # then no engine could be started
     World(tmp_path, rounds=3).spin(question("easy"))
 
 

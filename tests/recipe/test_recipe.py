@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +17,10 @@ import pytest
 
 from agentgrpo.command import Stopped
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.data.tasks import WordProblemTasks
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
+from agentgrpo.recipe import parts
 from agentgrpo.recipe import recipe as recipes
 from agentgrpo.stage import models_of
 from agentgrpo.types import Group
@@ -22,6 +28,7 @@ from tests.given import TASK, a_rollout
 from tests.measures.test_measures import rows
 from tests.playing import CHAT, EOT, TOKENIZER, scripted
 from tests.rollout.stubs import Turn
+from tests.warm import ROOT, environment
 
 ORDER = ["prompting", "flywheel", "sft", "tuned", "0.select", "0.train", "trained"]
 SOLVED = {"prompting": [0.0, 0.0], "tuned": [1.0, 0.0], "trained": [1.0, 1.0]}
@@ -108,7 +115,13 @@ def leave(recipe: RecipeConfig, part: str) -> None:
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe sets its stage before its first part; the model here is a name."""
-    monkeypatch.setattr(recipes, "planned", lambda config, **_: f"PLAN of {config.out_dir}")
+    stage: Any = SimpleNamespace(training_tasks=lambda config: WordProblemTasks(), heldout=[TASK])
+
+    def planned(config: Any, *, lines: Any, **_: Any) -> str:
+        return f"PLAN of {config.out_dir}: {[*lines(config, stage)]}"
+
+    monkeypatch.setattr(recipes, "planned", planned)
+    monkeypatch.setattr(recipes, "to_be_trained_on", lambda *_: ())
 
 
 def fake_parts(
@@ -117,15 +130,15 @@ def fake_parts(
     """Parts that leave what real ones do; returns their command lines as they are run."""
     ran: dict[str, list[str]] = {}
 
-    def run(command: list[str], **options: Any) -> SimpleNamespace:
+    def run(command: list[str], **options: Any) -> tuple[int, bool]:
         part = ORDER[next(i for i, name in enumerate(ORDER) if name not in done(recipe))]
         ran[part] = command[2:]
         if part == fails_at:
-            return SimpleNamespace(returncode=2)
+            return 2, False
         leave(recipe, part)
-        return SimpleNamespace(returncode=0)
+        return 0, False
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(parts, "run_beside", run)
     return ran
 
 
@@ -174,6 +187,64 @@ def test_a_failed_part_is_where_it_goes_on(
     assert len(after) == len(ORDER) - len(before) + 1
 
 
+PART = """
+import contextlib, pathlib, sys, time
+from agentgrpo.recipe.parts import command
+from agentgrpo.run.interrupt import stop_after_step
+
+def work():
+    with stop_after_step(print) as stopping:
+        print("begun", flush=True)
+        patience = time.monotonic() + 60
+        while not stopping():
+            assert time.monotonic() < patience
+            time.sleep(0.02)
+        time.sleep(0.5)  # the rest of its step
+        pathlib.Path("saved").touch()
+    return int(pathlib.Path("status").read_text())
+
+sys.exit(command("sft", None, sys.argv[1:], lambda *_: contextlib.nullcontext(work), plan=str))
+"""
+PARENT = """
+import pathlib, sys
+from types import SimpleNamespace
+from agentgrpo.command import told
+from agentgrpo.recipe.parts import Part, run_parts
+from agentgrpo.run.interrupt import guarded
+
+parts = [Part(name=name, module="slow_part") for name in ("first", "second")]
+with guarded(), told() as outcome:
+    run_parts(SimpleNamespace(out_dir=pathlib.Path()), parts, ["quickstart"])
+sys.exit(outcome.status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "ends"),
+    [(signal.SIGINT, 130, 130), (signal.SIGTERM, 130, 130), (signal.SIGKILL, 130, -9),
+     (signal.SIGINT, 0, 130)],
+)  # fmt: skip
+def test_who_asks_a_recipe_to_stop_asks_its_part_which_saves(
+    tmp_path: Path, number: int, status: int, ends: int
+) -> None:
+    """Once, from a terminal too, whose Ctrl-C is sent to all that it has started."""
+    (tmp_path / "slow_part.py").write_text(PART)
+    (tmp_path / "status").write_text(str(status))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=tmp_path, text=True, start_new_session=True,
+        env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process, process.stdout as lines:
+        assert any(line == "begun\n" for line in lines)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        rest = lines.read()  # until the part has ended too
+        assert process.wait(60) == ends
+    assert (tmp_path / "saved").exists()
+    assert "== second" not in rest
+    assert (tmp_path / "recipe.json").exists() == (status == 0)
+
+
 def test_the_report_says_what_was_gained_and_by_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +262,11 @@ def test_the_report_says_what_was_gained_and_by_whom(
     assert "| fresh | 4 | 3 | 2 |" in text
     assert "| 0 | 8 | 5 | 4 | 2 | 3 | 2 |" in text  # 3 rollouts of training, 2 of them branched
     assert "| l | 0.000, 0.000, 1.000 | 1.000, 1.000, 1.000 | 1.000, 1.000, 1.000 |" in text
+    tuned = recipe.out_dir / "measures/tuned/report.json"
+    made = report([replace(row, columns=dict.fromkeys(row.columns)) for row in rows([1.0, 1.0])])
+    tuned.write_text(json.dumps(made))  # the machine broke all of them
+    run(recipe, ["r.toml"])
+    assert "| l | 0.000, 0.000, 1.000 | -, -, - | 1.000," in capsys.readouterr().out
 
 
 def test_other_settings_and_other_starts_are_refused(

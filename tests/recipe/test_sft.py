@@ -174,7 +174,7 @@ def test_each_epoch_has_every_example_once_in_another_order() -> None:
     assert batch_of(4, 10, 4, 7) == batch_of(4, 10, 4, 7) != batch_of(4, 10, 4, 8)
 
 
-def recipe(folder: Path, model: Path, **sft: Any) -> RecipeConfig:
+def recipe(folder: Path, model: Path, rank: int = 0, **sft: Any) -> RecipeConfig:
     return RecipeConfig.model_validate(
         {
             "model": str(model),
@@ -182,7 +182,7 @@ def recipe(folder: Path, model: Path, **sft: Any) -> RecipeConfig:
             "save_every": 2,
             "engine": {"max_model_len": 256},
             "agent": {"options": {"system_prompt": "S"}},
-            "learner": {"learning_rate": 1e-2},
+            "learner": {"learning_rate": 1e-2, "lora": {"rank": rank}},
             "sft": {"data": str(folder / "data.jsonl"), **sft},
         }
     )
@@ -249,9 +249,11 @@ def test_what_is_not_decided_is_no_policys(tiny_model: Path) -> None:
 
 
 @pytest.mark.nsjail
+@pytest.mark.parametrize("rank", [0, 8])
 def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, rank: int
 ) -> None:
+    """Also of an adapter, whose checkpoints hold no model."""
     rows = [
         {
             "messages": [
@@ -268,7 +270,7 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
         folder = tmp_path / name
         folder.mkdir()
         write(folder / "data.jsonl", rows)
-        made = recipe(folder, tiny_model, epochs=4, batch_size=4)
+        made = recipe(folder, tiny_model, rank, epochs=4, batch_size=4)
         if name == "resumed":
             interrupt_after(3, made)
         last = finetune(made)
@@ -280,9 +282,11 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
         assert [row[name] for row in whole] == [row[name] for row in resumed]
     assert whole[-1]["sft/nll"] < 0.7 * whole[0]["sft/nll"]
     assert (last / "tokenizer.json").exists()
-    write(tmp_path / "resumed" / "data.jsonl", rows[:5])
-    with pytest.raises(ValueError, match="is of other data"):
-        finetune(recipe(tmp_path / "resumed", tiny_model, epochs=4, batch_size=4))
+    with pytest.raises(ValueError, match=r"with sft\.epochs = 4, now it is 5"):
+        finetune(recipe(tmp_path / "resumed", tiny_model, rank, epochs=5, batch_size=4))
+    write(tmp_path / "resumed" / "data.jsonl", [*rows[:5], rows[0]])
+    with pytest.raises(ValueError, match=r"with sft\.data = '6 examples of data\.jsonl \(SHA-256 "):
+        finetune(made)
 
 
 def finetune(made: RecipeConfig) -> Path:
