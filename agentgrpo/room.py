@@ -60,9 +60,9 @@ def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
     learner = config.learner
     if learner.gradient_checkpointing != "auto":
         return learner
-    wanted = hardware.has_nvidia_gpu() and held_by(config, model).checkpointed
+    held = held_by(config, model) if hardware.has_nvidia_gpu() else None
     # a rank that computes layers again gathers their weights again, and the others must take part
-    chosen = any(parallel.gather(wanted))
+    chosen = any(parallel.gather(held is not None and held.checkpointed))
     return learner.model_copy(update={"gradient_checkpointing": chosen})
 
 

@@ -160,7 +160,7 @@ def _is_another(section: str, table: Mapping[str, Any], kind: Any) -> bool:
 
 def _leaves(key: str, value: Any) -> list[str]:
     """The settings that are made by a key and its value, which may be a table."""
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, Mapping) or not value:
         return [key]
     return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
 
@@ -235,15 +235,6 @@ def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
     number = error["type"] == "string_type" and isinstance(error["input"], int)
     hint = f"; did you mean {meant}?" if number and meant in _all_keys(kind) else ""
     return told(error, "config key ") + hint
-
-
-def _leaves(where: str, value: Any) -> Iterator[str]:
-    """The keys that a table sets; of what is none, its own."""
-    if not (isinstance(value, Mapping) and value):
-        yield where
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{where}.{name}", inner)
 
 
 def _hint(wrong: str, keys: Sequence[str]) -> str:
