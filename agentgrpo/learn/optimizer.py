@@ -215,6 +215,8 @@ class MasterAdamW:
                 # AdamW wants its scalar count on the CPU; a fused one beside the parameter
                 if isinstance(value, Tensor) and name not in _MOMENTS and (value.ndim or fused):
                     moments[name] = value.to(self._parameters[0].device)
+        if hasattr(self._adamw, "initialized"):  # bitsandbytes' first step would move it again
+            self._adamw.initialized = True
         self._offload.put_back(range(len(self._parameters))).synchronize()
 
     def _lower(self) -> list[tuple[int, Tensor]]:

@@ -244,6 +244,7 @@ MUTANTS = [
     Mutant("learn/offload.py", "room -= size", "room = room"),
     Mutant("learn/optimizer.py", "(value.ndim or fused)", "value.ndim"),
     Mutant("learn/optimizer.py", "(value.ndim or fused)", "True"),
+    Mutant("learn/optimizer.py", "self._adamw.initialized = True", "pass"),
     Mutant("engine/agreement.py", "parallel.largest(metrics[\"max_dlogp\"])", "metrics[\"max_dlogp\"]"),
     Mutant("engine/agreement.py", "for rank in ranks if not rank[0] <= threshold", "for rank in ranks[::-1]"),
     Mutant("config/learning.py", "unless=key in self.row.reads", "unless=True"),

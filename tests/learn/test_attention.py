@@ -389,12 +389,16 @@ def test_models_that_cannot_share_are_known_without_their_weights(name: str) -> 
     assert re.search(reason or "", why or "")
 
 
-def test_a_branch_that_sees_another_means_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the state of a convolution, in a family that nobody has said anything about."""
+@pytest.mark.parametrize("name", ["lfm2", "qwen3"])
+def test_a_branch_that_sees_too_much_or_too_little_means_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a family whose states nobody has said anything about; without what is before a branch."""
+    alone = lambda tout_T: [run._replace(path=()) for run in runs_of(tout_T)]  # noqa: E731
     monkeypatch.setattr("agentgrpo.learn.policy.why_rows", lambda model: None)
-    for name in ("KINDS", "MIXERS"):
-        monkeypatch.setattr(recurrent, name, set())
-    model = make("lfm2")
+    monkeypatch.setattr(recurrent, "KINDS", set())
+    monkeypatch.setattr("agentgrpo.learn.attention.runs_of", alone if name == "qwen3" else runs_of)
+    model = make(name)
     scorer = Scorer(model)
     assert re.match("half of its log-probabilities are .* off", scorer.rows or "")
     assert model.config._attn_implementation != TREE

@@ -185,8 +185,30 @@ def test_bfloat16_stays_on_the_card(
     }
 
 
+class BlockWise(torch.optim.AdamW):
+    """Has scales of blocks beside the moments, and moves as bitsandbytes' does: its first step puts
+    all state where the parameters are.
+    """
+
+    initialized = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.initialized:
+            self.initialized = True
+            for p, state in self.state.items():
+                moved = {name: x.to(p.device) for name, x in state.items() if name != "step"}
+                state.update(moved)
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                scales = self.state[p].setdefault("absmax1", torch.ones(1, device=p.device))
+                assert scales.device == p.device == CARD
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("adamw", [None, torch.optim.AdamW], ids=["fused", "plain"])
+@pytest.mark.parametrize(
+    "adamw", [None, torch.optim.AdamW, BlockWise], ids=["fused", "plain", "blocks"]
+)
 @pytest.mark.usefixtures("_cuda")
 def test_state_passes_through_the_card_in_parts(
     dtype: torch.dtype, adamw: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
