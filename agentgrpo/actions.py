@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from agentgrpo.types import OWN_NUMBERS, PLAYED, named_numbers
 from agentgrpo.usercode import InfrastructureError as InfrastructureError
-from agentgrpo.usercode import WrongResult
 
 Message = Mapping[str, Any]
 """A chat message, `{"role": ..., "content": ...}`, and what else the model's template reads."""
@@ -153,70 +151,13 @@ class Observation:
     """What this step was worth, by name: credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Added to the counts of the rollout (Rollout.stats), each a number of the metrics by its name:
-    none of those that a run has of itself (types.OWN_NUMBERS, PLAYED), and without "/"."""
+    none of those that a run has of itself (envs/checked.py), and without "/"."""
     memory: Any = field(default=None, compare=False)
     """What an episode that repeats this action is handed before it does, by recall(memory): answers
     that came from elsewhere and are not to be asked for again."""
     ask: Ask | None = None
     """The answer waits for this: step() is called again, with what was said as Heard, and only then
     gives the observation of the policy's action. Nothing else of this one is read."""
-
-
-def checked_observation(told: Any) -> Observation:
-    """What step() returned, an Observation, with its rewards and counts as floats.
-
-    Raises:
-        WrongResult: it is not.
-    """
-    if not isinstance(told, Observation):
-        raise WrongResult(f"expected an Observation, got {told!r:.80}")
-    for text in (told.text, *told.outputs):
-        if not isinstance(text, str):
-            raise WrongResult(f"expected a text, got {text!r:.80}")
-    return replace(
-        told, failed=bool(told.failed), answer=checked_answer(told.answer),
-        rewards=checked_rewards(told.rewards), counts=checked_counts(told.counts, PLAYED),
-    )  # fmt: skip
-
-
-def checked_answer(answer: Any) -> str | None:
-    """A text, or None.
-
-    Raises:
-        WrongResult: it is neither.
-    """
-    if not isinstance(answer, str | None):
-        raise WrongResult(f"answer: expected a text or None, got {answer!r:.80}")
-    return answer
-
-
-def checked_counts(counts: Any, taken: Collection[str] = ()) -> dict[str, float]:
-    """Counts of a rollout by name, as floats.
-
-    Args:
-        counts: what somebody's code has counted.
-        taken: names that it cannot have besides OWN_NUMBERS.
-
-    Raises:
-        WrongResult: they are no finite numbers by name, or one has the name of another number.
-    """
-    made = checked_rewards(counts)
-    for name in made:
-        if name in OWN_NUMBERS or name in taken or "/" in name:
-            raise WrongResult(f"counts: {name!r} is a number of the run's own; choose another name")
-    return made
-
-
-def checked_rewards(rewards: Any) -> dict[str, float]:
-    """Finite numbers by name, as floats.
-
-    Raises:
-        WrongResult: they are not.
-    """
-    made = named_numbers(rewards)
-    if made is None:
-        raise WrongResult(f"expected {{name: finite number}}, got {rewards!r:.80}")
-    return made
 
 
 @dataclass(frozen=True, slots=True)

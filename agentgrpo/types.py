@@ -181,21 +181,6 @@ def token_hash(token_ids: Int32) -> str:
 
 COUNTS = ("turns", "tool_calls", "tool_errors", "malformed", "refused_calls")
 """What every rollout counts in its stats."""
-PLAYED = ("turns", "said", "asked", "asked_tokens")
-"""What the sampler alone counts: no environment adds to it."""
-OWN_NUMBERS = frozenset(
-    {
-        *("rollouts", "infra_errors", "reward", "solved", "answered", "sampled_tokens"),
-        *(f"status_{status}" for status in Status),
-        *("groups", "live_groups", "dead_broken", "dead_silent", "dead_all_solved"),
-        *("dead_all_equal", "total_s", "decode_s", "idle_s", "observe_s", "engine_steps"),
-        *("total_sampled_tokens", "prompt_tokens", "cached_tokens", "infra_failures", "retries"),
-        *("branches", "diverged_forks"),
-        *("model", "seed", "tasks", "measures", "kinds", "per_task"),
-    }
-)
-"""Beside the means of the counts in a line of metrics.jsonl or a report: a count of such a name
-would take its place."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

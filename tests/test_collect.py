@@ -18,10 +18,11 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.build import Parts
 from agentgrpo.collect import collect
 from agentgrpo.config import RewardConfig, RolloutConfig
+from agentgrpo.envs.checked import OWN_NUMBERS
 from agentgrpo.measures.report import report
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.types import OWN_NUMBERS, Group, Rollout, Task
+from agentgrpo.types import Group, Rollout, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
 from tests.playing import CHAT, EOT, scripted, tasks

@@ -78,7 +78,8 @@ class FakeRun:
         self.calls.append("agree")
         logprobs = np.full(num_tokens, self.gap, np.float32)
         ids = np.zeros(num_tokens, np.int32)
-        return [SimpleNamespace(token_ids=ids, logprobs=logprobs) for _ in prompts]
+        said = SimpleNamespace(token_ids=ids, logprobs=logprobs, num_cached_tokens=0)
+        return [said for _ in prompts]
 
     # the learner
     def publish(self) -> dict[str, float]:

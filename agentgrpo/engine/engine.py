@@ -402,8 +402,6 @@ class Engine:
         self._drain()
         before = memory(self.device)
         self._engine.sleep(self._config.sleep_level, mode="keep")
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
         after = memory(self.device)
         self._memory = {f"{name}_before_sleep": value for name, value in before.items()}
         self._memory |= {f"{name}_asleep": value for name, value in after.items()}

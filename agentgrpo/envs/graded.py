@@ -115,18 +115,16 @@ class UnitTestEnv(PythonEnv):
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
-        if tests is None and (
-            not cases or any(isinstance(case, str) or len(case) != 2 for case in cases)
-        ):
-            raise ValueError(
-                f"task {task.id}: expected 'cases' as [stdin, expected stdout] pairs, "
-                f"got {cases!r:.80}"
-            )
         try:
             if tests is not None:
                 names_of(tests, task.spec.get("names"))
-            for _, expected in cases if tests is None else ():
-                require_printable(self.pool.limits, str(expected))
+            elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
+                raise ValueError(
+                    f"'cases' are no [stdin, expected stdout] pairs, but {cases!r:.80}"
+                )
+            else:
+                for _, expected in cases:
+                    require_printable(self.pool.limits, str(expected))
         except ValueError as error:
             raise ValueError(f"task {task.id}: its {error}") from None
         return UnitTestEpisode(self, task)

@@ -24,10 +24,9 @@ from agentgrpo.actions import (
     Ask,
     InfrastructureError,
     Observation,
-    checked_observation,
-    checked_rewards,
 )
 from agentgrpo.envs.base import AnyEpisode, Episode
+from agentgrpo.envs.checked import checked_observation, checked_rewards
 from agentgrpo.usercode import (
     Call,
     UserCodeError,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from agentgrpo.actions import checked_answer, checked_counts
 from agentgrpo.config import RolloutConfig
+from agentgrpo.envs.checked import checked_answer, checked_counts
 from agentgrpo.rollout.decoder import Watch
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler

@@ -17,10 +17,10 @@ from agentgrpo.actions import (
     Observation,
     Say,
     Schema,
-    checked_answer,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
+from agentgrpo.envs.checked import checked_answer
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.live import Live
 from agentgrpo.types import Int32, Rollout, SpanReward, Status, Task

@@ -296,8 +296,10 @@ class Cgroups:
 
     def adopt(self, pids: Iterable[int]) -> None:
         """Let these processes and what they start share the sessions' part of the processors."""
+        if self._cpu is None:
+            return
         try:
-            for pid in pids if self._cpu is not None else ():
+            for pid in pids:
                 _write(self._cpu / "cgroup.procs", pid)
         except OSError as error:
             self.cpu_missing = _told(error)

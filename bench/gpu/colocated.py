@@ -4,13 +4,15 @@
     python -m bench.gpu.colocated --dry-run        tiny, on the CPU: does the script work?
 
 Every cycle is the loop's own (train.generating): wake, publish, prove agreement, sleep; then one
-optimizer step on two rollouts with advantages +1 and -1, so that the weights move and a stale cache
-or a skipped sync would show. Rows: times of each part, |delta logp|, and the device memory in use
-awake, asleep and after the update, and how much of it grew from the first cycles to the last. With
---weights copy: what a second replica costs, in memory and in time. A map of the memory of the
-first cycles, part by part, is printed and goes to $BENCH_OUT/memory.jsonl.
-Without --model a Qwen3 of the shapes of --size with random weights is made, its tokens bytes: the
-quickstart's model is not needed. The task calls a calculator, and no sandbox is opened.
+optimizer step on two rollouts with advantages +1 and -1, at a learning rate that moves the weights
+by more than bfloat16 rounds, so that a stale cache or a skipped sync would show. Rows: times of
+each part, |delta logp|, and the device memory in use awake, asleep and after the update, and how
+much of it grew from the first cycles to the last. With --weights copy: what a second replica costs,
+in memory and in time. A map of the memory of the first cycles, part by part, is printed and goes
+to $BENCH_OUT/memory.jsonl.
+Without --model a Qwen3 with random weights is made, of the shapes of --size or else of what the
+card has room for, its tokens bytes: the quickstart's model is not needed. The task calls a
+calculator, and no sandbox is opened.
 """
 
 from __future__ import annotations
@@ -68,6 +70,13 @@ class Seen:
         _synchronize()
         self.add(name, time.perf_counter() - started)
         return result
+
+
+def largest() -> str:
+    """What the card can train whole: beside activations and cache 1.7B takes 26 GiB, 0.6B 9."""
+    import torch
+
+    return "1.7B" if torch.cuda.get_device_properties(0).total_memory >= 40 << 30 else "0.6B"
 
 
 def make_model(folder: Path, size: str) -> Path:
@@ -213,7 +222,7 @@ def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str
     return load_config(
         "inline",
         [
-            f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-5",
+            f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-3",
             f"learner.trained_layers={1 if 'tiny' in model.name else 28}",
             f"engine.weights={weights}", *overrides,
         ],
@@ -225,7 +234,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--model", type=Path, help="a model directory; default: random weights")
-    parser.add_argument("--size", choices=list(SHAPES), default="1.7B", help="of random weights")
+    parser.add_argument("--size", choices=list(SHAPES), help="default: what the card has room for")
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--weights", choices=["shared", "copy"], default="shared")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
@@ -245,7 +254,7 @@ def main(arguments: Sequence[str]) -> None:
             append_row(NAME, variant, values, unit=unit, shape=shape)
 
     with tempfile.TemporaryDirectory() as folder:
-        size = "tiny" if args.dry_run else args.size
+        size = "tiny" if args.dry_run else args.size or largest()
         model = args.model or make_model(Path(folder) / size, size)
         config = config_for(model, Path(folder) / "run", args.weights, args.overrides)
         measure(config, 3 if args.dry_run else args.cycles, record)

@@ -11,6 +11,7 @@ import pytest
 
 from agentgrpo import parallel
 from agentgrpo.engine.agreement import (
+    BEHIND,
     NEW_TOKENS,
     Disagreement,
     check_agreement,
@@ -29,6 +30,7 @@ def logp_of(token_ids: Int32) -> Float32:
 class Continued:
     token_ids: Int32
     logprobs: Float32
+    num_cached_tokens: int = 0
 
 
 class Sides:
@@ -108,6 +110,55 @@ def test_what_one_rank_sees_stops_all_of_them(
         assert told in str(error.value), "of the rank that saw it"
         seen[rank] = sides.scored
     assert seen[0] == seen[1] == seen[2]
+
+
+class Update(Sides):
+    """In bfloat16: each has the learner's numbers drift, and the sampler's if it is told of it."""
+
+    drift, told, cached, noise = 0.0, 0.0, 0, 0.0
+
+    def score(self, token_ids: Int32) -> Float32:
+        self.drift += self.noise
+        return logp_of(token_ids) + np.float32(self.drift)
+
+    def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Any]:
+        turns = super().probe(prompts, num_tokens)
+        return [Continued(t.token_ids, t.logprobs + self.told, self.cached) for t in turns]
+
+
+def checks_that_pass(sides: Update, *, told: bool, learning: Sequence[float]) -> int:
+    """With a threshold that lets all of it through."""
+    probes = probe_prompts(1000)
+    check_agreement(sides, sides, probes, threshold=1.0)
+    for passed, step in enumerate(learning):
+        sides.drift += step
+        sides.told = sides.drift if told else 0.0
+        try:
+            check_agreement(sides, sides, probes, threshold=1.0)
+        except Disagreement:
+            return passed
+    return len(learning)
+
+
+def test_a_sampler_that_no_update_reaches_is_told_in_bfloat16() -> None:
+    assert checks_that_pass(Update(), told=True, learning=[0.008] * 100) == 100
+    assert checks_that_pass(Update(), told=False, learning=[0.008] * 100) == BEHIND - 1
+    between = [0.008, 0.0] * 50  # evaluations, or steps without a gradient
+    assert checks_that_pass(Update(), told=False, learning=between) == 2 * (BEHIND - 1)
+    assert checks_that_pass(Update(), told=False, learning=[0.0] * 100) == 100
+
+
+def test_a_learner_that_is_never_the_same_twice_says_nothing() -> None:
+    sides = Update()
+    sides.noise = 1e-5
+    assert checks_that_pass(sides, told=False, learning=[0.0] * 30) == 30
+
+
+def test_a_cache_that_outlived_an_update_is_told() -> None:
+    sides = Update()
+    sides.cached = 64
+    assert checks_that_pass(sides, told=False, learning=[0.0] * 30) == 30, "nothing was updated"
+    assert checks_that_pass(sides, told=True, learning=[0.008]) == 0
 
 
 @pytest.mark.parametrize("shift", [float("nan"), float("inf"), float("-inf")])

@@ -260,8 +260,8 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         ({}, "neither 'tests' nor 'cases'"),
         ({"tests": "assert ("}, "its 'tests' are not Python: "),
         ({"tests": 3}, "its 'tests' are not Python: "),
-        ({"cases": []}, r"expected 'cases' as \[stdin, expected stdout\] pairs, got \[\]"),
-        ({"cases": ["ab"]}, "expected 'cases' as"),
+        ({"cases": []}, r"its 'cases' are no \[stdin, expected stdout\] pairs, but \[\]"),
+        ({"cases": ["ab"]}, "its 'cases' are no"),
         ({"cases": [["", "x" * 5_000_000]]}, "task .*: its expected output has 5000000 bytes"),
     ]
     for bad, message in refused:

@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant("learn/advantages.py", "if start < span.end <= end", "if start < span.end"),
     Mutant("learn/advantages.py", "[*starts[1:], length]", "[start + 1 for start in starts]"),
     Mutant("learn/advantages.py", "if alone else row[-1]", "if False else row[-1]"),
-    Mutant("config/run.py", 'kinds & {"repl", "console"}', "set()"),
+    Mutant("config/run.py", 'self.agent.kind == "repl" or self.env.kind == "console"', "False"),
     Mutant("learn/advantages.py", "if alone else row[-1]", "if alone else 0.0"),
     Mutant("learn/advantages.py", "total + sum(span.value", "sum(span.value"),
     Mutant("learn/advantages.py", "        length += len(segment.token_ids)\n    nexts", "    nexts"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.config.read import config_of, load_config
+from agentgrpo.envs.checked import OWN_NUMBERS
 from agentgrpo.learn.advantages import (
     assign_advantages,
     centred,
@@ -23,7 +24,7 @@ from agentgrpo.learn.advantages import (
     why_dead,
 )
 from agentgrpo.proof.credit import credit_faults
-from agentgrpo.types import OWN_NUMBERS, Group, Rollout, Segment, SpanReward, Status, Task
+from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
 NORMALIZE_THEN_SUM: dict[str, Any] = {"multi_objective_aggregation": "normalize_then_sum"}

@@ -63,7 +63,8 @@ class Engine(StubEngine):
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Any]:
         ids, logprobs = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
-        return [SimpleNamespace(token_ids=ids, logprobs=logprobs) for _ in prompts]
+        said = SimpleNamespace(token_ids=ids, logprobs=logprobs, num_cached_tokens=0)
+        return [said for _ in prompts]
 
 
 def rng_of(turn: Completion) -> np.random.Generator:
