@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +43,7 @@ class Parts:
             (recipe.out_dir / "sft" / "checkpoints" / "step_000009").mkdir(parents=True)
         elif module == "curriculum":
             self._staged(recipe, *more[-1].split("."))
-        return SimpleNamespace(returncode=0)
+        return 0, False
 
     def _measured(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -74,7 +72,7 @@ class Parts:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     made = Parts()
-    monkeypatch.setattr(subprocess, "run", made)
+    monkeypatch.setattr("agentgrpo.recipe.parts.run_beside", made)
     monkeypatch.setenv("BENCH_OUT", str(tmp_path / "rows"))
     for module in ("bench.calibration", "bench.harness"):
         monkeypatch.setattr(f"{module}.measured_commit", lambda: "abc")
