@@ -28,6 +28,7 @@ from agentgrpo.learn.fused import fuse
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.policy import Scorer, freeze_all_but
 from agentgrpo.learn.rehearsal import one_row
+from agentgrpo.learn.rows import layers_of
 from agentgrpo.machine.footprint import Kept
 from agentgrpo.models.liger import why_plain
 
@@ -57,7 +58,7 @@ def kept(model: Any, learner: LearnerConfig, *, cuda: bool) -> Kept:
     if model.config._attn_implementation in (TREE, "sdpa"):
         AttentionInterface.register(COUNTED, functools.partial(_attend, cuda=cuda))
         model.set_attn_implementation(COUNTED)
-    layers = model.get_decoder().layers
+    layers = layers_of(model)
     saved = _Saved(model)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, here=index: saved.enter(here))

@@ -46,6 +46,9 @@ class Trial:
             )
             for ids in branches
         ])  # fmt: skip
+        self._wanted: Any = None
+        if model.device.type == "meta":  # without numbers there is nothing to try
+            return
         self._within = WITHIN if model.dtype.itemsize > 2 else WITHIN_16_BIT
         self._attention = model.config._attn_implementation
         if model._can_set_attn_implementation():
@@ -65,6 +68,8 @@ class Trial:
         A tree is tried on a CPU only: on CUDA its kernel would be compiled, for half a minute. On
         several ranks all must call it.
         """
+        if self._wanted is None:
+            return None
         shares = scorer.rows is None and scorer.device.type != "cuda"
         (batch,) = pack_tree([self._group], max_tokens=1 << 10, share_prefixes=shares)
         gap, failed = float("inf"), ""
