@@ -30,7 +30,8 @@ CHECKED = {
 """What is read to be checked, or in a config that the command makes itself; nothing follows."""
 IN_CONFIG = (
     "engine.dtype engine.async_scheduling rollout.deterministic data.heldout learner.max_tokens "
-    "out_dir learner.decay learner.final_learning_rate learner.warmup_steps evaluation.*"
+    "out_dir learner.decay learner.final_learning_rate learner.warmup_steps evaluation.* "
+    "learner.gradient_checkpointing"
 )
 """What methods of the config read, or its checks alone."""
 OTHERWISE = (

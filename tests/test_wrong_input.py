@@ -108,7 +108,7 @@ ALL = ("train c.toml", "sft recipe.toml", "flywheel recipe.toml", "curriculum re
 """What reads a config; all do the same before anything is loaded."""
 
 
-BEGUN = {"flywheel recipe.toml": "flywheel/buffer.jsonl", ALL[3]: "stage_1/pool.jsonl",
+BEGUN = {"flywheel recipe.toml": "flywheel/buffer.jsonl", ALL[3]: "stage_0/pool.jsonl",
          ALL[4]: "stage_1/rl/checkpoints/step_000002"}  # fmt: skip
 """What each has written when it is stopped in the middle."""
 
