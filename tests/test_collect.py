@@ -129,7 +129,7 @@ def test_who_plays_decides_what_a_lines_reward_counts_for(monkeypatch: pytest.Mo
     asked: list[str] = []
     monkeypatch.setattr(
         "agentgrpo.collect.assign_advantages",
-        lambda groups, loss, weights: asked.append(loss.span_credit),
+        lambda groups, loss: asked.append(loss.span_credit),
     )
     for kind in ("code", "repl"):
         collected(live_for("t1"), f"agent.kind={kind}")

@@ -37,8 +37,7 @@ SCALES = {
     "logits_scaling": True, "logits_mup_width_multiplier": True, "logit_scale": False,
     "lm_head_multiplier": False,
 }  # fmt: skip
-"""How they name what logits are divided by, or (False) multiplied. learn/trial.py sees if they are.
-"""
+"""How they name what logits are divided by, or (False) multiplied; learn/trial.py sees if so."""
 
 
 class Scored(NamedTuple):

@@ -7,7 +7,7 @@ fine-tuning there is none.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.rows import decoder_of, why_rows
 from agentgrpo.machine.memory import out_of_memory
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
-
-if TYPE_CHECKING:
-    from agentgrpo.learn.policy import Scorer
 
 TASK = Task(id="trial", messages=(), spec={})
 PROMPT, BRANCHES = 8, (5, 9)
@@ -62,7 +59,7 @@ class Trial:
             model.set_attn_implementation(self._attention)
 
     @torch.no_grad()
-    def why_not(self, scorer: Scorer) -> str | None:
+    def why_not(self, scorer: Any) -> str | None:
         """How the scorer fails, or differs from the model; None: they agree.
 
         A tree is tried on a CPU only: on CUDA its kernel would be compiled, for half a minute. On

@@ -237,7 +237,7 @@ def test_layers_are_checkpointed_where_the_card_asks_for_it(
     """As the dry run says, and as in reinforcement learning."""
     config = settings_of(recipe(tmp_path, tiny_model))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: mib << 20)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (mib << 20, mib << 20))
     learner = make_learner(str(tiny_model), config, 1)
     assert learner.describe()["gradient_checkpointing"] is chosen
 

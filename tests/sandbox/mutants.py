@@ -33,6 +33,16 @@ TESTS = {
 }
 
 MUTANTS = [
+    # what is shown, limited and asked
+    Mutant("jail.py", '_at_most("core", 1, MIB),', '"rlimit_core: 1",'),
+    Mutant("jail.py", "rlimit_cpu_type: HARD", "rlimit_cpu_type: INF"),
+    Mutant("zygote.py", "        require_no_dumps()\n", ""),
+    Mutant("policy.py", "(AND, 0, 0, 0xFFC0)", "(AND, 0, 0, 0xFF00)"),
+    Mutant("policy.py", "TIOCSETD, FIOSETOWN", "FIOSETOWN"),
+    Mutant("guest/judge.py", "return any(value is one or value == one for one in self)", "return bool(self)"),
+    Mutant("grade.py", "if begun.status is StepStatus.OOM:", "if False:"),
+    Mutant("grade.py", "if left > 0", "if True"),
+    Mutant("grade.py", "    require_printable(pool.limits, expected)\n", ""),
     # what a machine that cannot isolate is told
     Mutant("remedies.py", '"remedy:" in reason or', "False or"),
     Mutant("remedies.py", 'or "needs root" in reason', ""),
