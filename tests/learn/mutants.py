@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant("learn/learner.py", 'state["step"], state["updates"]', 'state["step"], state["step"]'),
     Mutant("learn/reference.py", "for theirs, ours in pairs if ours.requires_grad", "for theirs, ours in pairs"),
     Mutant("learn/reference.py", "is None or not self._loss.sync_ref_model:", "is None:"),
-    Mutant("config/learning.py", 'self, "loss", "sync_ref_model", unless=self.beta > 0', 'self, "loss", "sync_ref_model", unless=True'),
+    Mutant("config/learning.py", 'unread(*of_reference, unless=self.beta > 0', 'unread(*of_reference, unless=True'),
     # the router's balance
     Mutant("learn/learner.py", "self._router_coef * share * scored.balance", "self._router_coef * scored.balance"),
     Mutant("learn/learner.py", "self._scorer.balances = self._router_coef > 0", "pass"),
@@ -269,11 +269,11 @@ MUTANTS = [
     # what it takes
     Mutant("machine/footprint.py", "(adapted and not served)", "adapted"),
     Mutant("machine/footprint.py", "(adapted and not served)", "False"),
-    Mutant("machine/footprint.py", "copied = ranks > 1 or", "copied ="),
+    Mutant("machine/footprint.py", "sampled and (ranks > 1 or config", "sampled and (config"),
     Mutant("machine/footprint.py", "weights * copied // ranks + weights * reference", "weights * (copied + reference)"),
     Mutant("machine/footprint.py", "weights * copied // ranks + weights * reference", "weights * (copied + reference) // ranks"),
-    Mutant("machine/footprint.py", "adapter // ranks + width", "adapter + width"),
-    Mutant("machine/footprint.py", "+ width * _served_count(shapes, served)", ""),
+    Mutant("machine/footprint.py", "adapter // ranks + sampled", "adapter + sampled"),
+    Mutant("machine/footprint.py", "+ sampled * width * _served_count(shapes, served)", ""),
     Mutant("machine/footprint.py", "room = room_for_adapters(rank)", "room = rank"),
     Mutant("machine/footprint.py", "+ 2 * room * sum(", "+ room * sum("),
     Mutant("machine/footprint.py", "optimizer=optimizer // ranks", "optimizer=optimizer"),
