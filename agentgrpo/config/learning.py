@@ -174,6 +174,10 @@ class LearnerConfig(Section):
     """RMSNorm, RoPE and SwiGLU of the layers as one kernel each, of liger-kernel (not a dependency
     of ours; its losses are not used). auto: on CUDA where it is installed and the model's layers
     were compared with it; the dry run and run.json say what was taken."""
+    cast_lm_head_to_fp32: bool = False
+    """Logits in float32 where the weights have 16 bit, and not rounded to these: that moves a
+    log-probability by about 0.01 nats. They take twice the memory, of as much as they are given
+    (6 GiB on CUDA): with more rows they are computed again in the backward pass."""
     offload_optimizer: bool = False
     """CUDA: the optimizer's state, masters and moments, waits in page-locked host memory, and
     passes through the card in parts at each update."""

@@ -8,7 +8,7 @@ k <= q < tout[k]. What runs:
   window or a soft cap: for the queries of each run, over the keys on its path from the root.
 * CUDA: FlexAttention (flex.py) with a BlockMask made from the intervals (flex_blocks of
   packing.py); where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit
-  numbers.
+  numbers, and heads of at most 256 whose values are as wide.
   (Written and checked on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
@@ -348,7 +348,7 @@ def _on_cuda(
     window: int | None, softcap: float | None, tree: Tree,
 ) -> Tensor:  # fmt: skip
     """NEVER RUN ON A GPU yet."""
-    if tree.shared or softcap is not None or query.dtype not in FLASH:
+    if tree.shared or softcap is not None or not _flash_takes(query, value):
         mask = tree.block_mask(window)
         return flex.attend(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous()
     from torch.nn.attention.varlen import varlen_attn
@@ -367,6 +367,12 @@ def _on_cuda(
     )  # fmt: skip
     assert isinstance(packed, Tensor)
     return packed[None]
+
+
+def _flash_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's FlashAttention (flash_api.cpp) has heads of such a width and numbers."""
+    width = query.shape[-1]
+    return query.dtype in FLASH and width == value.shape[-1] <= 256 and width % 8 == 0
 
 
 @functools.cache

@@ -5,12 +5,13 @@ what of it is published and saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agentgrpo import parallel
@@ -40,6 +41,10 @@ SCALES = {
 """How they name what logits are divided by, or (False) multiplied; learn/trial.py sees if so."""
 
 
+NEAR = 3 / 4
+"""How long the rows of one pass are in units of its longest: padding is at most a third more."""
+
+
 class Scored(NamedTuple):
     """Nats, fp32 (fp64 for fp64 models), one per term."""
 
@@ -55,6 +60,7 @@ class Scorer(nn.Module):
     One module from token ids to log-probabilities, so that FSDP gathers and shards the head with
     the rest. Models that cannot share prefixes see every rollout as a padded row of its own;
     `rows` says why (None: they can). `balances`: their router's load-balancing loss is computed.
+    `exact`: logits are not rounded to the weights' 16 bit.
 
     On several ranks all must make one, of a model that is not sharded yet.
 
@@ -64,8 +70,9 @@ class Scorer(nn.Module):
 
     balances = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, exact: bool = False) -> None:
         super().__init__()
+        self.exact = exact
         trial = Trial(model)
         self.model = model
         config = model.config.get_text_config()
@@ -118,6 +125,9 @@ class Scorer(nn.Module):
                 bias_V=getattr(head, "bias", None),
                 temperature=temperature * self._tempering,
                 softcap=self._softcap,
+                logits_dtype=torch.promote_types(hidden.dtype, torch.float32)
+                if self.exact
+                else None,
             ),
             balance,
         )
@@ -137,40 +147,64 @@ class Scorer(nn.Module):
             return self._hidden_by_row(tokens.input_ids_T, batch.tout_T)
         tree = Tree(batch.tout_T, batch.positions_T, self.device, there=tokens)
         masks = {kind: tree if kind in recurrent.KINDS else None for kind in self._kinds}
-        hidden, balance = self._decoded(
-            torch.arange(len(tokens.input_ids_T), device=self.device) < count,
+        out = self._decoded(
             input_ids=tokens.input_ids_T[None],
             attention_mask=masks or None,
             position_ids=tokens.positions_T[None],
             tree=tree,
         )
-        return hidden[0], balance
+        real = torch.arange(len(tokens.input_ids_T), device=self.device) < count
+        return out.last_hidden_state[0], self._balance([out], real)
 
-    def _decoded(self, real: Tensor, **inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """What the decoder makes of its inputs, and how well the real ones' experts balance."""
+    def _decoded(self, **inputs: Any) -> Any:
         asked = {"output_router_logits": True} if self.balances else {}
-        out = decoder_of(self.model)(use_cache=False, **inputs, **asked)
-        if not self.balances:
-            return out.last_hidden_state, None
-        if not out.router_logits:  # all its layers are dense
-            return out.last_hidden_state, None
+        return decoder_of(self.model)(use_cache=False, **inputs, **asked)
+
+    def _balance(self, outs: Sequence[Any], real: Tensor) -> Tensor | None:
+        """How well the experts of the real tokens balance; None: not asked, or all are dense."""
+        if not self.balances or not outs[0].router_logits:
+            return None
         model = self.model
+        layers = zip(*(out.router_logits for out in outs), strict=True)
+        logits = tuple(torch.cat(layer) for layer in layers)
         balance = getattr(sys.modules[type(model).__module__], BALANCE)
-        return out.last_hidden_state, balance(
-            out.router_logits, model.num_experts, model.num_experts_per_tok, real
-        )
+        value: Tensor = balance(logits, model.num_experts, model.num_experts_per_tok, real)
+        return value
 
     def _hidden_by_row(self, ids: Tensor, tout_T: Int32) -> tuple[Tensor, Tensor | None]:
-        """Right-padded rows: padding comes after the tokens, so that even a state cannot see it."""
+        """Right-padded rows: padding comes after the tokens, so that even a state cannot see it.
+
+        Rows of unlike lengths go one after another: padding would outgrow the tokens.
+        """
         starts = np.flatnonzero(np.diff(tout_T, prepend=-1))
-        lengths = torch.from_numpy(np.diff(starts, append=len(tout_T)))
+        lengths = np.diff(starts, append=len(tout_T))
         if (tout_T[starts] != [*starts[1:], len(tout_T)]).any():
             raise ValueError("prefixes are shared, but the model cannot: pack unshared rows")
-        inside = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
-        inside = inside.to(ids.device)
-        padded = ids.new_zeros(inside.shape).masked_scatter(inside, ids)
-        hidden, balance = self._decoded(inside, input_ids=padded, attention_mask=inside.long())
-        return hidden[inside], balance
+        parts, passes = ids.split(lengths.tolist()), _passes(lengths)
+        # sharded weights are gathered by all ranks together: a last row again, which nobody reads
+        more = int(parallel.largest(len(passes))) - len(passes)
+        outs, insides = [], []
+        for rows in passes + more * [passes[-1][-1:]]:
+            padded = nn.utils.rnn.pad_sequence([parts[row] for row in rows], batch_first=True)
+            sizes = torch.from_numpy(lengths[rows]).to(ids.device)
+            insides.append(torch.arange(padded.shape[1], device=ids.device) < sizes[:, None])
+            outs.append(self._decoded(input_ids=padded, attention_mask=insides[-1].long()))
+        pairs = zip(outs, insides, strict=True)
+        hidden = torch.cat([out.last_hidden_state[inside] for out, inside in pairs])
+        order = [np.arange(lengths[row]) + starts[row] for rows in passes for row in rows]
+        places = torch.from_numpy(np.argsort(np.concatenate(order))).to(ids.device)
+        real = torch.cat([inside.flatten() for inside in insides[: len(passes)]])
+        return hidden.index_select(0, places), self._balance(outs[: len(passes)], real)
+
+
+def _passes(lengths: NDArray[np.int64]) -> list[list[int]]:
+    """Rows by length, the longest first; those of a pass at least NEAR as long as its first."""
+    passes: list[list[int]] = []
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        if not passes or lengths[row] < NEAR * lengths[passes[-1][0]]:
+            passes.append([])
+        passes[-1].append(row)
+    return passes
 
 
 class Policy:
@@ -209,7 +243,7 @@ class Policy:
         self.checkpointed = config.gradient_checkpointing is True
         if self.checkpointed:
             checkpoint_layers(model)
-        self.scorer = Scorer(model)
+        self.scorer = Scorer(model, exact=config.cast_lm_head_to_fp32)
         if parallel.world_size() > 1:
             parallel.shard(self.scorer, layers_of(model))
             # sharding replaced every parameter by this rank's part of it

@@ -33,7 +33,8 @@ class Reference:
         if policy.adapter is None:
             if source is None:
                 raise ValueError("loss.beta needs a reference model, or an adapter to switch off")
-            self.scorer = Scorer(load_frozen(source, device=policy.device, dtype=policy.dtype))
+            frozen = load_frozen(source, device=policy.device, dtype=policy.dtype)
+            self.scorer = Scorer(frozen, exact=policy.scorer.exact)
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch, temperature: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from agentgrpo.learn.batch import Deltas, PackedBatch
 from agentgrpo.learn.optimizer import MasterAdamW
-from agentgrpo.learn.policy import Policy
+from agentgrpo.learn.policy import NEAR, Policy
 from agentgrpo.types import Int32, Segment
 
 Places = Sequence[tuple[int, ...]]
@@ -19,8 +20,8 @@ Places = Sequence[tuple[int, ...]]
 def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperature: float) -> None:
     """Forward and backward over num_tokens tokens, all of them loss terms.
 
-    Over a forked tree where batches may be trees, over one row where they may not; on CUDA, where
-    another kernel computes unshared rows, over both.
+    Over a forked tree where batches may be trees, over one row where they may not, and over rows
+    that are padded most; on CUDA, where another kernel computes unshared rows, over trees and rows.
     Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile, as is
     what earlier batches of an update would have left.
 
@@ -34,6 +35,8 @@ def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperatur
     batches = [_forked(num_tokens)] if trees else []
     if policy.device == "cuda" or not trees:
         batches.append(one_row(np.zeros(num_tokens, np.int32)))
+    if not trees:
+        batches.append(_padded(num_tokens))
     try:
         held.append(torch.empty(to_come, dtype=torch.uint8, device=policy.device))
         optimizer.start_sums()
@@ -65,6 +68,18 @@ def _forked(num_tokens: int) -> PackedBatch:
     )
 
 
+def _padded(num_tokens: int) -> PackedBatch:
+    """Rows that go through together, all but the first as short as such may be."""
+    longest = max(4, num_tokens // 40)
+    ends = range(longest, max(longest, num_tokens) + 1, math.ceil(NEAR * longest))
+    starts = [0, *ends[:-1]]
+    return _batch(
+        np.zeros(ends[-1], np.int32),
+        [(start, start, 0, end) for start, end in zip(starts, ends, strict=True)],
+        [(start - row, start + 1, start) for row, start in enumerate(starts)],
+    )
+
+
 def _batch(token_ids: Int32, runs: Places, terms: Places) -> PackedBatch:
     """Of runs (start, source, position, tout) and of terms at (start, source, row)."""
     count = len(token_ids)
@@ -72,4 +87,5 @@ def _batch(token_ids: Int32, runs: Places, terms: Places) -> PackedBatch:
     if terms:
         runs_8Q[[0, 1, 3]] = np.transpose(terms)
     deltas = Deltas([Segment(token_ids, np.zeros(count, np.float32))])
-    return PackedBatch(deltas, np.array(runs, np.int32).T.copy(), runs_8Q, count, count - 1)
+    roots = sum(position == 0 for _, _, position, _ in runs)  # which nothing predicts
+    return PackedBatch(deltas, np.array(runs, np.int32).T.copy(), runs_8Q, count, count - roots)

@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant("learn/learner.py", "self._optimizer.zero_grad()  # the", "pass  # the"),
     Mutant("learn/rehearsal.py", "to_come = optimizer.bytes_to_come", "to_come = 0"),
     Mutant("learn/learner.py", 'self.step_count, self.update_count = state["step"]', 'self.step_count, self.update_count = 0'),
-    Mutant("learn/reference.py", "self.scorer = Scorer(load_frozen(source, device=policy.device, dtype=policy.dtype))", "self.scorer = policy.scorer"),
+    Mutant("learn/reference.py", "self.scorer = Scorer(frozen, exact=policy.scorer.exact)", "self.scorer = policy.scorer"),
     Mutant("learn/policy.py", "return self.adapter.merged()", "return []"),
     Mutant("learn/policy.py", "            checkpoint_layers(model)\n", "            pass\n"),
     Mutant("learn/publish.py", "        self._engine.reset_prefix_cache()\n", ""),
@@ -360,6 +360,14 @@ MUTANTS = [
     Mutant("learn/packing.py", "np.take(table, table[0].argsort(), axis=1)", "table"),
     Mutant("learn/policy.py", "if batch.deltas.largest >= head.weight.shape[0]:", "if False:"),
     Mutant("learn/policy.py", "batch = whole_blocks(batch)", "pass"),
+    Mutant("learn/policy.py", "if self.exact", "if False"),
+    Mutant("learn/policy.py", "exact=config.cast_lm_head_to_fp32", "exact=False"),
+    # rows of unlike lengths
+    Mutant("learn/policy.py", "NEAR = 3 / 4", "NEAR = 1 / 2"),
+    Mutant("learn/policy.py", "NEAR = 3 / 4", "NEAR = 0"),
+    Mutant("learn/policy.py", "np.argsort(np.concatenate(order))", "np.concatenate(order)"),
+    Mutant("learn/policy.py", "[inside.flatten() for inside in insides[: len(passes)]]", "[torch.ones_like(inside).flatten() for inside in insides]"),
+    Mutant("learn/rehearsal.py", "        batches.append(_padded(num_tokens))\n", "        pass\n"),
     # whether it is the model's own
     Mutant("learn/policy.py", 'divides and config.model_type != "hyperclovax"', "divides"),
     Mutant("learn/policy.py", "scale if divides else 1 / scale", "1 / scale if divides else scale"),

@@ -365,6 +365,30 @@ def test_what_cannot_branch_means_rows_that_see_nothing_of_one_another(
     assert_same_gradients(gradients(model, loss), want)
 
 
+@pytest.mark.parametrize("lengths", [[1980] + 95 * [50], [*range(1, 200, 7)], [900, 300, 100, 33]])
+def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
+    """One long row among short ones was padded to twenty times their tokens."""
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=8, n_head=1, n_layer=1)
+    scorer = Scorer(transformers.BloomForCausalLM(config).eval())
+    rng = np.random.default_rng(0)
+    rollouts = [
+        Rollout(
+            task=TASK, segments=[segment(rng, 1), segment(rng, length, sampled=True)],
+            status=Status.COMPLETED, advantage=1.0,
+        )
+        for length in lengths
+    ]  # fmt: skip
+    sizes: list[int] = []
+    scorer.model.transformer.register_forward_pre_hook(
+        lambda _, args, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    (batch,) = pack_tree(
+        [Group(task=TASK, rollouts=rollouts)], max_tokens=9000, share_prefixes=False
+    )
+    scorer(batch, 1.0)
+    assert batch.num_tokens <= sum(sizes) <= 4 / 3 * batch.num_tokens
+
+
 def test_a_recurrent_layer_that_takes_no_tree_fails_on_one() -> None:
     """And does not let the state of one branch run into the next."""
     model = make("qwen3.5")
@@ -498,6 +522,11 @@ def varlen_by_definition(
     max_q: int, max_k: int, *, scale: float | None, enable_gqa: bool, window_size: tuple[int, int],
 ) -> torch.Tensor:  # fmt: skip
     """Torch's varlen_attn: [T, heads, D]; a window is (left, right), -1 is no bound."""
+    # TORCH_CHECK and CHECK_SHAPE of mha_varlen_fwd (flash_api.cpp)
+    assert q.dtype == k.dtype == v.dtype in (torch.float16, torch.bfloat16)
+    assert q.shape[2] == k.shape[2] == v.shape[2] <= 256
+    assert q.shape[2] % 8 == 0
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert torch.equal(cu_q, cu_k)
     assert cu_q.dtype == torch.int32
     assert max_q == max_k == int(cu_q.diff().max())
@@ -551,16 +580,27 @@ def test_grouped_queries_with_either_torchs_variable_length_kernel(
     assert heads == [2 if kernel is varlen_by_definition else 6], "copied only where they must be"
 
 
+FLASHED = {(16, 16), (256, 256)}
+
+
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("window", "softcap", "scaling", "heads"),
-    [(None, None, None, 4), (50, None, 0.3, 6), (None, 2.0, None, 4)],
+    ("window", "softcap", "scaling", "heads", "widths"),
+    [
+        (None, None, None, 4, (16, 16)),
+        (50, None, 0.3, 6, (16, 16)),
+        (None, 2.0, None, 4, (16, 16)),
+        (None, None, None, 4, (24, 16)),
+        (None, None, None, 4, (264, 264)),
+        (None, None, None, 4, (20, 20)),
+        (None, None, None, 4, (256, 256)),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_cuda_runs_is_what_the_cpu_runs(
     monkeypatch: pytest.MonkeyPatch, share: bool, dtype: torch.dtype, window: int | None,
-    softcap: float | None, scaling: float | None, heads: int,
+    softcap: float | None, scaling: float | None, heads: int, widths: tuple[int, int],
 ) -> None:  # fmt: skip
     calls: list[str] = []
 
@@ -580,8 +620,8 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
     assert tree.shared == share
     torch.manual_seed(0)
     total = len(batch.tout_T)
-    query = torch.randn(1, heads, total, 16).to(dtype)
-    key, value = torch.randn(2, 1, 2, total, 16).to(dtype)
+    shapes = ((heads, widths[0]), (2, widths[0]), (2, widths[1]))
+    query, key, value = (torch.randn(1, n, total, width).to(dtype) for n, width in shapes)
     args = (query, key, value)
     cuda = _on_cuda(*args, scaling, window, softcap, tree)
     cpu, _ = tree_attention(
@@ -593,10 +633,10 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
         softcap=softcap,
         tree=tree,
     )
-    assert cuda.shape == cpu.shape == (1, total, heads, 16)
+    assert cuda.shape == cpu.shape == (1, total, heads, widths[1])
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(cuda, cpu, rtol=tolerance, atol=tolerance)
-    wants_flash = not share and softcap is None and dtype is torch.bfloat16
+    wants_flash = not share and softcap is None and dtype is torch.bfloat16 and widths in FLASHED
     assert calls == ["varlen" if wants_flash else "flex"]
 
 
@@ -611,6 +651,18 @@ def test_bfloat16_differs_by_rounding_only() -> None:
     for name in want:
         bound = (per_row[name].double() - want[name]).norm()
         assert (tree[name].double() - want[name]).norm() <= 2 * bound + 1e-3, name
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_logits_are_rounded_as_the_weights_unless_they_are_wanted_in_float32(exact: bool) -> None:
+    model, (batch,) = make("qwen3").bfloat16(), pack_tree(branching_groups(), max_tokens=1000)
+    scorer = Scorer(model, exact=exact)
+    with torch.no_grad():
+        hidden, _ = scorer._hidden(batch)
+        logits = hidden.double() @ model.get_output_embeddings().weight.double().T
+        want = torch.log_softmax(logits, -1)[batch.row_N, batch.target_N]
+        gap = (scorer(batch, 1.0).logp_N - want).abs().max()
+    assert (gap < 1e-5) == exact
 
 
 def test_an_id_that_the_model_has_not_is_refused() -> None:

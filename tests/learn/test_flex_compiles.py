@@ -118,6 +118,37 @@ def test_one_compile_too_many_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         pass_through(model, tree_of(300))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "of_values"), [(256, 256), (192, 128), (512, 512)])
+def test_the_blocks_of_wide_heads_fit_shared_memory(
+    compiles: list[Any], dtype: torch.dtype, width: int, of_values: int
+) -> None:
+    """Torch's own above 256, (64, 32) in 3 stages, ask for 263,168 bytes; an SM of an A100 has
+    166,912, of an H100 232,448. The sum is that of the error's number, but for 1 kB.
+    """
+    total = 256
+    tree = Tree(np.full(total, total, np.int32), np.arange(total, dtype=np.int32), "cpu")
+    query, key = torch.randn(2, 1, 2, total, width).to(dtype)
+    value = torch.randn(1, 2, total, of_values).to(dtype)
+    flex.attend(query, key, value, tree.block_mask(None), None, None)
+    (graph,) = compiles
+    (node,) = (n for n in graph.graph.nodes if "flex_attention" in str(n.target))
+    (options,) = (x for x in node.args if isinstance(x, dict))
+
+    def held(queries: int, keys: int, stages: int) -> int:
+        return (queries * width + stages * keys * (width + of_values)) * dtype.itemsize
+
+    assert held(64, 32, 3) == 262_144 or (width, dtype) != (512, torch.bfloat16)
+    if width <= 256:
+        assert not {"BLOCK_M", "BLOCK_M1", "num_stages"} & options.keys()
+        return
+    forward = held(options["BLOCK_M"], options["BLOCK_N"], options["num_stages"])
+    assert forward <= 96 << 10
+    for half in "12":  # in the backward pass the output's gradient comes with the queries
+        queries, keys = options[f"BLOCK_M{half}"], options[f"BLOCK_N{half}"]
+        assert held(2 * queries, keys, options["num_stages"]) <= 128 << 10
+
+
 @pytest.mark.parametrize("length", [1, 127, 128, 256, 257, 1000])
 def test_padding_is_a_run_that_nothing_sees(length: int) -> None:
     batch = tree_of(length)

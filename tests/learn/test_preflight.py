@@ -104,17 +104,25 @@ def test_resident_memory_is_counted_in_bytes() -> None:
     assert held.sum() == 2**26
 
 
+@pytest.mark.parametrize("rows", [None, "told so"])
 def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
-    engine: Engine, tiny_model: Path
+    engine: Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, rows: str | None
 ) -> None:
+    """Where prefixes are not shared, also rows with as much padding as there may be."""
+    monkeypatch.setattr("agentgrpo.learn.policy.why_rows", lambda model: rows)
     learner = learner_on(engine, tiny_model)
     before = [p.detach().clone() for p in learner.model.parameters()]
     seen: list[tuple[int, int]] = []
     learner._scorer.register_forward_pre_hook(
         lambda _, args: seen.append((len(args[0].input_ids_T), len(args[0].row_N)))
     )
-    metrics = preflight(engine, learner, max_tokens=300)
-    assert seen == [(300, 299)]
+    padded: list[int] = []
+    learner.model.get_decoder().register_forward_pre_hook(
+        lambda _, args, given: padded.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    metrics = preflight(engine, learner, max_tokens=400)
+    assert seen == [(400, 399)] + [(394, 394 - 49)] * (rows is not None)
+    assert padded == [400] + [10 * 49] * (rows is not None)
     assert engine.asleep
     assert learner.step_count == 0
     assert all(p.grad is None for p in learner.model.parameters())

@@ -12,6 +12,7 @@ import pickle
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from agentgrpo.machine.runtime import prepare_environment
 
@@ -25,11 +26,12 @@ from tests.learn.given import Holder, learner_on
 
 
 def learn(
-    folder: str, name: str, loss: dict[str, Any], learner: dict[str, Any], source: str | None = None
-) -> None:
+    folder: str, name: str, loss: dict[str, Any], learner: dict[str, Any],
+    source: str | None = None, rows: str | None = None,
+) -> None:  # fmt: skip
     """Two steps on FOLDER/groups.pickle from FOLDER/model, or from the checkpoint `source`.
 
-    Leaves FOLDER/NAME.json and the checkpoint FOLDER/NAME.
+    Leaves FOLDER/NAME.json and the checkpoint FOLDER/NAME. `rows`: why it sees each rollout alone.
     """
     here, base = Path(folder), Path(folder) / "model"
     options = LearnerConfig(**{"learning_rate": 1e-3, "max_tokens": 128} | learner)
@@ -40,23 +42,25 @@ def learn(
     saved = None if source is None else here / source
     adapter = saved if options.lora.rank else None
     engine = Holder()
-    trained = learner_on(
-        engine, base if saved is None or adapter else saved, options, config.loss, total_steps=8,
-        weights="copy", dlogp_limit=9.0, reference=base, adapter=adapter,
-    )  # fmt: skip
+    with patch("agentgrpo.learn.policy.why_rows", lambda model: rows):
+        trained = learner_on(
+            engine, base if saved is None or adapter else saved, options, config.loss,
+            total_steps=8, weights="copy", dlogp_limit=9.0, reference=base, adapter=adapter,
+        )  # fmt: skip
     if saved is not None:
         trained.load_state(saved / "state.pt")
     to_come = parallel.total(trained._optimizer.bytes_to_come)
     trained.rehearse(64)
     groups = pickle.loads((here / "groups.pickle").read_bytes())
-    rows, batches = [], []
-    for _ in range(2):
-        updates = plan_updates(groups, config, step=trained.step_count)
+    steps, batches = [], []
+    for number in range(trained.step_count, trained.step_count + 2):
+        updates = plan_updates(groups, config, step=number, share_prefixes=rows is None)
         batches += [len(update.batches) for update in updates]
-        rows.append(trained.step(updates))
+        steps.append(trained.step(updates))
     trained.publish()
     record = {
-        "rows": rows, "batches": batches, "to_come": to_come, "ranks": trained.describe()["ranks"],
+        "steps": steps, "batches": batches, "to_come": to_come,
+        "ranks": trained.describe()["ranks"],
         "score": trained.score(groups[0].rollouts[0].token_ids).tolist(),
         "norms": {k: v.norm().item() for k, v in sorted(engine.weights.items())},
     }  # fmt: skip
