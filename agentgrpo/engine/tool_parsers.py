@@ -46,10 +46,10 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         return None if tag is None else json.dumps(tag.model_dump())
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
+        reader, request = made(tools)  # raises for tools that nobody could call
         try:
-            reader, request = made(tools)
             found = reader.extract_tool_calls(text, request)
-        except Exception:  # parsers raise for what a policy or a client's schema says
+        except Exception:  # parsers raise for what a policy says
             return Reading(text, (), attempted=True)
         calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
         content = (found.content or "") if calls else text

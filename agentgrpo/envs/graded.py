@@ -20,8 +20,10 @@ from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of, r
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
-FENCE = re.compile(r"([^`~]*)(`{3,}|~{3,})([^`~]*)")
+FENCE = re.compile(r"(.*?)(`{3,}|~{3,})(.*)")
 """A line that opens or closes a block: what stands before the fence, the fence, and behind it."""
+QUOTE, STRING = re.compile("[\"']"), re.compile("\"[^\"]*\"|'[^']*'")
+DOC = re.compile("\"\"\"|'''")
 PYTHON = ("py", "python", "python3")
 KNOWN = ("", *PYTHON)
 ALONE = [name.split() for name in KNOWN]
@@ -170,7 +172,8 @@ def program_in(answer: str | None) -> str | None:
     """
     if answer is None or not answer.strip():
         return None
-    last = {language in PYTHON: text for language, text in _blocks(answer) if language in KNOWN}
+    told = ((name, text) for name, text in _blocks(answer) if name in KNOWN and text.strip())
+    last = {name in PYTHON: text for name, text in told}
     found = last.get(True, last.get(False, answer))
     return textwrap.dedent(found) if found.lstrip("\n")[:1].isspace() else found
 
@@ -179,17 +182,23 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
     """Its fenced blocks: the language that each names, and its text. One that is not closed ends
     with the answer. Line by line: a pattern for whole blocks takes time quadratic in their number.
     """
-    fence, language, lines = "", "", [""]
+    fence, language, lines, docs = "", "", [""], 0
     for line in answer.split("\n"):
-        found = FENCE.fullmatch(line)
+        found = FENCE.match(line)
         before, run, behind = found.groups() if found else ("", "", "")
-        words = behind.lower().split()
-        if fence and run.startswith(fence) and not words and not before.strip():
-            yield language, "".join(lines)
+        words, code = behind.lower().split(), before.strip()
+        ends = fence and run.startswith(fence) and docs % 2 == 0
+        if ends and not QUOTE.search(STRING.sub("", code)):  # it is no text of the program's
+            yield language, "".join([*lines, before] if code else lines)
             fence = ""
+            begins = not code and len(words) == 1 and words[0].isalnum()
+        else:
+            begins = not fence and bool(run) and "`" not in behind
+            begins = begins and (words in ALONE or not any(map(str.isalpha, before)))
+        if begins:
+            fence, language, lines = run, "".join(words[:1]), []
         elif fence:
             lines.append(f"{line}\n")
-        elif run and (words in ALONE or not any(map(str.isalpha, before))):
-            fence, language, lines = run, "".join(words[:1]), []
+            docs += len(DOC.findall(line)) if language in KNOWN else 0
     if fence and lines:
         yield language, "".join(lines)

@@ -140,6 +140,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages; the message has its reason.
         """
+        messages = _numbered(messages)
         own = [*_own(messages), False]
         (*said, schemas), mark = self._encoder.shield(*messages, list(tools), own=own)
         try:

@@ -78,10 +78,10 @@ def read(body: Mapping[str, Any], past: Past) -> Asked:
     messages = named([*before, *_messages(body)])
     with called({"stop": "stop_sequences", "response_format": "output_config.format"}):
         asked = read_chat(chat, past, messages)
-    return replace(
-        asked, objects=True, alone=0 if body.get("thread") else None,
-        bent={**asked.bent, "thinking": body["thinking"]} if body.get("thinking") else asked.bent,
-    )  # fmt: skip
+    wish = body.get("thinking")
+    if wish and wish != {"type": "disabled"}:
+        asked = replace(asked, bent={**asked.bent, "thinking": wish})
+    return replace(asked, objects=True, alone=0 if body.get("thread") else None)
 
 
 def read_count(body: Mapping[str, Any], past: Past) -> Asked:

@@ -124,7 +124,7 @@ def known(body: Mapping[str, Any], names: set[str], refused: Sequence[str] = ())
     if unknown := sorted(body.keys() - names):
         raise BadRequest(f"{unknown[0]}: there is no such parameter", param=unknown[0])
     for name in refused:
-        if body.get(name):
+        if body.get(name) not in (None, False, "", []):  # {} asks for it
             raise BadRequest(f"{name}: is not offered", param=name)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from agentgrpo.actions import InfrastructureError, ReadCalls
+from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
@@ -366,7 +366,10 @@ class Session:
             text = text[: text.index(stopped)]
         if not asked.tools or turn.finish_reason == "length":
             return Message("assistant", text), ()
-        reading = self.read_calls(text, asked.tools)
+        try:
+            reading = self.read_calls(text, asked.tools)
+        except Exception:  # for what a client's schema says
+            reading = Reading(text, (), attempted=True)
         found = [(name, arguments or "{}") for name, arguments in reading.calls]
         if not found or (asked.objects and not all(is_object(text) for _, text in found)):
             self.stats["malformed"] += reading.attempted or bool(found)

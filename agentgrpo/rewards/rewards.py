@@ -47,7 +47,8 @@ Reward = Callable[[Any], Any]
 
 
 def try_reward(reward: Reward, task: Task) -> None:
-    """Score two attempts at a task that were never made: without an answer, and with the right one.
+    """Score two attempts at a task that were never made: without an answer, and with the right one,
+    each one turn that says nothing.
 
     Raises:
         UserCodeError: what the reward raised or gave, so that a run knows before it starts.
@@ -56,10 +57,10 @@ def try_reward(reward: Reward, task: Task) -> None:
         prompt = Segment(np.zeros(1, np.int32))
         attempt = Rollout(
             task=task,
-            segments=[prompt],
+            segments=[prompt, Segment(np.zeros(1, np.int32), np.zeros(1, np.float32))],
             status=Status.COMPLETED,
             answer=answer,
-            stats=dict.fromkeys(COUNTS, 0.0),
+            stats=dict.fromkeys(COUNTS, 0.0) | {"turns": 1.0},
         )
         try:
             score(Group(task=task, rollouts=[attempt]), reward)

@@ -280,6 +280,15 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     assert agent(reader).parse("plain words", TASK) == Finish("plain words")
 
 
+def test_tools_that_nobody_could_call_are_no_fault_of_the_policys() -> None:
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    read = tool_call_reader("hermes", TOKENIZER)
+    for wrong in ({"parameters": "{}"}, {"description": ["x"]}):
+        with pytest.raises(ValueError, match="tools"):
+            read("plain words", [{"type": "function", "function": {"name": "f", **wrong}}])
+
+
 def test_a_parser_that_vllm_has_not_is_refused() -> None:
     from agentgrpo.engine.tool_parsers import tool_call_reader
 

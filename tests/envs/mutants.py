@@ -20,6 +20,7 @@ TESTS = {
     "models/encoder.py": ["envs/test_search.py"],
     "engine/endpoints.py": ["envs/test_search.py"],
     "envs/factory.py": ["envs/test_worlds.py"],
+    "envs/graded.py": ["envs/test_worlds.py"],
     "data/word_problems.py": ["data"],
 }
 
@@ -89,4 +90,14 @@ MUTANTS = [
     # generated tasks
     Mutant("data/word_problems.py", 'WORDS[split]["things"]', 'WORDS["train"]["things"]'),
     Mutant("data/word_problems.py", '"abc", (10, 99)', '"abc", (10, 98)'),
+    # the program of an answer
+    Mutant("envs/graded.py", "and docs % 2 == 0", ""),
+    Mutant("envs/graded.py", "(line)) if language in KNOWN else 0", "(line))"),
+    Mutant("envs/graded.py", 'QUOTE.search(STRING.sub("", code))', "QUOTE.search(code)"),
+    Mutant("envs/graded.py", 'QUOTE.search(STRING.sub("", code))', "False"),
+    Mutant("envs/graded.py", "[*lines, before] if code else lines", "lines"),
+    Mutant("envs/graded.py", "begins = not code and len(words) == 1 and words[0].isalnum()", "begins = False"),
+    Mutant("envs/graded.py", "len(words) == 1 and words", "words and words"),
+    Mutant("envs/graded.py", """and "`" not in behind""", ""),
+    Mutant("envs/graded.py", "in KNOWN and text.strip()", "in KNOWN"),
 ]  # fmt: skip

@@ -509,6 +509,8 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
             extra_body={"temperature": 0.1, "thinking": {"type": "adaptive"}},
             output_config={"effort": "low"},
         )  # fmt: skip
+        off = {"type": "disabled"}  # as it is
+        await c.anthropic.messages.create(**GOOD["messages"], extra_body={"thinking": off})
 
     engine = StubEngine(TOKENIZER, lambda *_: turn("x"))
     rollout = alone(program(use), engine)
@@ -516,6 +518,6 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
     counted = {**dict.fromkeys(both, 2), **dict.fromkeys(one, 1), "response_format": 1}
     stats = {name: n for name, n in rollout.stats.items() if name.startswith("unenforced")}
     assert stats == {f"unenforced_{name}": n for name, n in counted.items()}
-    assert [request.options["stop"] for request in engine.requests] == [(), ("END",)]
+    assert [request.options["stop"] for request in engine.requests] == [(), ("END",), ()]
     none = {**GOOD["messages"], "tools": [BLOCK], "tool_choice": {"type": "none"}}
     assert MESSAGES.read(none, {}).tools == ()

@@ -556,6 +556,20 @@ def test_a_request_that_is_too_long_is_refused_alone() -> None:
     assert (rollout.status, rollout.stats.get("program_failed")) == (Status.TRUNCATED_LENGTH, None)
 
 
+def test_what_a_clients_schema_breaks_is_a_malformed_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(text: str, tools: Any) -> Reading:
+        raise ValueError(tools)
+
+    monkeypatch.setitem(globals(), "read_calls", raises)
+
+    async def program(client: Any, o: Any) -> str:
+        said = await o.ask([{"role": "user", "content": "Q"}], tools=[ADD])
+        return str(said.choices[0].message.content)
+
+    rollout = alone(asking(program), lambda *_: turn("x"))
+    assert (rollout.answer, rollout.stats["malformed"], len(rollout.rows)) == ("x", 1, 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_equal_requests_at_once_are_each_a_turn(stream: bool) -> None:
     async def program(client: Any, o: Any) -> str:

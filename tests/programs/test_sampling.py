@@ -121,6 +121,7 @@ def test_what_the_engine_cannot_do_is_told_and_ends_nothing() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"web_search_options": {}}, "web_search_options: is not offered"),
     ({"temperature": "hot"}, "temperature: expected a number from 0 to 2, got 'hot'"),
     ({"extra_body": {"top_p": True}}, "top_p: expected a number above 0 and at most 1, got True"),
     ({"temperature": 2.1}, "temperature: expected a number from 0 to 2, got 2.1"),

@@ -217,3 +217,4 @@ def test_a_broken_reward_is_found_before_the_run(
 def test_a_sound_reward_passes() -> None:
     try_reward(NumericReward(answer=1.0, format=0.1), TASK)
     try_reward(lambda rollout: {name: rollout.stats[name] for name in COUNTS}, TASK)
+    try_reward(lambda view: {"short": len(view.turns[-1]) / view.stats["turns"]}, TASK)
