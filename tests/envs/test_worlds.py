@@ -298,7 +298,7 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "Here is `f`: ```python\nf = 1\n```",
         "~5 lines: ```python\nf = 1\n```",
         "```python\nf = len('```') - 2\ng = f\"it's ```{f}```\"\n```",
-        "```python\ndef g():\n    \"\"\"So:\n    ```python\n    g()\n    ```\n    \"\"\"\nf = 1\n```",
+        '```python\ndef g():\n    """So:\n    ```python\n    g()\n    ```\n    """\nf = 1\n```',
     ],
 )
 def test_the_program_of_an_answer_is_found(answer: str) -> None:

@@ -247,7 +247,9 @@ def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
     told: Any = agent.observe(action, Observation("", outputs=("one", "two")))
     text = judge.tokenizer.decode(judge.chat.observation_ids(told, last_id=None, tools=True))
     assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
-    rendered = judge.chat.prompt_ids([*({"role": role, "content": "x"} for role in ("user", "assistant")), *told])
+    rendered = judge.chat.prompt_ids(
+        [*({"role": role, "content": "x"} for role in ("user", "assistant")), *told]
+    )
     text = judge.tokenizer.decode(rendered)  # of a history that is rendered anew
     assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
 
