@@ -62,6 +62,13 @@ def check_output(
     Raises:
         ValueError: nobody may print as much as is expected.
     """
+    return _check_output(pool, code, expected, stdin, timeout_s)[0]
+
+
+def _check_output(
+    pool: SandboxPool, code: str, expected: str, stdin: str, timeout_s: float
+) -> tuple[Verdict, float]:
+    """The verdict, and how many seconds the program ran, without what the machine took before."""
     require_printable(pool.limits, expected)
     python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
     path = os.pathsep.join(shown_site_dirs(pool.template))
@@ -69,10 +76,12 @@ def check_output(
         try:
             sandbox.files.write("main.py", code)
         except NotEnoughSpaceException as error:
-            return Verdict(False, str(error))
+            return Verdict(False, str(error)), 0.0
         command = f"exec {shlex.join(python)}"
         started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
-        return _judge_program(started.program, expected, stdin, timeout_s)
+        began = time.monotonic()
+        verdict = _judge_program(started.program, expected, stdin, timeout_s)
+        return verdict, time.monotonic() - began
 
 
 def _judge_program(program: Program, expected: str, stdin: str, timeout_s: float) -> Verdict:
@@ -239,15 +248,14 @@ def check_all(
 ) -> list[Verdict]:
     """check_output() for several (stdin, expected output) pairs, each in a session of its own.
 
-    timeout_s is the wall time of all of them together.
+    timeout_s is the wall time of the programs, all of them together; waiting for a place and
+    starting sessions do not count.
     """
-    deadline = time.monotonic() + timeout_s
-    verdicts = []
+    left, verdicts = timeout_s, []
     for stdin, expected in cases:
-        left = deadline - time.monotonic()
-        verdicts.append(
-            check_output(pool, code, expected, stdin=stdin, timeout_s=left)
-            if left > 0
-            else Verdict(False, f"not run: those before took {timeout_s:g} s")
-        )
+        verdict, took = Verdict(False, f"not run: those before took {timeout_s:g} s"), 0.0
+        if left > 0:
+            verdict, took = _check_output(pool, code, expected, stdin, left)
+        left -= took
+        verdicts.append(verdict)
     return verdicts

@@ -42,6 +42,7 @@ MUTANTS = [
     Mutant("guest/judge.py", "return any(value is one or value == one for one in self)", "return bool(self)"),
     Mutant("grade.py", "if begun.status is StepStatus.OOM:", "if False:"),
     Mutant("grade.py", "if left > 0", "if True"),
+    Mutant("grade.py", "        left -= took\n", ""),
     Mutant("grade.py", "    require_printable(pool.limits, expected)\n", ""),
     # what a machine that cannot isolate is told
     Mutant("remedies.py", '"remedy:" in reason or', "False or"),

@@ -1,5 +1,6 @@
 """What tries to look right without being right does not pass."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,14 @@ def test_cases_share_their_time(pool: SandboxPool) -> None:
     assert [verdict.passed for verdict in verdicts] == [True] * 3
     verdicts = check_all(pool, code, [("9", "1"), ("0", "1"), ("0", "1")], timeout_s=1.0)
     assert [verdict.reason[:5] for verdict in verdicts] == ["still", "not r", "not r"]
+
+
+def test_cases_do_not_pay_for_the_wait_for_a_place() -> None:
+    with SandboxPool(min_idle=0, zygotes=1, max_live=1) as pool:
+        held = pool.acquire()
+        threading.Timer(1.5, held.close).start()
+        verdicts = check_all(pool, "print(1)", [("", "1")] * 3, timeout_s=1.0)
+        assert all(verdict.passed for verdict in verdicts), verdicts
 
 
 def test_what_nobody_may_print_is_not_expected(pool: SandboxPool) -> None:
