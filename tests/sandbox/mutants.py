@@ -36,7 +36,8 @@ MUTANTS = [
     # what is shown, limited and asked
     Mutant("jail.py", '_at_most("core", 1, MIB),', '"rlimit_core: 1",'),
     Mutant("jail.py", "rlimit_cpu_type: HARD", "rlimit_cpu_type: INF"),
-    Mutant("zygote.py", "        require_no_dumps()\n", ""),
+    Mutant("zygote.py", "            require_no_dumps()\n", "            pass\n"),
+    Mutant("zygote.py", "if rung is not Rung.BARE:  #", "if True:  #"),
     Mutant("policy.py", "(AND, 0, 0, 0xFFC0)", "(AND, 0, 0, 0xFF00)"),
     Mutant("policy.py", "TIOCSETD, FIOSETOWN", "FIOSETOWN"),
     Mutant("guest/judge.py", "return any(value is one or value == one for one in self)", "return bool(self)"),
