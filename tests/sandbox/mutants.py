@@ -108,6 +108,7 @@ MUTANTS = [
     Mutant("guest/judge.py", "if content is not None and len(content) != size:", "if False:"),
     Mutant("guest/judge.py", 'if name.startswith("_"):', "if False:"),
     Mutant("guest/judge.py", "if type(value) is not Graded:", "if False:"),
+    Mutant("guest/judge.py", 'and not {"__len__", "__getitem__"} <= ways', 'and "__getitem__" not in ways'),
     Mutant("guest/exchange.py", "home == \"numpy\" and (name == \"ndarray\" or issubclass(kind, module.generic))", "False"),
     Mutant("guest/exchange.py", 'field in METHODS or field.startswith("_")', 'field.startswith("_")'),
     Mutant("guest/exchange.py", 'field in METHODS or field.startswith("_")', "field in METHODS"),

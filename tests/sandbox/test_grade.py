@@ -290,6 +290,17 @@ def test_the_judge_judges(pool: SandboxPool, kind: str) -> None:
         assert not verdict.infra_error
 
 
+def test_what_only_contains_is_asked_by_a_name(pool: SandboxPool) -> None:
+    for more in ("", " def __getitem__(s, i): return i\n"):
+        code = f"class Even:\n{more} def __contains__(s, x): return x % 2 == 0"
+        names = {"Even": "Even", "has": "lambda a, b: b in a"}
+        verdict = check_tests(pool, code, "assert 2 in Even()")
+        assert "__contains__ is not asked" in verdict.reason
+        assert "'has': 'lambda a, b: b in a'" in verdict.reason
+        tests = "assert has(Even(), 2) is True and has(Even(), 3) is False"
+        assert check_tests(pool, code, tests, names=names).passed
+
+
 def test_tests_say_what_they_test(pool: SandboxPool) -> None:
     code = "class N: pass\ndef f(x): return type(x)"
     with pytest.raises(ValueError, match="'tests' use f, N and define none"):
