@@ -7,11 +7,14 @@ overwritten test files and objects that equal everything change nothing.
 """
 
 import builtins
+import functools
 import os
 import shlex
 import symtable
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +41,8 @@ JUDGE = (
 BLANK = " \t\r"
 """What does not count at the end of a line."""
 MODULE_NAMES = ("__name__", "__file__", "__doc__", "__annotations__")
+_warnings = threading.Lock()
+"""Over the filters of warnings, which all threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +213,8 @@ def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], di
     Raises:
         ValueError: the tests are not Python, or they use several names that are not theirs.
     """
+    if not isinstance(tests, str):
+        raise InvalidArgumentException(f"'tests' are not Python: expected text, got {tests!r:.80}")
     free = _free_names(tests)
     known = [name for name in free if name in sys.stdlib_module_names]
     if names is None:
@@ -221,11 +228,16 @@ def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], di
     return [name for name in known if name not in names], dict(names)
 
 
-def _free_names(tests: str) -> list[str]:
-    """Names that the tests use but neither define nor find among the builtins."""
+@functools.lru_cache(1024)
+def _free_names(tests: str) -> tuple[str, ...]:
+    """Names that the tests use but neither define nor find among the builtins. Remembered, as every
+    attempt at a task asks.
+    """
     try:
-        compile(tests, "<tests>", "exec", dont_inherit=True)
-        todo = [symtable.symtable(tests, "<tests>", "exec")]
+        with _warnings, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="<tests>")
+            compile(tests, "<tests>", "exec", dont_inherit=True)
+            todo = [symtable.symtable(tests, "<tests>", "exec")]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidArgumentException(f"'tests' are not Python: {error}") from None
     used: dict[str, None] = {}
@@ -239,7 +251,7 @@ def _free_names(tests: str) -> list[str]:
                     defined.add(symbol.get_name())
                 elif symbol.is_referenced():
                     used[symbol.get_name()] = None
-    return [name for name in used if name not in defined]
+    return tuple(name for name in used if name not in defined)
 
 
 @public

@@ -1,5 +1,6 @@
 """What tries to look right without being right does not pass."""
 
+import symtable
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
-from agentgrpo.sandbox.grade import check_all, check_output, check_tests
+from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
 
 pytestmark = pytest.mark.nsjail
 
@@ -311,6 +312,26 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
         check_tests(pool, code, "assert (")
     with pytest.raises(ValueError, match="not Python: 'return' outside function"):
         check_tests(pool, code, "return f")
+    for wrong in ([], None, 3):
+        with pytest.raises(ValueError, match="not Python: expected text"):
+            names_of(wrong, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_refuses_tests_and_each_text_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, table = [], symtable.symtable
+
+    def reading(text: str, *more: str) -> symtable.SymbolTable:
+        read.append(text)
+        return table(text, *more)
+
+    monkeypatch.setattr(symtable, "symtable", reading)
+    tests = r"assert f(1) is 1 and f(2) == '\d'"
+    for _ in range(2):
+        assert names_of(tests, None) == ([], {"f": "f"})
+    assert read == [tests]
 
 
 def test_tests_may_be_longer_than_code() -> None:
