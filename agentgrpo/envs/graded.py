@@ -87,7 +87,7 @@ class UnitTestEnv(PythonEnv):
     Args:
         pool: where the policy's own code runs.
         timeout_s: of one of its steps.
-        test_timeout_s: wall-clock seconds of all tests of an answer.
+        test_timeout_s: wall-clock seconds of all tests of an answer; of programs, while they run.
         host_tools: as for PythonEnv; tests have none.
     """
 

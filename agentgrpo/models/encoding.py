@@ -203,6 +203,9 @@ def ids_from_list(ids: list[int]) -> Int32:
 
     Raises:
         TypeError: not a list of ints.
-        OverflowError: an id is negative.
+        OverflowError: an id is negative, or no int32.
     """
-    return np.frombuffer(array("I", ids), np.int32)  # unsigned: no id is negative
+    found = np.frombuffer(array("I", ids), np.int32)  # unsigned: no id is negative
+    if found.size and found.min() < 0:
+        raise OverflowError(f"an id is at most {2**31 - 1}, got {max(ids)}")
+    return found

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from agentgrpo.sandbox.api import Sandbox
@@ -50,7 +50,11 @@ def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
         made = value(*args)
         if not inspect.isawaitable(made):
             return made
-        return asyncio.run_coroutine_threadsafe(finish(made), loop).result()
+        told = asyncio.run_coroutine_threadsafe(finish(made), loop)
+        while not wait([told], 1.0).done:
+            if not loop.is_running():  # this thread would wait for ever, and the process for it
+                raise RuntimeError("the event loop ended before a listener that it ran")
+        return told.result()
 
     return call
 

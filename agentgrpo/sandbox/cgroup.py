@@ -255,8 +255,8 @@ class Cgroups:
                 remove_stale(path.parent)
                 path.mkdir()
             if self.version == 2:
-                _delegate(mounted[""])
-                _delegate(self._parents[""])
+                refused = [_delegate(path) for path in (mounted[""], self._parents[""])]
+                self.cpu_missing = refused[0] or refused[1]
             try:
                 self._share_cpu(mounted.get("cpu"), name)
             except OSError as error:
@@ -272,7 +272,10 @@ class Cgroups:
     def _share_cpu(self, hierarchy: Path | None, name: str) -> None:
         """Let all sessions together weigh as much as one busy thread per processor, not more.
 
-        Where that hierarchy is not ours to write, they have their niceness only (cpu_shared).
+        Where there is nothing that we may write, they have their niceness only (cpu_shared).
+
+        Raises:
+            OSError: we may not.
         """
         processors = os.cpu_count() or 1
         if self.version == 2:
@@ -280,7 +283,9 @@ class Cgroups:
             if weight.exists():
                 _write(weight, min(10_000, 100 * processors))
                 self.cpu_shared = True
-        elif hierarchy is not None and os.access(hierarchy, os.W_OK):
+        elif hierarchy is None:
+            self.cpu_missing = "no cgroup file system with cpu is mounted"
+        else:
             remove_stale(hierarchy)
             self._cpu = hierarchy / name
             self._cpu.mkdir()
@@ -352,8 +357,8 @@ class Cgroups:
                 _remove_tree(self._cpu)
 
 
-def _delegate(group: Path) -> None:
-    """Let the groups beneath have limits (v2).
+def _delegate(group: Path) -> str:
+    """Let the groups beneath have limits (v2). Returns why they have none of processors, if so.
 
     Raises:
         CgroupsUnavailable: the controllers were not delegated to us.
@@ -371,9 +376,11 @@ def _delegate(group: Path) -> None:
                 raise
             _move_down(group)
             continue
-        with contextlib.suppress(OSError):  # it is not there, or a realtime process is
+        try:
             _write(enabled, "+cpu")
-        return
+        except OSError as error:  # a realtime process is in one of them
+            return _told(error) if "cpu" in there else f"{group} was not given the controller cpu"
+        return ""
     raise CgroupsUnavailable(f"{group} does not become empty of processes")
 
 

@@ -7,11 +7,14 @@ overwritten test files and objects that equal everything change nothing.
 """
 
 import builtins
+import functools
 import os
 import shlex
 import symtable
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +41,8 @@ JUDGE = (
 BLANK = " \t\r"
 """What does not count at the end of a line."""
 MODULE_NAMES = ("__name__", "__file__", "__doc__", "__annotations__")
+_warnings = threading.Lock()
+"""Over the filters of warnings, which all threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,13 @@ def check_output(
     Raises:
         ValueError: nobody may print as much as is expected.
     """
+    return _check_output(pool, code, expected, stdin, timeout_s)[0]
+
+
+def _check_output(
+    pool: SandboxPool, code: str, expected: str, stdin: str, timeout_s: float
+) -> tuple[Verdict, float]:
+    """The verdict, and how many seconds the program ran, without what the machine took before."""
     require_printable(pool.limits, expected)
     python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
     path = os.pathsep.join(shown_site_dirs(pool.template))
@@ -69,10 +81,12 @@ def check_output(
         try:
             sandbox.files.write("main.py", code)
         except NotEnoughSpaceException as error:
-            return Verdict(False, str(error))
+            return Verdict(False, str(error)), 0.0
         command = f"exec {shlex.join(python)}"
         started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
-        return _judge_program(started.program, expected, stdin, timeout_s)
+        began = time.monotonic()
+        verdict = _judge_program(started.program, expected, stdin, timeout_s)
+        return verdict, time.monotonic() - began
 
 
 def _judge_program(program: Program, expected: str, stdin: str, timeout_s: float) -> Verdict:
@@ -199,6 +213,8 @@ def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], di
     Raises:
         ValueError: the tests are not Python, or they use several names that are not theirs.
     """
+    if not isinstance(tests, str):
+        raise InvalidArgumentException(f"'tests' are not Python: expected text, got {tests!r:.80}")
     free = _free_names(tests)
     known = [name for name in free if name in sys.stdlib_module_names]
     if names is None:
@@ -212,11 +228,16 @@ def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], di
     return [name for name in known if name not in names], dict(names)
 
 
-def _free_names(tests: str) -> list[str]:
-    """Names that the tests use but neither define nor find among the builtins."""
+@functools.lru_cache(1024)
+def _free_names(tests: str) -> tuple[str, ...]:
+    """Names that the tests use but neither define nor find among the builtins. Remembered, as every
+    attempt at a task asks.
+    """
     try:
-        compile(tests, "<tests>", "exec", dont_inherit=True)
-        todo = [symtable.symtable(tests, "<tests>", "exec")]
+        with _warnings, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="<tests>")
+            compile(tests, "<tests>", "exec", dont_inherit=True)
+            todo = [symtable.symtable(tests, "<tests>", "exec")]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidArgumentException(f"'tests' are not Python: {error}") from None
     used: dict[str, None] = {}
@@ -230,7 +251,7 @@ def _free_names(tests: str) -> list[str]:
                     defined.add(symbol.get_name())
                 elif symbol.is_referenced():
                     used[symbol.get_name()] = None
-    return [name for name in used if name not in defined]
+    return tuple(name for name in used if name not in defined)
 
 
 @public
@@ -239,15 +260,14 @@ def check_all(
 ) -> list[Verdict]:
     """check_output() for several (stdin, expected output) pairs, each in a session of its own.
 
-    timeout_s is the wall time of all of them together.
+    timeout_s is the wall time of the programs, all of them together; waiting for a place and
+    starting sessions do not count.
     """
-    deadline = time.monotonic() + timeout_s
-    verdicts = []
+    left, verdicts = timeout_s, []
     for stdin, expected in cases:
-        left = deadline - time.monotonic()
-        verdicts.append(
-            check_output(pool, code, expected, stdin=stdin, timeout_s=left)
-            if left > 0
-            else Verdict(False, f"not run: those before took {timeout_s:g} s")
-        )
+        verdict, took = Verdict(False, f"not run: those before took {timeout_s:g} s"), 0.0
+        if left > 0:
+            verdict, took = _check_output(pool, code, expected, stdin, left)
+        left -= took
+        verdicts.append(verdict)
     return verdicts

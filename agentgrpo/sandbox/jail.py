@@ -126,13 +126,15 @@ def _mount(**keys: str | bool) -> str:
     return f"mount {{ {body} }}"
 
 
-def _system_mounts(*, bounded: bool) -> list[str]:
+def _system_mounts(binds: Sequence[Bind], *, bounded: bool) -> list[str]:
     """/usr and what a C library expects to find around it.
 
+    binds: what is shown besides, for which the root has room.
     bounded: memory counts as far as it is mapped. Memory shared by mapping /dev/zero stays when it
     is not; /dev/full is read like it and cannot be mapped.
     """
-    mounts = [_mount(dst="/", fstype="tmpfs", options="size=256k,nr_inodes=512", **READ_ONLY)]
+    room = f"size=256k,nr_inodes={512 + sum(bind.target.count('/') for bind in binds)}"
+    mounts = [_mount(dst="/", fstype="tmpfs", options=room, **READ_ONLY)]
     for name in ("usr", "bin", "lib", "lib32", "lib64"):
         path = f"/{name}"
         if os.path.islink(path):
@@ -290,7 +292,7 @@ def jail_config(
         "rlimit_rtprio: 0 rlimit_rtprio_type: VALUE",
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
-        *_system_mounts(bounded=bounded),
+        *_system_mounts(binds, bounded=bounded),
         *_private(private),
         _proc(of_session=limits is not None, own=own_proc),
         *(_bind(bind) for bind in binds),

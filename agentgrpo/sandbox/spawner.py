@@ -163,7 +163,11 @@ class Spawner:
         if self.rung is not Rung.NSJAIL_ONCE:
             self._zygotes.append(self._start())
         spawned = self.spawn()
-        session = Session(spawned.channels, self._limits, on_close=spawned.release)
+        try:
+            session = Session(spawned.channels, self._limits, on_close=spawned.release)
+        except BaseException:
+            spawned.release()
+            raise
         try:
             if session.warm_up().status is not StepStatus.OK:
                 raise SandboxUnavailable("a session started but did not answer")

@@ -69,7 +69,7 @@ class Template:
         """
         prefix = Path(self.interpreter).parents[1]
         home = Path(os.path.realpath(os.path.expanduser("~")))
-        kinds: tuple[str, ...] = ("lib", "lib64", "include", "share/zoneinfo")
+        kinds: tuple[str, ...] = ("lib", "lib64", "include", "share")
         if home.is_relative_to(prefix) or prefix == home / ".local":
             kinds = ("lib/python3.*", "lib64/python3.*", "lib/*.so*", "lib64/*.so*")
         found = [path for kind in kinds for path in sorted(prefix.glob(kind)) if path.exists()]

@@ -417,6 +417,11 @@ def test_engine_lists_become_arrays() -> None:
     assert ids_from_list(ids).tolist() == ids
     assert ids_from_list(ids).dtype == np.int32
     assert ids_from_list([]).shape == (0,)
-    for wrong, error in (([1, -1], OverflowError), ([1.0], TypeError), ([None], TypeError)):
+    for wrong, error in (
+        ([1, -1], OverflowError),
+        ([1, 2**31], OverflowError),
+        ([1.0], TypeError),
+        ([None], TypeError),
+    ):
         with pytest.raises(error):
             ids_from_list(wrong)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from agentgrpo.sandbox import (
     SandboxNotFoundException,
     SandboxPool,
     TimeoutException,
+    async_api,
 )
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
@@ -482,6 +483,22 @@ class TestLifecycle:
 
         asyncio.run(work())
         assert heard == ["done\n", "1\n"]
+
+    def test_a_listener_of_a_loop_that_ended_holds_no_thread(self) -> None:
+        async def hear(said: str) -> str:
+            await asyncio.sleep(1.2)
+            return said
+
+        loop = asyncio.new_event_loop()
+        told = async_api._waiters.submit(async_api._awaiting(loop, hear), "heard")
+        assert loop.run_until_complete(asyncio.wait_for(asyncio.wrap_future(told, loop=loop), 9.0))
+        told = async_api._waiters.submit(async_api._awaiting(loop, hear), "never")
+        try:
+            with pytest.raises(RuntimeError, match="loop ended"):
+                told.result(5.0)
+        finally:
+            loop.run_until_complete(asyncio.sleep(1.5))
+            loop.close()
 
     def test_async(self, pool: SandboxPool) -> None:
         async def work(i: int) -> str | None:

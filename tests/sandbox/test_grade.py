@@ -1,5 +1,7 @@
 """What tries to look right without being right does not pass."""
 
+import symtable
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
-from agentgrpo.sandbox.grade import check_all, check_output, check_tests
+from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
 
 pytestmark = pytest.mark.nsjail
 
@@ -289,6 +291,17 @@ def test_the_judge_judges(pool: SandboxPool, kind: str) -> None:
         assert not verdict.infra_error
 
 
+def test_what_only_contains_is_asked_by_a_name(pool: SandboxPool) -> None:
+    for more in ("", " def __getitem__(s, i): return i\n"):
+        code = f"class Even:\n{more} def __contains__(s, x): return x % 2 == 0"
+        names = {"Even": "Even", "has": "lambda a, b: b in a"}
+        verdict = check_tests(pool, code, "assert 2 in Even()")
+        assert "__contains__ is not asked" in verdict.reason
+        assert "'has': 'lambda a, b: b in a'" in verdict.reason
+        tests = "assert has(Even(), 2) is True and has(Even(), 3) is False"
+        assert check_tests(pool, code, tests, names=names).passed
+
+
 def test_tests_say_what_they_test(pool: SandboxPool) -> None:
     code = "class N: pass\ndef f(x): return type(x)"
     with pytest.raises(ValueError, match="'tests' use f, N and define none"):
@@ -299,6 +312,26 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
         check_tests(pool, code, "assert (")
     with pytest.raises(ValueError, match="not Python: 'return' outside function"):
         check_tests(pool, code, "return f")
+    for wrong in ([1], None):
+        with pytest.raises(ValueError, match="not Python: expected text"):
+            names_of(wrong, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_refuses_tests_and_each_text_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, table = [], symtable.symtable
+
+    def reading(text: str, *more: str) -> symtable.SymbolTable:
+        read.append(text)
+        return table(text, *more)
+
+    monkeypatch.setattr(symtable, "symtable", reading)
+    tests = r"assert f(1) is 1 and f(2) == '\d'"
+    for _ in range(2):
+        assert names_of(tests, None) == ([], {"f": "f"})
+    assert read == [tests]
 
 
 def test_tests_may_be_longer_than_code() -> None:
@@ -343,6 +376,14 @@ def test_cases_share_their_time(pool: SandboxPool) -> None:
     assert [verdict.passed for verdict in verdicts] == [True] * 3
     verdicts = check_all(pool, code, [("9", "1"), ("0", "1"), ("0", "1")], timeout_s=1.0)
     assert [verdict.reason[:5] for verdict in verdicts] == ["still", "not r", "not r"]
+
+
+def test_cases_do_not_pay_for_the_wait_for_a_place() -> None:
+    with SandboxPool(min_idle=0, zygotes=1, max_live=1) as pool:
+        held = pool.acquire()
+        threading.Timer(1.5, held.close).start()
+        verdicts = check_all(pool, "print(1)", [("", "1")] * 3, timeout_s=1.0)
+        assert all(verdict.passed for verdict in verdicts), verdicts
 
 
 def test_what_nobody_may_print_is_not_expected(pool: SandboxPool) -> None:

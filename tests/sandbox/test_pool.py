@@ -24,6 +24,7 @@ from agentgrpo.sandbox import (
     SandboxException,
     SandboxPool,
     SandboxUnavailable,
+    Session,
     StepStatus,
     Template,
     cgroup,
@@ -144,6 +145,18 @@ def test_a_zygote_that_cannot_be_used_is_ended(monkeypatch: pytest.MonkeyPatch) 
     assert traces_of_zygotes() == before
 
 
+def test_a_session_that_cannot_be_looked_at_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pidfd: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    SandboxPool(min_idle=0, zygotes=1).close()
+    before = traces_of_zygotes()
+    monkeypatch.setattr("agentgrpo.sandbox.session.pid_of", refuse)
+    with pytest.raises(SandboxUnavailable, match="Too many open files"):
+        SandboxPool(min_idle=0, zygotes=1, rungs=[Rung.NSJAIL_ONCE]).close()
+    assert traces_of_zygotes() == before
+
+
 def test_who_waits_for_a_pool_that_closes_is_told() -> None:
     pool = SandboxPool(min_idle=0, zygotes=1, max_live=1)
     pool.acquire()
@@ -176,6 +189,21 @@ def test_a_session_that_starts_while_its_pool_closes_is_closed(
     assert pool.metrics()["live"] == 0
     pool._closed = False
     pool.close()
+
+
+def test_a_pool_that_closes_before_a_session_has_its_user_loses_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, begin = SandboxPool(min_idle=0, zygotes=1, max_live=1), Session.begin
+
+    def late(session: Session, on_close: Callable[[], None]) -> None:
+        pool.close()
+        begin(session, on_close)
+
+    monkeypatch.setattr(Session, "begin", late)
+    with pytest.raises(SandboxException, match="closed"):
+        pool.acquire()
+    assert pool.metrics()["live"] == 0
 
 
 def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:

@@ -18,6 +18,8 @@ from agentgrpo.sandbox import (
     SandboxPool,
     SandboxUnavailable,
     Template,
+    jail,
+    zygote,
 )
 from agentgrpo.sandbox.__main__ import main
 from agentgrpo.sandbox.templates import build_template, find_template, remove_template
@@ -221,7 +223,8 @@ def test_a_home_that_python_was_installed_in_is_not_shown(
 ) -> None:
     prefix = tmp_path / installed
     files = ("bin/python3.11", "lib/python3.11/os.py", "lib/libpython3.11.so", "lib64/libssl.so.3",
-             ".ssh/id_ed25519", "bin/mine", "lib/private/notes", "library/x")  # fmt: skip
+             ".ssh/id_ed25519", "bin/mine", "lib/private/notes", "library/x",
+             "share/proj/proj.db")  # fmt: skip
     for name in files:
         (prefix / name).parent.mkdir(parents=True, exist_ok=True)
         (prefix / name).touch()
@@ -229,8 +232,18 @@ def test_a_home_that_python_was_installed_in_is_not_shown(
     monkeypatch.setenv("HOME", str(tmp_path / home))
     needed = ["bin/python3.11", "lib/python3.11", "lib/libpython3.11.so", "lib64/libssl.so.3"]
     shown = Template(python=str(prefix / "bin" / "python3.11")).interpreter_paths
-    wanted = needed if theirs else ["bin/python3.11", "lib", "lib64"]
+    wanted = needed if theirs else ["bin/python3.11", "lib", "lib64", "share"]
     assert shown == [str(prefix / name) for name in wanted]
+
+
+def test_any_number_of_files_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def many(template: Template, extension: str) -> list[jail.Bind]:
+        more = [jail.Bind(__file__, f"/many/{number}/of/them") for number in range(400)]
+        return [*jail.shown_paths(template, extension), *more]
+
+    monkeypatch.setattr(zygote, "shown_paths", many)
+    with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
+        assert session.step("import os; len(os.listdir('/many'))").value == "400"
 
 
 @pytest.mark.parametrize("home", [".", "elsewhere"])

@@ -12,6 +12,7 @@ from agentgrpo.sandbox import SandboxPool, SandboxUnavailable, jail
 from agentgrpo.sandbox.jail import JAIL_ID, has_own_ids
 from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
 from tests.isolation import need_isolation
+from tests.sandbox.test_degraded import make_pool
 
 pytestmark = pytest.mark.nsjail
 
@@ -100,3 +101,5 @@ def test_no_crash_starts_a_program_of_the_machine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (0, 0))
     with pytest.raises(SandboxUnavailable, match=r"core_pattern; remedy: ulimit -S"):
         SandboxPool(min_idle=0, zygotes=1).close()
+    with pytest.warns(UserWarning, match="degraded"):
+        make_pool().close()  # promises nothing of the kind

@@ -212,6 +212,12 @@ class Graded:
 
     def __contains__(self, value: Any) -> bool:
         """By its content alone: ``__contains__`` over there would be told what a test looks for."""
+        ways, _ = self._shape()
+        if "__iter__" not in ways and not {"__len__", "__getitem__"} <= ways:
+            raise TypeError(
+                f"{self!r} has no items that `in` could look through, and its __contains__ is not "
+                "asked; ask it by a name: has(a, b) with names={'has': 'lambda a, b: b in a', ...}"
+            )
         return any(value is one or value == one for one in self)
 
     def __reversed__(self) -> Iterator[Any]:
