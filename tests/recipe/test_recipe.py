@@ -20,7 +20,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import WordProblemTasks
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
-from agentgrpo.recipe import parts
+from agentgrpo.recipe import flywheel, parts
 from agentgrpo.recipe import recipe as recipes
 from agentgrpo.stage import models_of
 from agentgrpo.types import Group
@@ -267,6 +267,37 @@ def test_the_report_says_what_was_gained_and_by_whom(
     tuned.write_text(json.dumps(made))  # the machine broke all of them
     run(recipe, ["r.toml"])
     assert "| l | 0.000, 0.000, 1.000 | -, -, - | 1.000," in capsys.readouterr().out
+
+
+def test_work_without_its_settings_is_refused(tmp_path: Path) -> None:
+    """Nobody knows with which it was begun. But a recipe may begin where its parts have alone."""
+    recipe = make_recipe(tmp_path)
+    (recipe.out_dir / "sft/checkpoints/step_000003").mkdir(parents=True)  # run.json has its own
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {}, write=False)
+    for command, saved in (("flywheel", flywheel.SAVED), ("recipe", recipes.SAVED)):
+        path = recipe.out_dir / saved[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with pytest.raises(ValueError, match=rf"holds work without settings/{command}\.json, of"):
+            parts.require_same_work(recipe, command, saved, {})
+    (recipe.out_dir / "settings").mkdir()
+    (recipe.out_dir / "settings" / "sft.json").touch()
+    with pytest.raises(ValueError, match=r"holds work without settings/flywheel\.json, of"):
+        parts.require_same_work(recipe, "flywheel", flywheel.SAVED, {})
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {})
+
+
+def test_settings_that_are_newer_than_the_work_were_as_they_are_by_default(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {})
+    (recipe.out_dir / "recipe.json").write_text("{}")
+    path = recipe.out_dir / "settings" / "recipe.json"
+    then = json.loads(path.read_text())
+    del then["loss.beta"], then["curriculum.select"]
+    path.write_text(json.dumps(then))
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {}, write=False)
+    with pytest.raises(ValueError, match=r"curriculum\.select = 64, now it is 5"):
+        parts.require_same_work(make_recipe(tmp_path, select=5), "recipe", recipes.SAVED, {})
 
 
 def test_other_settings_and_other_starts_are_refused(
