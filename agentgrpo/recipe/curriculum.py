@@ -50,7 +50,7 @@ from agentgrpo.run.folder import locked, require_folder
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage
-from agentgrpo.types import Group
+from agentgrpo.types import Group, Task
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
 """What it continues from."""
@@ -283,14 +283,16 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     )
 
 
-def stages(recipe: RecipeConfig, stream: Tasks, *, write: bool = False) -> Iterator[Check]:
+def stages(
+    recipe: RecipeConfig, stream: Tasks, heldout: Sequence[Task], *, write: bool = False
+) -> Iterator[Check]:
     """What the stages would do; settings and data are written, or else only compared.
 
     Raises:
         ValueError: out_dir holds stages of others, or one that the next has begun from is to be
             longer.
     """
-    data = {"data.train": stream.state_dict()["source"]}
+    data = {"data.train": stream.state_dict()["source"], "data.heldout": digest_of(heldout)}
     require_same_work(recipe, "curriculum", SAVED, data, may_change=MAY_CHANGE, write=write)
     c, parts = recipe.curriculum, parts_of(recipe)
     for stage in range(c.stages - 1):
@@ -317,7 +319,7 @@ def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
         stream = stage.training_tasks(config)
-        yield from stages(recipe, stream, write=write)
+        yield from stages(recipe, stream, stage.heldout, write=write)
         yield from to_be_trained_on(config, stage, stream)
 
     return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)

@@ -111,6 +111,7 @@ MUTANTS = [
     Mutant("recipe/parts.py", "    require_same_settings(", "    str("),
     Mutant("recipe/parts.py", " if reads(command, key)}", "}"),
     Mutant("recipe/parts.py", " | {**data}", ""),
+    Mutant("recipe/curriculum.py", "digest_of(heldout)", '""'),
     Mutant("recipe/parts.py", "if newest_saved(recipe.out_dir, saved[:1]) and", "if newest_saved(recipe.out_dir, saved) and"),
     Mutant("recipe/parts.py", "if newest_saved(recipe.out_dir, saved[:1]) and", "if False and"),
     Mutant("recipe/parts.py", '"*.json" if command == "recipe" else path.name', "path.name"),

@@ -16,7 +16,7 @@ import pytest
 from agentgrpo.collect import _rounds
 from agentgrpo.config import DataConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.sources import training_tasks
+from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, WordProblemTasks
 from agentgrpo.recipe import parts
 from agentgrpo.recipe.curriculum import (
@@ -208,9 +208,16 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are checked before the first one begins; the model here is a name."""
-    stage: Any = SimpleNamespace(training_tasks=lambda config: training_tasks(config.data, 3))
+
+    def planned(config: TrainConfig, *, lines: Any, **_: Any) -> str:
+        stage: Any = SimpleNamespace(
+            training_tasks=lambda config: training_tasks(config.data, 3),
+            heldout=heldout_tasks(config.data),
+        )
+        return str([*lines(config, stage)])
+
     of = "agentgrpo.recipe.curriculum"
-    monkeypatch.setattr(f"{of}.planned", lambda config, *, lines, **_: str([*lines(config, stage)]))
+    monkeypatch.setattr(f"{of}.planned", planned)
     monkeypatch.setattr(f"{of}.to_be_trained_on", lambda *_: ())
 
 
@@ -296,16 +303,21 @@ def test_other_settings_and_other_data_are_refused_but_more_stages_are_not(
 
 def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the same name with one other row."""
-    rows = tmp_path / "rows.jsonl"
+    rows, held = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
     recipe = make_recipe(tmp_path / "out").model_copy(
-        update={"data": DataConfig(train=str(rows), heldout="word_problems")}
+        update={"data": DataConfig(train=str(rows), heldout=str(held))}
     )
-    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
+    for path in (rows, held):
+        path.write_text('{"question": "1+1?", "answer": "2"}\n')
     fake_parts(recipe, monkeypatch)
     run_curriculum(recipe)
-    rows.write_text('{"question": "1+2?", "answer": "3"}\n')
-    with pytest.raises(ValueError, match=r"data\.train = '1 rows of rows\.jsonl \(SHA-256 "):
-        run_curriculum(recipe)
+    for path, said in (
+        (rows, r"data\.train = '1 rows of rows\.jsonl \(SHA-256 "),
+        (held, r"data\.heldout = '1 tasks \(SHA-256 "),
+    ):
+        path.write_text('{"question": "1+2?", "answer": "3"}\n')
+        with pytest.raises(ValueError, match=said):
+            run_curriculum(recipe)
 
 
 def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
@@ -476,4 +488,4 @@ def test_epochs_are_rounds_through_what_a_stage_selected(
         for folder in (tmp_path, tmp_path / "new")
     )
     assert steps_of(by_four, 0) == 2, "6 tasks, the last step rounded up"
-    assert "at most 3, 3 steps" in str([*stages(unbegun, WordProblemTasks())])
+    assert "at most 3, 3 steps" in str([*stages(unbegun, WordProblemTasks(), [])])
