@@ -93,9 +93,8 @@ def require_same_run(config: TrainConfig) -> None:
     about = read_table(described)
     if not isinstance(about.get("config"), dict):
         raise ValueError(f"{described}: not that of a training run: no config")
-    least = TrainConfig(
-        model=config.model, out_dir=config.out_dir
-    )  # for settings newer than the run
+    # what it knew no setting of was as it is by default
+    least = TrainConfig(model=config.model, out_dir=config.out_dir)
     then = flat(least.model_dump(mode="json")) | flat(about["config"])
     now = flat(config.model_dump(mode="json", include={*TrainConfig.model_fields}))
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)

@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant("recipe/curriculum.py", 'recipe.out_dir / "sft" if stage == 0 else', ""),
     Mutant("recipe/curriculum.py", "folder_of(recipe, stage - 1) / \"rl\"", "folder_of(recipe, 0) / \"rl\""),
     Mutant("recipe/curriculum.py", "stage), steps_of(recipe, stage)\n", "stage), steps_of(recipe, 0)\n"),
-    Mutant("recipe/curriculum.py", "for earlier in range(stage))", "for earlier in range(0))"),
+    Mutant("recipe/curriculum.py", "for number in range(stage)]", "for number in range(0)]"),
     Mutant("recipe/curriculum.py", "if repr_of(task) != repr_of(played[task.id]):", "if False:"),
     Mutant("recipe/curriculum.py", "            played[task.id] = task\n", ""),
     Mutant("recipe/curriculum.py", "build(config, draw=drawn)", "build(config)"),

@@ -411,6 +411,8 @@ def test_no_stage_samples_with_seeds_of_another(tmp_path: Path) -> None:
         config = recipe.of_run()
         for step in range(steps_of(recipe, stage)):
             seeds += [seed for _, seed in _rounds(config, parts, step)]
+        checkpoint(folder_of(recipe, stage) / "rl", steps_of(recipe, stage))
+        finish_stage(recipe, stage)
     assert len(seeds) == len({*seeds}) > 2 + 3 + 3
 
 
