@@ -47,7 +47,7 @@ class Part:
 def require_same_work(
     recipe: RecipeConfig,
     command: str,
-    saved: Sequence[str],
+    saved: Collection[str],
     data: Mapping[str, str],
     *,
     may_change: Collection[str] = (),
@@ -58,7 +58,7 @@ def require_same_work(
     Args:
         recipe: the settings.
         command: all that it reads must be as it was begun, but for what any run may change.
-        saved: patterns, below out_dir, of what it continues from; what it begins with is the first.
+        saved: patterns, below out_dir, of what it continues from.
         data: what was read, for the settings that name it.
         may_change: further settings that may be otherwise now.
         write: else they are only compared.
@@ -69,7 +69,8 @@ def require_same_work(
     """
     path = recipe.out_dir / "settings" / f"{command}.json"
     any_of = "*.json" if command == "recipe" else path.name  # its parts may have begun alone
-    if newest_saved(recipe.out_dir, saved[:1]) and not [*path.parent.glob(any_of)]:
+    begun = newest_saved(recipe.out_dir, saved) is not None
+    if begun and not [*path.parent.glob(any_of)]:
         raise ValueError(
             f"out_dir {str(recipe.out_dir)!r} holds work without settings/{path.name}, of an "
             "earlier agentgrpo: choose another out_dir"
@@ -84,7 +85,7 @@ def require_same_work(
         read_of(recipe) | {**data},
         MAY_CHANGE.union(may_change),
         defaults=read_of(RecipeConfig(model=recipe.model, out_dir=recipe.out_dir)),
-        begun=newest_saved(recipe.out_dir, saved) is not None,
+        begun=begun,
         write=write,
     )
 
