@@ -50,7 +50,8 @@ def _rounds(config: TrainConfig, parts: Parts, step: int) -> Iterator[Round]:
     """At most as many as may be; each is drawn when it is asked for."""
     for refill in range(1 + config.rollout.max_refills):
         tasks = parallel.mine(parts.tasks.next(config.rollout.tasks_per_step))
-        yield tasks, config.seed_of(step, refill) + parallel.RANK_SEED * parallel.rank()
+        seed = config.seed_of(parts.tasks.steps_before + step, refill)
+        yield tasks, seed + parallel.RANK_SEED * parallel.rank()
 
 
 def _live(groups: Sequence[Group], config: TrainConfig) -> int:

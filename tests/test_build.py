@@ -215,11 +215,14 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match=r"was not written by agentgrpo \(no run.json\)"):
         require_same_run(asked())
-    (tmp_path / "run.json").write_text(json.dumps({"config": asked().model_dump(mode="json")}))
+    then = asked().model_dump(mode="json")
+    del then["eval_every"], then["loss"]["beta"]  # as if it was older than these settings
+    (tmp_path / "run.json").write_text(json.dumps({"config": then}))
     require_same_run(asked(**LESS))
     others: dict[str, dict[str, Any]] = {
         "learner.learning_rate": {"learner": {"learning_rate": 1.0}},
         "seed": {"seed": 3},
+        "loss.beta": {"loss": {"beta": 0.5}},
         "engine.max_model_len": {"engine": {"max_model_len": 512}},
     }
     for key, sections in others.items():

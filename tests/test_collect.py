@@ -56,6 +56,8 @@ def _mine(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stream:
     """Tasks t0, t1, ..."""
 
+    steps_before = 0
+
     def __init__(self) -> None:
         self.drawn = 0
 

@@ -124,6 +124,8 @@ class FakeRun:
         return {"answer": float(rollout.answer or 0)}
 
     # tasks
+    steps_before = 0
+
     def next(self, count: int) -> list[Task]:
         self.num_tasks += count
         return [Task(id=f"t{i}", messages=(), spec={}) for i in range(count)]

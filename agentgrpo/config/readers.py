@@ -15,12 +15,14 @@ RECIPE_SECTIONS = ("flywheel", "sft", "curriculum", "measures")
 """What config/recipe.py has besides the sections of a run."""
 PLAYS = (
     "model seed engine.* agent.* env.* sandbox.* data.* rollout.* reward.* "
-    "learner.lora.serve learner.max_tokens out_dir endpoints* !rollout.tasks_per_step "
+    "learner.lora.rank learner.lora.serve learner.trained_layers learner.max_tokens out_dir "
+    "endpoints* !rollout.tasks_per_step "
     "!rollout.group_size !rollout.refill_below !rollout.max_refills !rollout.temperature "
     "!rollout.branching.* !reward.sigma_tool !reward.sigma_length !reward.decay_sigmas "
     "!engine.agreement_threshold !engine.sleep_level !data.promote_at"
 )
-"""Of what plays tasks without training on them. learner.max_tokens is held against
+"""Of what plays tasks without training on them. Without learner.lora.rank, which excludes
+learner.trained_layers, there is no model `reference`; learner.max_tokens is held against
 engine.max_model_len; out_dir has no default. "!" takes out of a section."""
 TRAINS = (
     "model seed out_dir save_every eval_every keep_checkpoints trackers preflight engine.* agent.* "

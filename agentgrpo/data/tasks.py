@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from agentgrpo.data import word_problems
+from agentgrpo.run.records import plain
 from agentgrpo.types import Group, Status, Task
 
 
@@ -31,6 +32,8 @@ class Tasks(ABC):
     """Attributes, without their underscore, that decide about the tasks to come; JSON values."""
     _drawn = 0
     """Tasks given so far."""
+    steps_before = 0
+    """Optimizer steps of the stages before this one: what is sampled has seeds behind theirs."""
 
     @abstractmethod
     def _draw(self) -> Task:
@@ -148,7 +151,7 @@ def question_of(task: Task) -> str:
 
 def repr_of(task: Task) -> str:
     """What a task asks, and all that its row has besides."""
-    return question_of(task) + json.dumps(dict(task.spec), sort_keys=True, default=str)
+    return question_of(task) + json.dumps(plain(dict(task.spec)), sort_keys=True, default=str)
 
 
 def digest_of(tasks: Iterable[Task]) -> str:

@@ -36,7 +36,7 @@ from agentgrpo.build import Parts, Player, build, build_player
 from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.tasks import RowTasks, Tasks, digest_of
+from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
@@ -50,7 +50,7 @@ from agentgrpo.run.folder import locked, require_folder
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage
-from agentgrpo.types import Group
+from agentgrpo.types import Group, Task
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
 """What it continues from."""
@@ -100,12 +100,9 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
     Raises:
         ValueError: as of start_model().
     """
-    return _run_of(recipe, stage, start_model(recipe, stage), steps_of(recipe, stage))
-
-
-def _run_of(recipe: RecipeConfig, stage: int, model: str, steps: int) -> TrainConfig:
+    model, steps = start_model(recipe, stage), steps_of(recipe, stage)
     out_dir = str(folder_of(recipe, stage) / "rl")
-    return recipe.of_run(model=model, out_dir=out_dir, steps=steps, seed=recipe.seed + stage)
+    return recipe.of_run(model=model, out_dir=out_dir, steps=steps)
 
 
 # -- the parts of a stage --------------------------------------------------------------------------
@@ -207,21 +204,37 @@ def _chunks(
         yield groups
 
 
-def selected_tasks(recipe: RecipeConfig, stage: int) -> Tasks:
-    """The stage's tasks as they were played, drawn as the recipe says."""
+def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> Tasks:
+    """The stage's tasks as they were played, drawn as the recipe says.
+
+    Args:
+        recipe: the settings.
+        stage: counted from 0.
+        stream: the recipe's training tasks; JSON lines do not keep every type of a spec.
+
+    Raises:
+        ValueError: a task of the stream is not the one that was played.
+    """
     c, folder = recipe.curriculum, folder_of(recipe, stage)
-    played = {r.task.id: r.task for _, r in read_rollouts(folder / "pool.jsonl")}
+    pool = folder / "pool.jsonl"
+    played = {r.task.id: r.task for _, r in read_rollouts(pool)}
+    for task in stream.rows if isinstance(stream, RowTasks) else ():
+        if task.id in played:
+            if repr_of(task) != repr_of(played[task.id]):
+                raise ValueError(f"task {task.id!r} is another one than was played for {pool}")
+            played[task.id] = task
     rows = [played[name] for name in read_table(folder / "select.json")["selected"]]
-    source = f"stage {stage}, {digest_of(rows)}"
+    source, seed = f"stage {stage}, {digest_of(rows)}", recipe.seed + stage
+    tasks: Tasks
     if c.sampling == "shuffle":
-        return RowTasks(rows, source=source, seed=recipe.seed + stage)
-    return DifficultyTasks(
-        rows,
-        source=source,
-        easy_share=c.easy_share,
-        hard_share=c.hard_share,
-        seed=recipe.seed,
-    )
+        tasks = RowTasks(rows, source=source, seed=seed)
+    else:
+        tasks = DifficultyTasks(
+            rows, source=source, easy_share=c.easy_share, hard_share=c.hard_share, seed=seed
+        )
+    earlier = [folder_of(recipe, number) / "stage.json" for number in range(stage)]
+    tasks.steps_before = sum(read_table(path)["steps"] for path in earlier)
+    return tasks
 
 
 # -- the order of the parts ------------------------------------------------------------------------
@@ -271,14 +284,16 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     )
 
 
-def stages(recipe: RecipeConfig, stream: Tasks, *, write: bool = False) -> Iterator[Check]:
+def stages(
+    recipe: RecipeConfig, stream: Tasks, heldout: Sequence[Task], *, write: bool = False
+) -> Iterator[Check]:
     """What the stages would do; settings and data are written, or else only compared.
 
     Raises:
-        ValueError: out_dir holds stages of others, one that the next has begun from is to be
-            longer, or the run of one would refuse its settings.
+        ValueError: out_dir holds stages of others, or one that the next has begun from is to be
+            longer.
     """
-    data = {"data.train": stream.state_dict()["source"]}
+    data = {"data.train": stream.state_dict()["source"], "data.heldout": digest_of(heldout)}
     require_same_work(recipe, "curriculum", SAVED, data, may_change=MAY_CHANGE, write=write)
     c, parts = recipe.curriculum, parts_of(recipe)
     for stage in range(c.stages - 1):
@@ -287,10 +302,7 @@ def stages(recipe: RecipeConfig, stream: Tasks, *, write: bool = False) -> Itera
                 f"curriculum.{'steps' if c.epochs is None else 'epochs'}: stage {stage + 1} has "
                 f"begun from stage {stage}, which cannot be trained for longer now: set it back"
             )
-    steps_each = [steps_of(recipe, stage, c.select) for stage in range(c.stages)]
-    for stage, steps in enumerate(steps_each):
-        _run_of(recipe, stage, recipe.model, steps)
-    numbers = ", ".join(map(str, steps_each))
+    numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
     yield said(
         "stages",
@@ -308,7 +320,7 @@ def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
         stream = stage.training_tasks(config)
-        yield from stages(recipe, stream, write=write)
+        yield from stages(recipe, stream, stage.heldout, write=write)
         yield from to_be_trained_on(config, stage, stream)
 
     return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)
@@ -336,8 +348,13 @@ def prepared(recipe: RecipeConfig, arguments: Sequence[str], part: str = "") -> 
     stage = int(number)
     if what == "train":
 
+        def drawn(stream: Tasks) -> Tasks:
+            selected = read_table(folder_of(recipe, stage) / "select.json")["selected"]
+            print(f"stage {stage}: trains on the {len(selected)} that were selected", flush=True)  # noqa: T201
+            return selected_tasks(recipe, stage, stream)
+
         def build_drawn(config: TrainConfig) -> Parts:
-            return build(config, draw=lambda _: selected_tasks(recipe, stage))
+            return build(config, draw=drawn)
 
         with train.prepared(training_config(recipe, stage), build_drawn) as work:
 

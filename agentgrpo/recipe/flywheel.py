@@ -64,7 +64,10 @@ if TYPE_CHECKING:
 
 SAVED = ("flywheel/buffer.jsonl",)
 """What it continues from."""
-MAY_CHANGE = ("flywheel.tasks", "flywheel.concurrency", "flywheel.keep")
+MAY_CHANGE = (
+    *("flywheel.tasks", "flywheel.concurrency", "flywheel.keep"),
+    *("learner.lora.rank", "learner.trained_layers"),
+)
 """Settings of the flywheel that may be otherwise when it goes on."""
 
 

@@ -9,6 +9,7 @@ lower case, and judges were asked until they agreed.)
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -222,8 +223,9 @@ def _step_in(reply: str, chosen: Chosen) -> int:
 
 def _prompt(template: str, chosen: Chosen) -> str:
     fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
-    known = chosen.task.spec.get("answer") is not None  # else the environment alone judges
-    accepted = f"Accepted answers: {', '.join(accepted_answers(chosen.task))}\n" if known else ""
+    accepted = ""
+    with contextlib.suppress(ValueError):  # it has none: the environment alone judges
+        accepted = f"Accepted answers: {', '.join(accepted_answers(chosen.task))}\n"
     return template.format(**fields, accepted=accepted)
 
 

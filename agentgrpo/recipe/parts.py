@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
@@ -63,14 +64,28 @@ def require_same_work(
         write: else they are only compared.
 
     Raises:
-        ValueError: it was begun with other settings or other data; names the key.
+        ValueError: it was begun with other settings or other data; names the key. Or with which
+            is not known.
     """
-    table = flat(recipe.model_dump(mode="json"))
+    path = recipe.out_dir / "settings" / f"{command}.json"
+    any_of = "*.json" if command == "recipe" else path.name  # its parts may have begun alone
+    begun = newest_saved(recipe.out_dir, saved) is not None
+    if begun and not [*path.parent.glob(any_of)]:
+        raise ValueError(
+            f"out_dir {str(recipe.out_dir)!r} holds work without settings/{path.name}, of an "
+            "earlier agentgrpo: choose another out_dir"
+        )
+
+    def read_of(config: RecipeConfig) -> dict[str, Any]:
+        table = flat(config.model_dump(mode="json"))
+        return {key: value for key, value in table.items() if reads(command, key)}
+
     require_same_settings(
-        recipe.out_dir / "settings" / f"{command}.json",
-        {key: value for key, value in table.items() if reads(command, key)} | {**data},
+        path,
+        read_of(recipe) | {**data},
         MAY_CHANGE.union(may_change),
-        begun=newest_saved(recipe.out_dir, saved) is not None,
+        defaults=read_of(RecipeConfig(model=recipe.model, out_dir=recipe.out_dir)),
+        begun=begun,
         write=write,
     )
 

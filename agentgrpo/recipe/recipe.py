@@ -91,7 +91,7 @@ def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
         yield said(
             "sft", f"{recipe.sft.epochs} epochs in steps of {recipe.sft.batch_size} examples"
         )
-        yield from curriculum.stages(recipe, stream, write=write)
+        yield from curriculum.stages(recipe, stream, stage.heldout, write=write)
         yield from to_be_trained_on(config, stage, stream)
 
     return planned(flywheel.settings_of(recipe), lines=lines, saved=SAVED)

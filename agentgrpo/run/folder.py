@@ -93,20 +93,24 @@ def require_same_run(config: TrainConfig) -> None:
     about = read_table(described)
     if not isinstance(about.get("config"), dict):
         raise ValueError(f"{described}: not that of a training run: no config")
-    then = flat(about["config"])
+    # what it knew no setting of was as it is by default
+    least = TrainConfig(model=config.model, out_dir=config.out_dir)
+    then = flat(least.model_dump(mode="json")) | flat(about["config"])
     now = flat(config.model_dump(mode="json", include={*TrainConfig.model_fields}))
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 
 def require_same_settings(
-    path: Path, now: Mapping[str, Any], may_change: Collection[str], *, begun: bool, write: bool
-) -> None:
+    path: Path, now: Mapping[str, Any], may_change: Collection[str], *,
+    defaults: Mapping[str, Any], begun: bool, write: bool,
+) -> None:  # fmt: skip
     """Write the settings that a folder's work is done with; later, refuse others.
 
     Args:
         path: of the file that holds them.
         now: the settings.
         may_change: keys that may be otherwise now.
+        defaults: of settings, for those that are newer than the file.
         begun: there is work of theirs; without any they bind nothing.
         write: else they are only compared.
 
@@ -114,7 +118,7 @@ def require_same_settings(
         ValueError: a key that may not change has changed; names it.
     """
     if begun and path.exists():
-        _require_same(f"{path} was written with", read_table(path), now, may_change)
+        _require_same(f"{path} was written with", {**defaults, **read_table(path)}, now, may_change)
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, dict(now))

@@ -210,7 +210,8 @@ def _leave_closed_terminals() -> None:
 def run_beside(command: Sequence[str], stdout: int | None = None) -> tuple[int, bool]:
     """Run a command and wait for it; whoever asks this process to stop asks that one.
 
-    It has a process group of its own: from a terminal Ctrl-C would reach it twice, and end it.
+    It has a process group of its own: from a terminal Ctrl-C would reach it twice, and end it. So
+    Ctrl-Z is passed on to that group, and the SIGCONT after it.
 
     Returns:
         Its status, negative for a signal, and whether somebody has asked to stop.
@@ -230,7 +231,20 @@ def run_beside(command: Sequence[str], stdout: int | None = None) -> tuple[int, 
         while begun and left:
             begun[0].send_signal(left.pop())
 
-    with _handled(on_signal):
+    def on_ctrl_z(number: int, frame: FrameType | None) -> None:
+        to_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        to_group(signal.SIGCONT)
+
+    def to_group(number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            for process in begun:
+                os.killpg(process.pid, number)
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_handled(on_signal))
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            undo.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, on_ctrl_z))
         begun.append(subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stdout, process_group=0
         ))  # fmt: skip

@@ -38,18 +38,22 @@ PLACE = ("step", "split", "group", "index", "previous_hash", "flywheel")
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as JSON values; read_rollout() gives it back exactly."""
     recorded = (f.name for f in fields(Rollout) if f.metadata.get("recorded", True))
-    return {name: _plain(getattr(rollout, name)) for name in recorded}
+    return {name: plain(getattr(rollout, name)) for name in recorded}
 
 
 def require_recordable(task: Task) -> None:
     """That rollouts of the task can be written down.
 
     Raises:
-        ValueError: its spec holds what JSON does not; names the task and the entry.
+        ValueError: its spec holds what JSON does not, or would give back as something else; names
+            the task and the entry.
     """
     for key, value in task.spec.items():
         try:
-            json.dumps(_plain(value))
+            json.dumps(made := plain({key: value}))
+            for name in _keys(made):
+                if not isinstance(name, str):
+                    raise TypeError(f"the key {name!r} is no text")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"task {task.id!r}: spec[{key!r}] cannot be recorded: {error}"
@@ -160,21 +164,30 @@ def _segments(row: dict[str, Any]) -> dict[str, Any]:
 # --- values and their types ---
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, np.ndarray):
         if value.dtype == np.float32:
             return [float(str(number)) for number in value]
         return value.tolist()
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview):
+        return [plain(item) for item in value]
     return dict(value) if hasattr(value, "items") else value
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    """Of all dicts in what plain() made."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        yield from _keys(item)
 
 
 @cache
@@ -183,7 +196,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _made(kind: Any, value: Any, name: str) -> Any:
-    """The value of type `kind` that _plain() made JSON of."""
+    """The value of type `kind` that plain() made JSON of."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         options = [option for option in inner if option is not NoneType]

@@ -107,3 +107,18 @@ def test_what_evaluate_alone_samples_from_is_left_out_of_a_recipes_runs() -> Non
     whole = make(measures={"temperature": 0.6}, evaluation={"top_p": 0.9, "presence_penalty": 0.1})
     assert whole.evaluation.filters == {"top_p": 0.9, "presence_penalty": 0.1}
     assert whole.of_run().evaluation.filters == {"presence_penalty": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        ("flywheel", ["flywheel.critic=reference"]),
+        ("evaluate", ["measures.quality=judge", "measures.judge=reference"]),
+    ],
+)
+def test_what_a_reference_needs_may_be_said_to_the_command_that_asks_it(
+    command: str, asked: list[str]
+) -> None:
+    lora = ["learner.lora.rank=8", "learner.trained_layers=none"]
+    recipe = load_config_of(RecipeConfig, "recipe", [*asked, *lora], command)
+    assert recipe.learner.lora.served_rank == 8

@@ -88,7 +88,12 @@ def test_arrows_other_types_are_what_a_record_can_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(datetime.date(2020, 1, 2), ".* date"), (json.loads("[" * 600 + "]" * 600), ".* recursion")],
+    [
+        (datetime.date(2020, 1, 2), ".* date"),
+        (json.loads("[" * 600 + "]" * 600), ".* recursion"),
+        (b"ab", ".* bytes"),
+        ([{"a": {1: 2}}], "the key 1 is no text"),
+    ],
 )
 def test_what_cannot_be_recorded_is_refused_before_it_is_played(value: Any, said: str) -> None:
     given = Task(id="t", messages=(), spec={"fine": np.zeros(2), "odd": value})

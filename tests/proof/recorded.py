@@ -117,6 +117,8 @@ class Learner:
 class Tasks:
     """Numbers to be said."""
 
+    steps_before = 0
+
     def __init__(self) -> None:
         self._drawn = 0
 

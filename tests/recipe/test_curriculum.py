@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from agentgrpo.config import DataConfig
+from agentgrpo.collect import _rounds
+from agentgrpo.config import DataConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.sources import training_tasks
-from agentgrpo.data.tasks import WordProblemTasks
+from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.data.tasks import RowTasks, WordProblemTasks
 from agentgrpo.recipe import parts
 from agentgrpo.recipe.curriculum import (
     finish_stage,
@@ -28,7 +30,9 @@ from agentgrpo.recipe.curriculum import (
     steps_of,
     training_config,
 )
+from agentgrpo.registry import make_env
 from agentgrpo.run.progress import Progress
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Group, Task
 from tests.given import a_rollout, scored_by
 
@@ -98,7 +102,7 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
     assert len(chosen) == 4
     assert 0 not in chosen
     assert 4 not in chosen  # all right, all wrong
-    tasks: Any = selected_tasks(recipe, 0)
+    tasks: Any = selected_tasks(recipe, 0, WordProblemTasks())
     assert [task.id for task in tasks.rows] == summary["selected"]
     written = json.loads((folder_of(recipe, 0) / "select.json").read_text())
     assert written == summary
@@ -191,7 +195,8 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
         training_config(recipe, 1)
     last = checkpoint(tmp_path / "stage_0" / "rl", 5)
     second = training_config(recipe, 1)
-    assert (second.model, second.steps, second.seed) == (str(last), 7, 4)
+    assert (second.model, second.steps) == (str(last), 7)
+    assert second.seed == recipe.of_run().seed, "what its environment knows the played tasks by"
     tuned = make_recipe(tmp_path, start="sft")
     with pytest.raises(ValueError, match="sft: none there"):
         training_config(tuned, 0)
@@ -203,9 +208,16 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are checked before the first one begins; the model here is a name."""
-    stage: Any = SimpleNamespace(training_tasks=lambda config: training_tasks(config.data, 3))
+
+    def planned(config: TrainConfig, *, lines: Any, **_: Any) -> str:
+        stage: Any = SimpleNamespace(
+            training_tasks=lambda config: training_tasks(config.data, 3),
+            heldout=heldout_tasks(config.data),
+        )
+        return str([*lines(config, stage)])
+
     of = "agentgrpo.recipe.curriculum"
-    monkeypatch.setattr(f"{of}.planned", lambda config, *, lines, **_: str([*lines(config, stage)]))
+    monkeypatch.setattr(f"{of}.planned", planned)
     monkeypatch.setattr(f"{of}.to_be_trained_on", lambda *_: ())
 
 
@@ -291,16 +303,21 @@ def test_other_settings_and_other_data_are_refused_but_more_stages_are_not(
 
 def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the same name with one other row."""
-    rows = tmp_path / "rows.jsonl"
+    rows, held = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
     recipe = make_recipe(tmp_path / "out").model_copy(
-        update={"data": DataConfig(train=str(rows), heldout="word_problems")}
+        update={"data": DataConfig(train=str(rows), heldout=str(held))}
     )
-    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
+    for path in (rows, held):
+        path.write_text('{"question": "1+1?", "answer": "2"}\n')
     fake_parts(recipe, monkeypatch)
     run_curriculum(recipe)
-    rows.write_text('{"question": "1+2?", "answer": "3"}\n')
-    with pytest.raises(ValueError, match=r"data\.train = '1 rows of rows\.jsonl \(SHA-256 "):
-        run_curriculum(recipe)
+    for path, said in (
+        (rows, r"data\.train = '1 rows of rows\.jsonl \(SHA-256 "),
+        (held, r"data\.heldout = '1 tasks \(SHA-256 "),
+    ):
+        path.write_text('{"question": "1+2?", "answer": "3"}\n')
+        with pytest.raises(ValueError, match=said):
+            run_curriculum(recipe)
 
 
 def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
@@ -337,38 +354,84 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: 
     """Whatever their rows were called: a `question` of their own, which is not what was asked."""
     more: dict[str, Any] = {} if sampling == "shuffle" else {"easy_share": 0.5}
     recipe = make_recipe(tmp_path, sampling=sampling, selection="random", select=10, **more)
+    spec = {"board": ((1, 2),), "sums": np.arange(3)}  # an environment's own: JSON has lists
     asked = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "And?"})
     made = [
-        Task(id=f"t/{n}", messages=asked, is_text=n % 2 > 0, spec={"question": n, "uid": [n]})
+        Task(id=f"t/{n}", messages=asked, is_text=n % 2 > 0, spec={"question": n, **spec})
         for n in range(5)
     ]
-    given = iter([*made, *made])  # in the second round the same tasks again
-    stream: Any = SimpleNamespace(
-        next=lambda count: [next(given) for _ in range(count)],
-        feedback=lambda groups: None,
-        state_dict=dict,
-    )
+    stream = RowTasks(made, source="rows")  # in the second round the same tasks again
     chosen = select(recipe, 0, Player(), stream)["selected"]  # type: ignore[arg-type]
-    tasks: Any = selected_tasks(recipe, 0)
-    assert tasks.rows == [made[int(name[2:])] for name in chosen] == made
+    tasks: Any = selected_tasks(recipe, 0, stream)
+    assert sorted(chosen) == [task.id for task in made]
+    assert all(task is made[int(task.id[2:])] for task in tasks.rows)
     assert {task.id for task in tasks.next(len(chosen))} == {*chosen}
     if sampling == "difficulty":
         assert tasks._shares == (0.5, 0.2)
     state = tasks.state_dict()
-    selected_tasks(recipe, 0).load_state_dict(state)
+    selected_tasks(recipe, 0, stream).load_state_dict(state)
+    selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)  # as they were recorded
     pool = folder_of(recipe, 0) / "pool.jsonl"
     pool.write_text(pool.read_text().replace("Q?", "R?"))
     with pytest.raises(ValueError, match=r"data position is of: .*stage 0, "):
-        selected_tasks(recipe, 0).load_state_dict(state)
+        selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"task 't/0' is another one than was played for .*pool"):
+        selected_tasks(recipe, 0, stream)
 
 
-def test_what_the_run_of_a_later_stage_would_refuse_is_said_before_the_first(
-    tmp_path: Path,
+@pytest.mark.nsjail
+def test_a_right_answer_is_right_in_each_stage(tmp_path: Path, pool: SandboxPool) -> None:
+    """The tasks of an environment may hang on its seed: these name a place among them."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    checkpoint(tmp_path / "stage_0" / "rl", 5)
+    table = make_recipe(tmp_path).model_dump(exclude_unset=True, exclude={"data"})
+    options = {"dataset": "chain_sum", "size": 2}
+    env = {"env": {"kind": "reasoning_gym", "options": options}, "data": {"train": "env"}}
+    recipe = RecipeConfig.model_validate({**table, **env})
+    with (
+        closing(cast(Any, make_env(recipe.of_run(), pool))) as played,
+        closing(cast(Any, make_env(training_config(recipe, 1), pool))) as trained,
+    ):
+        tasks = played.tasks("train")
+        rows = reasoning_gym.create_dataset("chain_sum", size=2, seed=recipe.seed)
+        assert [task.messages[0]["content"] for task in tasks] == [row["question"] for row in rows]
+        for task, row in zip(tasks, rows, strict=True):
+            assert trained.reset(task).finish(row["answer"])["solved"] == 1.0
+
+
+def test_no_stage_samples_with_seeds_of_another(tmp_path: Path) -> None:
+    """A task of both would be played with the same luck again."""
+    recipe = make_recipe(tmp_path, steps=(2, 3), stages=3)
+    seeds = []
+    for stage in range(3):
+        play_stage(recipe, stage, Player())
+        tasks: Any = selected_tasks(recipe, stage, WordProblemTasks())
+        assert tasks.seed == recipe.seed + stage, "nor their order"
+        parts: Any = SimpleNamespace(tasks=tasks)
+        config = recipe.of_run()
+        for step in range(steps_of(recipe, stage)):
+            seeds += [seed for _, seed in _rounds(config, parts, step)]
+        checkpoint(folder_of(recipe, stage) / "rl", steps_of(recipe, stage))
+        finish_stage(recipe, stage)
+    assert len(seeds) == len({*seeds}) > 2 + 3 + 3
+
+
+def test_a_stage_is_built_on_what_it_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = make_recipe(tmp_path).model_dump(exclude_unset=True)
-    last = RecipeConfig.model_validate({**table, "seed": 2**31 - 1})
-    with pytest.raises(ValueError, match="seed"):
-        [*stages(last, WordProblemTasks())]
+    recipe = make_recipe(tmp_path, stages=1)
+    summary, stream = play_stage(recipe, 0, Player()), WordProblemTasks(levels=(1,), seed=3)
+    monkeypatch.setattr("agentgrpo.recipe.curriculum.build", lambda config, *, draw: draw(stream))
+    built: list[Any] = []
+
+    def train_prepared(config: TrainConfig, build: Any) -> Any:
+        built.append(build(config))
+        return nullcontext()
+
+    monkeypatch.setattr("agentgrpo.train.prepared", train_prepared)
+    with prepared(recipe, [], "0.train"):
+        assert [task.id for task in built[0].rows] == summary["selected"]
+    assert "stage 0: trains on the 4 that were selected" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("by_kind", [False, True])
@@ -427,4 +490,4 @@ def test_epochs_are_rounds_through_what_a_stage_selected(
         for folder in (tmp_path, tmp_path / "new")
     )
     assert steps_of(by_four, 0) == 2, "6 tasks, the last step rounded up"
-    assert "at most 3, 3 steps" in str([*stages(unbegun, WordProblemTasks())])
+    assert "at most 3, 3 steps" in str([*stages(unbegun, WordProblemTasks(), [])])

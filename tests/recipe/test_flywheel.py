@@ -23,7 +23,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.recipe.flywheel import kept, questions_of, spin
-from agentgrpo.recipe.operators import Chosen
+from agentgrpo.recipe.operators import FOR_RIGHT, Chosen
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.rewards.scoring import Scoring
@@ -251,6 +251,7 @@ def test_S3_13_log_and_summary_say_what_was_made(tmp_path: Path) -> None:
         ("refinement", "Thought 1: x", "wanted, got [1]"),
         ("refinement", "Thought 1: x\nThought 2: y\nThought 3: z", "wanted, got [1, 2, 3]"),
         ("refinement", "Thought 1: Answer: 1\nThought 2: y", "a refined thought acts"),
+        ("step_hint", "Step: 2", "the flawed step is the last one: nothing follows it"),
     ],
 )
 def test_S3_13_a_reply_in_another_form_makes_nothing(
@@ -258,13 +259,17 @@ def test_S3_13_a_reply_in_another_form_makes_nothing(
 ) -> None:
     made = World(tmp_path, operators=(operator,))
     made.scripts.critic = lambda messages: reply
-    assert made.spin(question("easy"))["nothing_made"] == {operator: 1}
+    name = "easy" if operator in FOR_RIGHT else "hard"
+    assert made.spin(question(name))["nothing_made"] == {operator: 1}
     (record,) = made.lines("buffer.jsonl")
     assert len(record["trajectories"]) == 1
     assert why in record["log"][0]["why"]
 
 
-def test_the_critic_is_told_no_answers_where_there_are_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [{}, {"answer": None}, {"answer": []}, {"answer": [None]}])
+def test_the_critic_is_told_no_answers_where_there_are_none(
+    tmp_path: Path, spec: dict[str, Any]
+) -> None:
     """An environment that judges needs none in its rows."""
     made, asked = World(tmp_path, operators=("step_hint",)), list[str]()
 
@@ -273,7 +278,7 @@ def test_the_critic_is_told_no_answers_where_there_are_none(tmp_path: Path) -> N
         return "Step: 1"
 
     made.scripts.critic = critic
-    summary = made.spin(dataclasses.replace(question(), spec={}))
+    summary = made.spin(dataclasses.replace(question(), spec=spec))
     assert summary["operators"]["step_hint"]["made"] == 1
     assert "Q: q\nA wrong solution in" in asked[0]
 

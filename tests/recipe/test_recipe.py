@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import WordProblemTasks
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
-from agentgrpo.recipe import parts
+from agentgrpo.recipe import flywheel, parts
 from agentgrpo.recipe import recipe as recipes
 from agentgrpo.stage import models_of
 from agentgrpo.types import Group
@@ -245,6 +246,54 @@ def test_who_asks_a_recipe_to_stop_asks_its_part_which_saves(
     assert (tmp_path / "recipe.json").exists() == (status == 0)
 
 
+PART_OF_TWO = """
+import os, pathlib, subprocess, sys, time
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(os.getpid(), child.pid, flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+child.kill()
+child.wait()
+"""
+
+
+def test_ctrl_z_stops_a_part_with_all_that_it_has_started(tmp_path: Path) -> None:
+    """It has a process group of its own, which the terminal does not know of."""
+
+    def wait_for(stopped: bool) -> None:
+        patience = time.monotonic() + 30
+        while {stat(pid)[0] == "T" for pid in pids} != {stopped}:
+            assert time.monotonic() < patience
+            time.sleep(0.02)
+
+    def stat(pid: int) -> list[str]:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+
+    (tmp_path / "slow_part.py").write_text(PART_OF_TWO)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=tmp_path, text=True, start_new_session=True,
+        env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process, process.stdout as lines:
+        said = next(line for line in lines if not line.startswith("=="))
+        pids = [process.pid, *map(int, said.split())]
+        try:
+            for _ in range(2):
+                os.kill(process.pid, signal.SIGTSTP)
+                wait_for(stopped=True)
+                os.kill(process.pid, signal.SIGCONT)
+                wait_for(stopped=False)
+        except AssertionError:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise
+        (tmp_path / "go").touch()
+        assert "== second" in lines.read()
+        assert process.wait(60) == 0
+
+
 def test_the_report_says_what_was_gained_and_by_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +316,35 @@ def test_the_report_says_what_was_gained_and_by_whom(
     tuned.write_text(json.dumps(made))  # the machine broke all of them
     run(recipe, ["r.toml"])
     assert "| l | 0.000, 0.000, 1.000 | -, -, - | 1.000," in capsys.readouterr().out
+
+
+def test_work_without_its_settings_is_refused(tmp_path: Path) -> None:
+    """Nobody knows with which it was begun. But a recipe may begin where its parts have alone."""
+    recipe = make_recipe(tmp_path)
+    for command, saved in (("flywheel", flywheel.SAVED), ("recipe", recipes.SAVED)):
+        path = recipe.out_dir / saved[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with pytest.raises(ValueError, match=rf"holds work without settings/{command}\.json, of"):
+            parts.require_same_work(recipe, command, saved, {})
+    (recipe.out_dir / "settings").mkdir()
+    (recipe.out_dir / "settings" / "sft.json").touch()
+    with pytest.raises(ValueError, match=r"holds work without settings/flywheel\.json, of"):
+        parts.require_same_work(recipe, "flywheel", flywheel.SAVED, {})
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {})
+
+
+def test_settings_that_are_newer_than_the_work_were_as_they_are_by_default(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {})
+    (recipe.out_dir / "recipe.json").write_text("{}")
+    path = recipe.out_dir / "settings" / "recipe.json"
+    then = json.loads(path.read_text())
+    del then["loss.beta"], then["curriculum.select"]
+    path.write_text(json.dumps(then))
+    parts.require_same_work(recipe, "recipe", recipes.SAVED, {}, write=False)
+    with pytest.raises(ValueError, match=r"curriculum\.select = 64, now it is 5"):
+        parts.require_same_work(make_recipe(tmp_path, select=5), "recipe", recipes.SAVED, {})
 
 
 def test_other_settings_and_other_starts_are_refused(
