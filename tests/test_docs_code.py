@@ -208,7 +208,7 @@ def test_inside_trl(code: str, tmp_path: Path) -> None:
 
 @of_page("docs/kernels.md", after="## Liger")
 def test_ligers_entries(code: str) -> None:
-    """They are there; tests/kernels holds what they compute to Liger's own code."""
+    """They are there; tests/kernels/test_masked_grpo.py compares them with Liger's own code."""
     names: dict[str, Any] = {}
     exec(code, names)
     assert {"LigerFusedLinearGRPOLoss", "triton_grpo_loss"} <= names.keys()
