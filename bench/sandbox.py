@@ -182,7 +182,7 @@ def bench_throughput(seconds: float, threads: int) -> None:
 
 
 def bench_throughput_of_nsjail(seconds: float, threads: int) -> None:
-    """Without state each of the three steps is a process, or a jail, of its own."""
+    """Without state each of the three steps is a jail of its own."""
     rate = per_second(partial(three_runs, jailed()), seconds, threads)
     row("sessions (3 runs): nsjail per call", [rate], "1/s", threads=threads)
 
