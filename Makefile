@@ -18,7 +18,7 @@ NAME_gpu  := GPU
 OTHER_cpu := gpu
 OTHER_gpu := cpu
 
-.PHONY: quickstart recipe-demo fast test view-test check mutants warnings lint types asan fuzz bench docs clean
+.PHONY: quickstart recipe-demo fast test view-test check mutants warnings lint types asan fuzz bench clean
 
 quickstart: $(BASE) $(EXT)
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
@@ -69,11 +69,6 @@ types: $(DEV)
 asan: $(DEV)
 	@echo "== C extension under AddressSanitizer and UBSan"
 	sh tests/csrc/run_sanitized.sh $(PY)
-
-docs: $(BASE)
-	@echo "== writing docs/api and docs/config.md from the docstrings"
-	$(PY) docs/reference.py
-	$(PY) -m agentgrpo.settings > docs/config.md
 
 bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)

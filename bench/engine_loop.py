@@ -2,21 +2,16 @@
 
 vLLM's scheduler, its processing of outputs and our own code drive a model that answers at once, as
 many rollouts decoding as a row's shape says. On a card this time is hidden behind the model where
-engine.async_scheduling is on, and added to it where it is off.
+engine.async_scheduling is on, and added to it where it is off, as here.
 
 step     an Engine.step() in which no turn ends, and of it: `schedule` and `update`, vLLM's
          scheduler before and after the model; `core`, the rest of vLLM; `ours`
-turns    a step of whole rollouts with turns of 64 tokens and a world that answers at once, with the
-         requests that begin and end, and of it: `requests`, Engine.add_request(); `sampler`, what
-         is neither in that nor in Engine.step() (rollout/)
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import os
-import pstats
 import sys
 import tempfile
 import time
@@ -27,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 
-from agentgrpo.config import EngineConfig, RolloutConfig
+from agentgrpo.config import EngineConfig
 from agentgrpo.machine.runtime import prepare_environment
 from bench.harness import append_row
 
@@ -38,8 +32,8 @@ if TYPE_CHECKING:
 
 RUNNING = (128, 256, 512, 1024)
 STEPS, WARM = 60, 5
-PROMPT, TURN = 256, 64
-SILENT = "--no-rows" in sys.argv or "--profile" in sys.argv
+PROMPT = 256
+SILENT = "--no-rows" in sys.argv
 
 
 @dataclass
@@ -69,13 +63,13 @@ class Clock:
         return run
 
 
-def make(model: Path, running: int, *, ahead: bool) -> tuple[Engine, Clock]:
+def make(model: Path, running: int) -> tuple[Engine, Clock]:
     """An engine of the tiny model that is never run, and where its time goes."""
     from agentgrpo.engine.engine import Engine
     from tests.engine.stand_in import FakeExecutor
 
     config = EngineConfig(
-        max_model_len=1024, kv_cache_gib=1.0, max_num_seqs=running, async_scheduling=ahead
+        max_model_len=1024, kv_cache_gib=1.0, max_num_seqs=running, async_scheduling=False
     )
     engine = Engine(model, config)
     fake, clock = FakeExecutor(engine), Clock()
@@ -88,7 +82,7 @@ def make(model: Path, running: int, *, ahead: bool) -> tuple[Engine, Clock]:
     return engine, clock
 
 
-def steps(engine: Engine, clock: Clock, running: int, *, ahead: str) -> None:
+def steps(engine: Engine, clock: Clock, running: int) -> None:
     """Rows of steps in which all decode on."""
     rng = np.random.default_rng(0)
     for index in range(running):
@@ -106,31 +100,7 @@ def steps(engine: Engine, clock: Clock, running: int, *, ahead: str) -> None:
     engine.abort_all()
     total = np.sum(list(parts.values()), axis=0)
     for name, values in {"all": total, **parts}.items():
-        row(f"step, {ahead}: {name}", values[WARM:], running)
-
-
-def turns(engine: Engine, clock: Clock, running: int, chat: Any, *, ahead: str) -> None:
-    """Rows of rollouts whose turns end."""
-    from agentgrpo.rollout.sampler import Sampler
-    from bench.rollout import EveryTurnCalls, FixedLengths, Slowly, tasks
-
-    per_rollout, rng = 4, np.random.default_rng(0)
-    lengths = rng.integers(TURN // 2, 3 * TURN // 2, size=(running, per_rollout))
-    sampler = Sampler(
-        FixedLengths(engine, lengths), EveryTurnCalls(), Slowly(np.zeros((running, per_rollout))),
-        chat, RolloutConfig(max_turns=per_rollout, max_turn_tokens=2 * TURN),
-        max_live=running, max_tool_threads=8,
-    )  # fmt: skip
-    clock.spent.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "step", clock.timed(engine.step, "ours"))
-        patch.setattr(engine, "add_request", clock.timed(engine.add_request, "requests"))
-        _, stats = clock.timed(sampler.play, "sampler")(tasks(running), 1, seed=0)
-    spent = {name: 1e3 * s / stats.engine_steps for name, s in clock.spent.items()}
-    del spent["model"]
-    row(f"turns, {ahead}: all", [sum(spent.values())], running)
-    for name in ("requests", "sampler"):
-        row(f"turns, {ahead}: {name}", [spent[name]], running)
+        row(f"step, serial: {name}", values[WARM:], running)
 
 
 def row(variant: str, values: Any, running: int) -> None:
@@ -142,35 +112,19 @@ def row(variant: str, values: Any, running: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--profile", type=int, help="so many running: print the profile, no rows")
     parser.add_argument("--no-rows", action="store_true", help="print and write nothing")
     parser.add_argument("--running", type=int, nargs="*", default=RUNNING)
     arguments = parser.parse_args()
     prepare_environment()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    from bench.rollout import make_chat
     from tests import tiny
-    from tests.engine.stand_in import async_scheduling_on_cpu
 
-    with tempfile.TemporaryDirectory() as folder, async_scheduling_on_cpu():
+    with tempfile.TemporaryDirectory() as folder:
         model = tiny.make_model_dir(Path(folder))
-        if arguments.profile:
-            engine, clock = make(model, arguments.profile, ahead=True)
-            profile = cProfile.Profile()
-            profile.enable()
-            steps(engine, clock, arguments.profile, ahead="profiled")
-            turns(engine, clock, arguments.profile, make_chat(str(model)), ahead="profiled")
-            profile.disable()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-            return
         for running in arguments.running:
-            for ahead in (False, True):
-                engine, clock = make(model, running, ahead=ahead)
-                how = "async" if ahead else "serial"
-                steps(engine, clock, running, ahead=how)
-                engine.reset_prefix_cache()
-                turns(engine, clock, running, make_chat(str(model)), ahead=how)
-                engine.shutdown()
+            engine, clock = make(model, running)
+            steps(engine, clock, running)
+            engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What programs cost beside direct play: `python -m bench.programs [--no-rows]`.
 
-COUNT rollouts at once, TURNS turns of TOKENS tokens each, with a model that answers at once
-("fake", as in bench.engine_loop) and with the tiny one. The same is played by the native sampler
-and by programs, whose clients are another process that speaks HTTP and does nothing else. Rows, in
-milliseconds of CPU of each turn:
+COUNT rollouts at once, TURNS turns of TOKENS tokens each, with the tiny model. The same is played
+by the native sampler and by programs, whose clients are another process that speaks HTTP and does
+nothing else. Rows, in milliseconds of CPU of each turn:
 
 engine, direct      the sampler's and Engine.add_request()'s, on the thread of the engine
 engine, programs    the same where programs ask; Engine.step() is in neither
@@ -21,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import json
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -42,7 +39,6 @@ import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig
 from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.usercode import event_loop
 from bench.engine_loop import Clock
 from bench.harness import append_row
 
@@ -238,7 +234,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", action="store_true", help="be the clients' process")
     parser.add_argument("--no-rows", action="store_true", help="print and write nothing")
-    parser.add_argument("--profile", choices=["engine", "http"], help="print it, no rows")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-starts", action="store_true", help="no programs in sessions")
     arguments = parser.parse_args()
@@ -249,64 +244,40 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def row(variant: str, values: list[float], unit: str) -> None:
-        if arguments.no_rows or arguments.profile:
+        if arguments.no_rows:
             print(f"{variant:28s} {np.median(values):8.3f} {unit}")
         else:
             append_row("programs", variant, values, unit=unit, shape={"programs": COUNT})
 
-    for model, values in played(arguments.profile, arguments.repeats):
-        for how, per_turn in values.items():
-            for what, seconds in per_turn.items():
-                unit = "ms" if what == "wall" else "ms CPU"
-                row(f"{model}: {what}, {how}", [1e3 * s / COUNT / TURNS for s in seconds], unit)
-    if not (arguments.profile or arguments.no_starts):
+    for how, per_turn in played(arguments.repeats).items():
+        for what, seconds in per_turn.items():
+            unit = "ms" if what == "wall" else "ms CPU"
+            row(f"tiny: {what}, {how}", [1e3 * s / COUNT / TURNS for s in seconds], unit)
+    if not arguments.no_starts:
         for name, milliseconds in starts().items():
             row(name, milliseconds, "ms")
 
 
-def played(
-    profile: str | None, repeats: int
-) -> Iterator[tuple[str, dict[str, dict[str, list[float]]]]]:
-    """By model and way of playing: seconds of all turns, of each repetition."""
+def played(repeats: int) -> dict[str, dict[str, list[float]]]:
+    """By way of playing: seconds of all turns, of each repetition."""
     from agentgrpo.engine.engine import Engine
     from bench.rollout import make_chat
     from tests import tiny
-    from tests.engine.stand_in import FakeExecutor
 
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.make_model_dir(Path(folder))
         chat = make_chat(str(model))
-        for kind in ["fake"] if profile else ["fake", "tiny"]:
-            config = EngineConfig(max_model_len=1024, kv_cache_gib=1.0, max_num_seqs=COUNT)
-            engine, clock = Engine(model, config), Clock()
-            if kind == "fake":
-                FakeExecutor(engine)
-            if profile:
-                profiled(profile, engine, chat, clock)
-                return
-            ways = {"direct": direct, "programs": by_programs}
-            found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-            for _ in range(repeats):
-                for name, way in ways.items():  # in turns: both have the same neighbours
-                    for what, seconds in way(engine, chat, clock).items():
-                        found[name].setdefault(what, []).append(seconds)
-                    engine.reset_prefix_cache()
-            engine.shutdown()
-            yield kind, found
-
-
-def profiled(which: str, *of: Any) -> None:
-    """Print where the time of a thread goes."""
-    profile = cProfile.Profile(time.thread_time)
-    if which == "engine":
-        profile.runcall(by_programs, *of)
-    else:
-        loop = event_loop("endpoint")
-        loop.call_soon_threadsafe(profile.enable)
-        by_programs(*of)
-        loop.call_soon_threadsafe(profile.disable)
-        time.sleep(0.5)
-    pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+        config = EngineConfig(max_model_len=1024, kv_cache_gib=1.0, max_num_seqs=COUNT)
+        engine, clock = Engine(model, config), Clock()
+        ways = {"direct": direct, "programs": by_programs}
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+        for _ in range(repeats):
+            for name, way in ways.items():  # in turns: both have the same neighbours
+                for what, seconds in way(engine, chat, clock).items():
+                    found[name].setdefault(what, []).append(seconds)
+                engine.reset_prefix_cache()
+        engine.shutdown()
+    return found
 
 
 if __name__ == "__main__":

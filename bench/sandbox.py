@@ -13,15 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from agentgrpo.sandbox import Limits, SandboxPool, Session, StepLoop, StepStatus, Template
+from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.jail import find_nsjail
-from agentgrpo.sandbox.templates import find_template
 from bench.harness import append_row
 
 PYTHON = "/usr/bin/python3"
@@ -73,11 +72,6 @@ def jailed() -> list[str]:
 
 def bench_cold(repeats: int) -> None:
     """From nothing to the first result."""
-    python = [PYTHON, "-I", "-S", "-c", CODE]
-    row(
-        "cold: subprocess python, no isolation",
-        [span(lambda: run(*python)) for _ in range(repeats)],
-    )
     row("cold: nsjail per call", [span(lambda: run(*jailed())) for _ in range(repeats)])
     with SandboxPool(min_idle=0) as pool:
         first_result(pool)
@@ -101,35 +95,14 @@ def bench_heavy(site: str, repeats: int) -> None:
             [span(lambda: first_result(pool)) for _ in range(repeats)])  # fmt: skip
 
 
-def bench_data(repeats: int) -> None:
-    """What Sandbox.create() takes where the environment has numpy."""
-    limits = Limits(memory_mib=512)
-    with SandboxPool(template=find_template("data"), limits=limits, min_idle=0) as pool:
-        first_result(pool)
-        settle()
-        values = []
-        for _ in range(repeats):
-            values.append(span(lambda: first_result(pool)))
-            time.sleep(0.02)  # for the end of the one before, which the next would wait for
-        row("cold: session + template data", values)
-
-
 def bench_steps(repeats: int) -> None:
-    limits = Limits(steps=5 * (repeats + 21))
+    limits = Limits(steps=repeats + 22)
     with SandboxPool(min_idle=0, limits=limits) as pool, pool.acquire() as session:
-        cells = {
-            "x += 1": "x += 1",
-            "print": "print('hello')",
-            "exception": "1 / 0",
-            "60 kB print": "print('x' * 60_000)",
-        }
-        for name, code in cells.items():
-            session.step("x = 0")
-            for _ in range(20):
-                session.step(code)
-            step = partial(session.step, code)
-            row(f"step: {name}", [span(step) for _ in range(repeats)])
-            assert session.step("1").value == "1", "all of them were run"
+        session.step("x = 0")
+        step = partial(session.step, "x += 1")
+        values = [span(step) for _ in range(20 + repeats)]
+        row("step: x += 1", values[20:])
+        assert session.step("x").value == str(20 + repeats), "all of them were run"
 
 
 def bench_acquire(repeats: int) -> None:
@@ -165,38 +138,19 @@ def pss_mib(session: Session) -> float:
     return total / 1024
 
 
-def bench_live(count: int) -> None:
+def bench_live(counts: list[int]) -> None:
+    for count in counts:
+        live_at_once(count)
+
+
+def live_at_once(count: int) -> None:
     with SandboxPool(min_idle=0, max_live=count) as pool, live(pool, count) as sessions:
         settle()
         values = [span(lambda s=s: s.step("x += 1")) for _ in range(5) for s in sessions]  # type: ignore[misc]
         row("step round trip", values, live=count)
-        values.sort()
-        row("step round trip, 99th percentile", [values[int(len(values) * 0.99)]], live=count)
         row("memory of a session (PSS)", [pss_mib(s) for s in sessions[:50]], "MiB", live=count)
         answers = [s.step("x").value for s in sessions]
         assert answers == ["5"] * count, "every one of them is alive and has its state"
-        row("live at once, all with their state", [float(len(sessions))], "sessions")
-
-
-def bench_loop(count: int, seconds: float = 3.0) -> None:
-    """Steps of many live sessions, all kept busy by one host thread."""
-    limits = Limits(steps=1_000_000)
-    with (
-        SandboxPool(limits=limits, min_idle=0, max_live=count) as pool,
-        live(pool, count) as sessions,
-    ):
-        loop = StepLoop()
-        owner = {loop.submit(session, "x += 1"): session for session in sessions}
-        done, stop = 0, time.monotonic() + seconds
-        while time.monotonic() < stop:
-            for tag, result in loop.wait():
-                assert result.status is StepStatus.OK, result
-                session = owner.pop(tag)
-                owner[loop.submit(session, "x += 1")] = session
-                done += 1
-        row("steps, one host thread", [done / seconds], "1/s", live=count)
-        while len(loop):
-            loop.wait()
 
 
 def per_second(work: Callable[[], object], seconds: float, threads: int) -> float:
@@ -227,17 +181,10 @@ def bench_throughput(seconds: float, threads: int) -> None:
         row(f"sessions (create, 3 steps, destroy){grouped}", rates, "1/s", threads=threads)
 
 
-def bench_throughput_of_peers(seconds: float, threads: int) -> None:
-    """Without state each of the three steps is a process, or a jail, of its own."""
-    for name, argv in (("subprocess python", [PYTHON, "-I", "-S", "-c", CODE]),
-                       ("nsjail per call", jailed())):  # fmt: skip
-        rate = per_second(partial(three_runs, argv), seconds, threads)
-        row(f"sessions (3 runs): {name}", [rate], "1/s", threads=threads)
-
-
-def each(bench: Callable[[int], None], values: Iterable[int]) -> None:
-    for value in values:
-        bench(value)
+def bench_throughput_of_nsjail(seconds: float, threads: int) -> None:
+    """Without state each of the three steps is a jail of its own."""
+    rate = per_second(partial(three_runs, jailed()), seconds, threads)
+    row("sessions (3 runs): nsjail per call", [rate], "1/s", threads=threads)
 
 
 def main() -> None:
@@ -250,13 +197,11 @@ def main() -> None:
     n = given.repeats
     benches: dict[str, Callable[[], object]] = {
         "cold": lambda: bench_cold(n),
-        "data": lambda: bench_data(n),
         "steps": lambda: bench_steps(5 * n),
         "acquire": lambda: bench_acquire(n),
-        "throughput": lambda: each(lambda t: bench_throughput(3.0, t), (1, 2, 4)),
-        "peers": lambda: bench_throughput_of_peers(3.0, 4),
-        "live": lambda: each(bench_live, given.live),
-        "loop": lambda: each(bench_loop, given.live),
+        "throughput": lambda: bench_throughput(3.0, 4),
+        "peers": lambda: bench_throughput_of_nsjail(3.0, 4),
+        "live": lambda: bench_live(given.live),
     }
     if given.heavy:
         benches["heavy"] = lambda: bench_heavy(given.heavy, n)

@@ -141,9 +141,9 @@ LINES = (
         "sessions (create, 3 steps, destroy)", "sessions (3 runs): nsjail per call",
         "nsjail per run", {"threads": 4},
     ),
-    Line(
-        "sandbox: one step, 200 sessions live", "sandbox", "step round trip", shape={"live": 200}
-    ),
+    Line("sandbox: one step, one session live", "sandbox", "step: x += 1"),
+    Line("the same, 200 live in turn", "sandbox", "step round trip", shape={"live": 200}),
+    Line("the same, 1,000 live in turn", "sandbox", "step round trip", shape={"live": 1000}),
     Line(
         "sandbox: memory of a session", "sandbox", "memory of a session (PSS)", shape={"live": 1000}
     ),

@@ -5,10 +5,10 @@
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss           ->
     from agentgrpo_kernels.liger import LigerFusedLinearGRPOLoss
 
-Compared with Liger 0.8.5: values agree but for luspo, whose reduction here is TRL's (Liger weighs
-padding). cispo, sapo and vespo ignore nothing; what has no meaning here (chunk_size, compiled) is
-accepted and does nothing. There is no "sequence" level for cispo, sapo and vespo in Liger; sapo and
-cispo have it here.
+A test compares both with Liger 0.8.5: values agree but for luspo, whose reduction here is TRL's
+(Liger weighs padding). cispo, sapo and vespo ignore nothing; what has no meaning here (chunk_size,
+compiled) is accepted and does nothing. There is no "sequence" level for cispo, sapo and vespo in
+Liger; sapo and cispo have it here.
 """
 
 from __future__ import annotations

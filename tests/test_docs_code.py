@@ -208,7 +208,7 @@ def test_inside_trl(code: str, tmp_path: Path) -> None:
 
 @of_page("docs/kernels.md", after="## Liger")
 def test_ligers_entries(code: str) -> None:
-    """They are there; tests/kernels holds what they compute to Liger's own code."""
+    """They are there; tests/kernels/test_masked_grpo.py compares them with Liger's own code."""
     names: dict[str, Any] = {}
     exec(code, names)
     assert {"LigerFusedLinearGRPOLoss", "triton_grpo_loss"} <= names.keys()
@@ -286,7 +286,7 @@ def test_trl_records_what_can_be_proven(code: str, tmp_path: Path) -> None:
 
 @of_page("docs/audit.md", after="import write_states")
 def test_verifiers_records_what_can_be_proven(code: str, tmp_path: Path) -> None:
-    """tests/foreign/make_samples.py does so with verifiers itself."""
+    """tests/foreign/samples/README.md says what did so with verifiers itself."""
     tokens = {"prompt_ids": [1], "prompt_mask": [0], "completion_ids": [2],
               "completion_mask": [1], "completion_logprobs": [-1.0]}  # fmt: skip
     step: dict[str, Any] = {"prompt": [], "completion": [], "tokens": tokens, "response": None}

@@ -287,8 +287,9 @@ class RolloutConfig(Section):
     max_seconds: PositiveNumber | None = None
     """Wall-clock seconds of a rollout. A tool that runs is not interrupted: it has its own."""
     call_timeout_s: PositiveNumber | None = 300.0
-    """Seconds that one call of an environment, an agent or a reward may take. An environment's
-    rollout is then one that the machine broke: played again, or left out. The others end the run.
+    """Seconds that one call of an environment, an agent or a reward may take. After
+    a `step` or `finish` the rollout is one that the machine broke: played again, or left out. All
+    others, `reset` and `close` too, end the run.
     After 30 s a line says what is waited for. Above sandbox.timeout_s. None: no limit, as for a
     sampler of your own, which plays a whole step in one call."""
     max_retries: NotNegative = 1

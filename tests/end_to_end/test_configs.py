@@ -1,7 +1,7 @@
 """Every shipped config does what its first lines say: its agent, world, tasks and rewards, played.
 
 The policy is a script, all else is the config's own. What the engine and the learner make of it is
-tested with the quickstart (test_run.py), measured with all (bench/configs.py).
+tested with the quickstart (test_run.py).
 """
 
 from __future__ import annotations

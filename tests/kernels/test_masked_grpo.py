@@ -225,6 +225,35 @@ def test_ligers_entries(name: str) -> None:
     assert (per_token[~at] == 0).all()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("name", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"])
+def test_ligers_entries_are_ligers(name: str, beta: float) -> None:
+    """Its own code, but for luspo, whose padding it weighs; it multiplies what is masked."""
+    fused = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    entry = pytest.importorskip("liger_kernel.transformers.grpo_loss").triton_grpo_loss
+    batch = {key: x.nan_to_num() if x.is_floating_point() else x for key, x in make_batch().items()}
+    ids = batch["targets"].clamp(min=0)
+    hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
+    logits = torch.cat([(hidden @ head.T).detach(), torch.zeros(B, 1, V, device=DEVICE)], 1)
+    leaf = logits.requires_grad_()
+    mask, old, ref = batch["mask"].float(), batch["old_logp"], batch["ref_logp"]
+    options: dict[str, Any] = {"beta": beta, "loss_type": name, "max_completion_length": 10}
+    tensors = (leaf, old, ref, ids, batch["advantages"], mask)
+    found: list[list[Tensor]] = []
+    for module, function in ((fused, entry), (LigerFusedLinearGRPOLoss, triton_grpo_loss)):
+        loss, metrics = module(**options, use_ref_model=beta > 0, compiled=False)(
+            hidden, head, ids, mask, batch["advantages"], old_per_token_logps=old,
+            ref_per_token_logps=ref if beta else None,
+        )  # fmt: skip
+        found.append([loss, *metrics, *torch.autograd.grad(loss, (hidden, head))])
+        for reduce in (True, False):
+            loss, *more = function(*tensors, inplace=False, reduce=reduce, **options)
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+            found[-1] += [loss, *(more[0] if reduce else more[beta == 0 :]), grad]
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo", "bnpo", "grpo"])
 def test_ligers_items_in_batch_are_the_steps_tokens(loss_type: str) -> None:
     """TRL hands them over; bnpo and grpo divide by their own."""

@@ -113,6 +113,13 @@ def test_bytes_of_a_parameter_by_hand() -> None:
     assert more.peak == 14 * n + 40 * GIB
 
 
+def test_the_sum_of_docs_scale_is_footprints() -> None:
+    held = footprint(make_config(), {"w": (8, 10**9)}, Kept(), cuda=True, ranks=8)
+    parts = [n // 10**9 for n in (held.weights, held.copies, held.gradients, held.optimizer)]
+    said = "8 B parameters on 8 ranks: engine {} GB, learner {} + {} + {} GB, so {} GB before cache"
+    assert said.format(*parts, sum(parts)) in (ROOT / "docs/scale.md").read_text()
+
+
 @pytest.mark.parametrize(("card", "chosen"), [(80, False), (52, False), (51, True), (16, True)])
 def test_layers_are_checkpointed_only_where_memory_asks_for_it(card: int, chosen: bool) -> None:
     """By hand: 31 GiB are 41.3 with the rest."""
