@@ -98,6 +98,7 @@ def _records(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         described = json.loads((run / "run.json").read_text())
         seals = {name: described["records"][name] for name in ("metrics.jsonl", "rollouts.jsonl")}
         described["config"]["learner"]["lora"]["rank"]
+        described.setdefault("base", described["config"]["model"])  # runs before it was recorded
     except FileNotFoundError:
         raise ValueError(f"{run}: no run.json, so this is not a run's folder (out_dir)") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -312,6 +312,9 @@ def test_nothing_of_this_machine_is_told(
 def test_an_adapter_names_its_base_as_the_hub_does(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", "model=org/base", "learner.lora.rank=8", adapter=True)
     files = push.prepared(run, "me/model").files
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({k: v for k, v in about.items() if k != "base"}))
+    assert push.prepared(run, "me/model").files == files  # as a run of an earlier version has it
     table = files[ADAPTER_CONFIG]
     card = files["README.md"]
     assert isinstance(table, bytes)
