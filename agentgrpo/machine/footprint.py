@@ -77,7 +77,7 @@ class Footprint:
     kv_cache: int
     checkpoint: int
     """On disk: the weights, or the adapter instead, the optimizer's state, and what of the KL's
-    reference follows the policy."""
+    reference follows the policy or is an adapter's beginning."""
     cuda: bool
 
     @property
@@ -148,8 +148,6 @@ def _footprint(
     weights, served = parameters * width, learner.lora.served_rank
     adapted = learner.lora.rank > 0
     copied = sampled and (ranks > 1 or config.engine.weights == "copy" or (adapted and not served))
-    reference = config.loss.beta > 0 and not adapted
-    following = trained * width * config.loss.sync_ref_model
     exact = width == 4 or adapted  # adapters are float32: their own masters
     moments = 2 if learner.optimizer == "adamw_8bit" else 8
     state = moments + (0 if exact else 4)
@@ -160,11 +158,13 @@ def _footprint(
     offloaded = learner.offload_optimizer and cuda
     passing = min(optimizer, largest * state + PART_BYTES) if offloaded else 0
     adapter = 4 * trained * adapted
+    reference = (adapter or weights) * (config.loss.beta > 0)
+    following = reference if adapted else trained * width * config.loss.sync_ref_model
     return Footprint(
         parameters=parameters,
         trained=trained,
         weights=weights // config.engine.tensor_parallel_size,
-        copies=weights * copied // ranks + weights * reference,
+        copies=weights * copied // ranks + reference,
         adapter=adapter // ranks + sampled * width * _served_count(shapes, served),
         optimizer=optimizer // ranks,
         offloaded=offloaded,

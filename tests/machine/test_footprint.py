@@ -173,11 +173,11 @@ def test_an_adapter_is_held_beside_one_copy_of_the_weights_or_two(serve: str) ->
     a = held.trained
     assert 0 < a < n / 20
     assert held.weights == 2 * n
-    assert held.copies == (2 * n if serve == "merged" else 0), "the KL's reference is no copy"
+    assert held.copies == 4 * a + (2 * n if serve == "merged" else 0), "the KL's is the adapter's"
     vocab, hidden = shapes["model.embed_tokens.weight"]
     room = 2 * 16 * (a // 12 + 2 * (vocab + hidden))
     assert held.adapter == 4 * a + (room if serve == "adapter" else 0)
-    assert (held.optimizer, held.gradients, held.checkpoint) == (8 * a, 4 * a, 12 * a)
+    assert (held.optimizer, held.gradients, held.checkpoint) == (8 * a, 4 * a, 16 * a)
     assert held.peak == held.weights + held.copies + held.adapter + 12 * a + held.activations
     assert "adapter 0." in held.listed()
 
