@@ -28,6 +28,9 @@ PART_BYTES = GIB
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+NOT_COUNTED = "what its backward pass keeps is not known before it is loaded"
+
+
 class Kept(NamedTuple):
     """Bytes that a backward pass keeps of learner.max_tokens tokens (learn/kept.py)."""
 
@@ -40,6 +43,8 @@ class Kept(NamedTuple):
     """Before and after the layers."""
     logits: int = 0
     """Gone before a layer goes backward."""
+    counted: bool = True
+    """Else none of them is known."""
 
     @property
     def whole(self) -> int:
@@ -74,6 +79,8 @@ class Footprint:
     """With the logits."""
     checkpointed: bool
     """They are those of learner.gradient_checkpointing."""
+    counted: bool
+    """Else the activations are not known, and none are in the sums."""
     kv_cache: int
     checkpoint: int
     """On disk: the weights, or the adapter instead, the optimizer's state, and what of the KL's
@@ -106,12 +113,15 @@ class Footprint:
         if self.offloaded and self.passing > self.activations:
             del parts["activations"]
             parts["optimizer's parts"] = self.passing
+        if not self.counted:
+            parts.pop("activations", None)
         rare = ("copies", "adapter", "optimizer", "KV cache")
         shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
-        given_back = ""
+        more = ""
         if self.cuda and self.kv_cache:
-            given_back = " at most, the KV cache being given back while learning"
-        return f"{shown} = {self.peak / GIB:.1f} GiB{given_back}"
+            more = " at most, the KV cache being given back while learning"
+        more += "" if self.counted else f"; {NOT_COUNTED}"
+        return f"{shown} = {self.peak / GIB:.1f} GiB{more}"
 
 
 def footprint(
@@ -172,6 +182,7 @@ def _footprint(
         gradients=(4 * trained + waiting) // ranks,
         activations=kept.checkpointed if checkpointed else kept.whole,
         checkpointed=checkpointed,
+        counted=kept.counted,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=(adapter if adapted else weights) + optimizer + following,
         cuda=cuda,
