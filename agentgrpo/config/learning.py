@@ -105,7 +105,8 @@ class LoraConfig(Section):
     alpha: PositiveNumber = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get one; empty: all but the head."""
+    """Names of the linear layers that get one; empty: all but the head, or those of the adapter
+    that training goes on from."""
     serve: Literal["adapter", "merged"] = "adapter"
     """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
     below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
