@@ -342,6 +342,8 @@ MUTANTS = [
     Mutant("learn/flex.py", "scale=scaling", "scale=None"),
     Mutant("learn/flex.py", "torch.tanh(score / softcap)", "torch.tanh(score)"),
     Mutant("learn/flex.py", "if not grouped:", "if False:"),
+    Mutant("learn/flex.py", "padded = 1 << (width - 1).bit_length()", "padded = width"),
+    Mutant("learn/flex.py", "max(16, (32 << 10)", "max(16, (64 << 10)"),
     Mutant("learn/rehearsal.py", "(second, second, fork, num_tokens)", "(second, second, second, num_tokens)"),
     Mutant("learn/rehearsal.py", "(second - 1, second, fork - 1)", "(second - 1, second, second - 1)"),
     Mutant("learn/rehearsal.py", "if cuda or not trees:", "if not trees:"),
