@@ -140,4 +140,4 @@ def _attend(
     whole = torch.contiguous_format
     own = [x.clone(memory_format=whole) if x._is_view() else x for x in (query, key, value)]
     out: Tensor = _Attention.apply(*own, True)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2), None
