@@ -378,7 +378,6 @@ MUTANTS = [
     Mutant("learn/policy.py", "NEAR = 3 / 4", "NEAR = 1 / 2"),
     Mutant("learn/policy.py", "NEAR = 3 / 4", "NEAR = 0"),
     Mutant("learn/policy.py", " if self.sharded else 0", ""),
-    Mutant("learn/policy.py", "self.scorer.sharded = True", "pass"),
     Mutant("learn/policy.py", "np.argsort(np.concatenate(order))", "np.concatenate(order)"),
     Mutant("learn/policy.py", "[inside.flatten() for inside in insides[: len(passes)]]", "[torch.ones_like(inside).flatten() for inside in insides]"),
     Mutant("learn/rehearsal.py", "        yield _padded(num_tokens)\n", "        pass\n"),
