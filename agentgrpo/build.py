@@ -270,7 +270,7 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
     from agentgrpo.learn.publish import policy_on
 
     chosen, adapter = learner_here(config, player.model), player.adapter
-    compared = config.loss.beta and not chosen.lora.rank  # an adapter's policy to itself without it
+    compared = config.loss.beta and not chosen.lora.rank  # an adapter's to its beginning
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(
             player.engine,

@@ -15,10 +15,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 if TYPE_CHECKING:  # whoever imports this need not wait for torch
     from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -179,6 +180,15 @@ def shard(module: nn.Module, layers: Iterable[nn.Module]) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for part in (*layers, module):
         fully_shard(part, **options)
+
+
+def gather_anew(module: nn.Module) -> None:
+    """Have the next pass see parameters that changed outside of an update.
+
+    What is no layer's stays gathered after a forward pass, for the backward pass.
+    """
+    if world_size() > 1:
+        cast("FSDPModule", module).reshard()
 
 
 def _is_sharded(tensor: Any) -> TypeGuard[DTensor]:

@@ -26,8 +26,8 @@ from agentgrpo.sandbox.doctor import Check
 
 def held_by(
     config: TrainConfig, model: str, *, trained: bool = True, sampled: bool = True
-) -> Footprint | None:
-    """What a run will hold here; None where that is not known before the model is loaded.
+) -> Footprint:
+    """What a run will hold here.
 
     Raises:
         ValueError: what is to be trained does not fit the model.
@@ -38,21 +38,19 @@ def held_by(
     card = None if found is None else found[0]
     dtype = config.engine.dtype_on("cuda" if cuda else "cpu")
     kept = _kept(model, dtype, config.learner, cuda=cuda) if trained else Kept()
-    if kept is None:
-        return None
     ranks = parallel.world_size()
     return footprint(config, shapes, kept, cuda=cuda, ranks=ranks, card=card, sampled=sampled)
 
 
 @functools.cache
-def _kept(model: str, dtype: str, learner: LearnerConfig, *, cuda: bool) -> Kept | None:
+def _kept(model: str, dtype: str, learner: LearnerConfig, *, cuda: bool) -> Kept:
     # they import torch: the environment is set by now
     from agentgrpo.learn.kept import kept
     from agentgrpo.learn.loading import hollow
 
     with contextlib.suppress(RuntimeError):  # a layer that asks for numbers
         return kept(hollow(model, dtype), learner, cuda=cuda)
-    return None
+    return Kept(counted=False)
 
 
 def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
@@ -60,16 +58,16 @@ def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
     learner = config.learner
     if learner.gradient_checkpointing != "auto":
         return learner
-    held = held_by(config, model) if hardware.has_nvidia_gpu() else None
+    checkpointed = hardware.has_nvidia_gpu() and held_by(config, model).checkpointed
     # a rank that computes layers again gathers their weights again, and the others must take part
-    chosen = any(parallel.gather(held is not None and held.checkpointed))
+    chosen = any(parallel.gather(checkpointed))
     return learner.model_copy(update={"gradient_checkpointing": chosen})
 
 
 def room_checks(
     config: TrainConfig, model: str, *, trained: bool, sampled: bool = True
 ) -> Iterator[Check]:
-    """What a run needs of this machine, beside what there is; no memory where it is not known.
+    """What a run needs of this machine, beside what there is.
 
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
@@ -89,8 +87,6 @@ def room_checks(
             'engine.dtype = "float32" is faster here',
         )
     held = held_by(config, model, trained=trained, sampled=sampled)
-    if held is None:
-        return
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
     total, free = card or hardware.memory_bytes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -152,7 +152,7 @@ class Trainer:
             return play_heldout(self.config, self.parts)[1]
 
     def generate(
-        self, tasks: Task | str | Sequence[Task | str], n: int = 1, *, temperature: float = 0.0,
+        self, tasks: Task | str | Iterable[Task | str], n: int = 1, *, temperature: float = 0.0,
         seed: int = 0,
     ) -> list[list[RolloutView]]:  # fmt: skip
         """Play tasks with the policy as it is, in the run's environment; neither scored nor learnt.
@@ -205,8 +205,9 @@ class Trainer:
 
 
 def _several(given: Any) -> list[Any]:
-    """What may be given alone, or as a list."""
-    return list(given) if isinstance(given, list | tuple) else [given]
+    """What may be given alone, or as several: a list, an array, a column of a data set."""
+    alone = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
+    return [given] if alone else list(given)
 
 
 def _name(function: RewardFunction) -> str:

@@ -197,7 +197,7 @@ class Objective:
     """Decay for negative advantage."""
     beta: float = 0.0
     """Weight of the KL penalty against the reference model, in training the policy that it began
-    with: a frozen copy, or with lora the policy without its adapter. 0: none, and no copy."""
+    with: a frozen copy, or with lora the adapter as it was. 0: none, and no copy."""
     kl_estimator: Estimator = "k3"
     """Of the penalty: k1 logp - ref; k2 half its square; k3 exp(ref - logp) - (ref - logp) - 1,
     unbiased and never below 0 (TRL's only one; verl's kl_loss_type names kl, mse, low_var_kl)."""

@@ -103,7 +103,7 @@ class FakeRun:
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
             assert (temperature, group_size) == (0.0, 1)
-            return [self._group(tasks[0], [1.0])], FakeStats()
+            return [self._group(task, [1.0]) for task in tasks], FakeStats()
         self.seeds.append(seed)
         rewards = self.played.pop(0) if self.played else [LIVE] * len(tasks)
         return [self._group(t, r) for t, r in zip(tasks, rewards, strict=True)], FakeStats()
@@ -493,10 +493,15 @@ def test_what_is_no_function_or_callback_is_named(given: dict[str, Any], said: s
         Trainer(config(), make=lambda _: FakeRun().parts(), **given)
 
 
-def test_generate_takes_one_text_and_refuses_to_repeat_itself() -> None:
+def test_generate_takes_one_text_or_any_collection_and_refuses_to_repeat_itself() -> None:
     trainer = Trainer(config(), make=lambda _: FakeRun().parts())
-    ((attempt,),) = trainer.generate("What is 1 + 2?")
-    assert attempt.task.messages[0]["content"] == "What is 1 + 2?"
+    asked = ["What is 1 + 2?", "What is 2 + 2?"]
+    datasets = pytest.importorskip("datasets")
+    column = datasets.Dataset.from_dict({"question": asked})["question"]
+    for given in (asked[0], asked, column, dict.fromkeys(asked).keys(), iter(asked)):
+        played = trainer.generate(given)
+        texts = [attempt.task.messages[0]["content"] for (attempt,) in played]
+        assert texts == asked[: 1 if isinstance(given, str) else 2]
     with pytest.raises(ValueError, match="n 4 with temperature 0 is the same attempt 4 times"):
         trainer.generate("What is 1 + 2?", 4)
 

@@ -105,7 +105,8 @@ class LoraConfig(Section):
     alpha: PositiveNumber = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get one; empty: all but the head."""
+    """Names of the linear layers that get one; empty: all but the head, or those of the adapter
+    that training goes on from."""
     serve: Literal["adapter", "merged"] = "adapter"
     """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
     below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
@@ -225,7 +226,7 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
     top_entropy_quantile); the difference is then a part of the ratio and clipped with it."""
     sync_ref_model: bool = False
     """The reference of the KL penalty follows the policy (TR-DPO, arXiv:2404.09656). Not with lora,
-    whose reference is the policy without its adapter."""
+    whose reference is the policy that training began with."""
     ref_model_sync_steps: Positive = 512
     """Optimizer updates between two syncs. A step is num_iterations times num_mini_batches."""
     ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6

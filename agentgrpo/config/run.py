@@ -153,7 +153,7 @@ class TrainConfig(Section):
         if self.learner.lora.rank and self.loss.sync_ref_model:
             raise ValueError(
                 "loss.sync_ref_model and learner.lora.rank exclude each other: the reference is "
-                "the policy without its adapter, and never moves"
+                "the policy that training began with, and never moves"
             )
         if self.learner.lora.serve == "merged" and self.engine.weights == "shared":
             raise ValueError(

@@ -93,12 +93,15 @@ def _attend(
 def _options(query: Tensor, value: Tensor) -> FlexKernelOptions | None:
     """Blocks that fit an SM's shared memory, where torch's own do not: 263 kB of an H100's 232.
 
-    A block of queries, one of keys and one of values of 512 columns in 16 bit, and of the gradient
-    in the backward pass: 96 and 128 KiB.
+    A block of queries, one of keys and one of values, and of the gradient in the backward pass: 96
+    and 128 KiB of 32 KiB each, of columns that torch pads to a power of two. More than 512 columns
+    in float32 do not fit: Triton's products need 16 rows.
     """
-    if max(query.shape[-1], value.shape[-1]) <= WIDE:
+    width = max(query.shape[-1], value.shape[-1])
+    if width <= WIDE:
         return None
-    block = 64 // query.dtype.itemsize
+    padded = 1 << (width - 1).bit_length()
+    block = max(16, (32 << 10) // (padded * query.dtype.itemsize))
     return {
         "num_stages": 1, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_M1": block, "BLOCK_N1": block,
         "BLOCK_M2": block, "BLOCK_N2": block,

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shapes
@@ -27,7 +26,7 @@ from agentgrpo.learn.attention import TREE, tree_attention
 from agentgrpo.learn.fused import fuse
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.policy import Scorer, freeze_all_but
-from agentgrpo.learn.rehearsal import one_row
+from agentgrpo.learn.rehearsal import batches_of
 from agentgrpo.learn.rows import layers_of
 from agentgrpo.machine.footprint import Kept
 from agentgrpo.models.liger import why_plain
@@ -37,7 +36,7 @@ COUNTED = "counted"
 
 
 def kept(model: Any, learner: LearnerConfig, *, cuda: bool) -> Kept:
-    """Bytes kept of learner.max_tokens tokens of one row, all of them loss terms.
+    """Bytes kept of learner.max_tokens tokens, all of them loss terms, in the largest batch.
 
     Args:
         model: from loading.hollow(), in the learner's dtype; it is changed.
@@ -63,20 +62,26 @@ def kept(model: Any, learner: LearnerConfig, *, cuda: bool) -> Kept:
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, here=index: saved.enter(here))
         layer.register_forward_hook(lambda *_: saved.enter(None))
-    count = learner.max_tokens
-    with _without_numbers(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
-        scorer._hidden(one_row(np.zeros(count, np.int32)))
-    head = model.get_output_embeddings().weight
-    rows = count * head.shape[0] * (head.element_size() if cuda else 4)
+    count, head = learner.max_tokens, model.get_output_embeddings().weight
+    exact = learner.cast_lm_head_to_fp32 or not cuda
+    rows = count * head.shape[0] * (4 if exact else head.element_size())
     hidden = count * head.shape[1] * head.element_size()
-    by_layer = [saved.bytes[index] for index in range(len(layers)) if saved.bytes[index]]
-    return Kept(
-        layers=sum(by_layer),
-        largest=max(by_layer, default=0),
-        inputs=hidden * len(by_layer),
-        beside=saved.bytes[None] + hidden,  # the head's
-        logits=min(rows, LOGITS_BYTES_CUDA if cuda else LOGITS_BYTES_CPU),
-    )
+    found = []
+    for batch in batches_of(count, trees=scorer.rows is None, cuda=cuda):
+        saved.bytes.clear()
+        with _without_numbers(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
+            scorer._hidden(batch)
+        by_layer = [saved.bytes[index] for index in range(len(layers)) if saved.bytes[index]]
+        found.append(
+            Kept(
+                layers=sum(by_layer),
+                largest=max(by_layer, default=0),
+                inputs=hidden * len(by_layer),
+                beside=saved.bytes[None] + hidden,  # the head's
+                logits=min(rows, LOGITS_BYTES_CUDA if cuda else LOGITS_BYTES_CPU),
+            )
+        )
+    return max(found, key=lambda kept: kept.whole)
 
 
 class _Saved:
@@ -101,9 +106,10 @@ class _Saved:
 
 @contextmanager
 def _without_numbers() -> Iterator[None]:
-    """Rows have no padding, and Triton's kernels nothing to compute with."""
+    """All of a mask is 1, and Triton's kernels have nothing to compute with."""
     with (
         shapes.patch(meta_nonzero_assume_all_nonzero=True),  # type: ignore[attr-defined]
+        mock.patch.object(torch.Tensor, "__bool__", return_value=True),
         mock.patch.object(KernelInterface, "__getitem__"),
     ):
         yield
@@ -134,4 +140,4 @@ def _attend(
     whole = torch.contiguous_format
     own = [x.clone(memory_format=whole) if x._is_view() else x for x in (query, key, value)]
     out: Tensor = _Attention.apply(*own, True)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2), None

@@ -48,7 +48,7 @@ class Learner:
         dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
             sampled token, but for agreement.outliers_of(); above it step() refuses to update.
         reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
-            training began with. None: the policy without its adapter.
+            training began with. Not read where an adapter is trained.
 
     Raises:
         ValueError: options that do not go together.

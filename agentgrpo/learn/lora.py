@@ -7,8 +7,7 @@ the merged weights of the adapted layers, copied in place.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,6 @@ class Adapter:
 
         state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return {name: parallel.whole(tensor).clone() for name, tensor in state.items()}
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """The model without its adapter: the policy that training began with."""
-        with self._peft.disable_adapter():
-            yield
 
     @torch.no_grad()
     def merged(self) -> list[tuple[str, Tensor]]:

@@ -60,7 +60,7 @@ class Scorer(nn.Module):
     One module from token ids to log-probabilities, so that FSDP gathers and shards the head with
     the rest. Models that cannot share prefixes see every rollout as a padded row of its own;
     `rows` says why (None: they can). `balances`: their router's load-balancing loss is computed.
-    `exact`: logits are not rounded to the weights' 16 bit.
+    `exact`: logits are not rounded to the weights' 16 bit. `sharded`: its weights lie on all ranks.
 
     On several ranks all must make one, of a model that is not sharded yet.
 
@@ -69,6 +69,7 @@ class Scorer(nn.Module):
     """
 
     balances = False
+    sharded = False
 
     def __init__(self, model: Any, *, exact: bool = False) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class Scorer(nn.Module):
             raise ValueError("prefixes are shared, but the model cannot: pack unshared rows")
         parts, passes = ids.split(lengths.tolist()), _passes(lengths)
         # sharded weights are gathered by all ranks together: a last row again, which nobody reads
-        more = int(parallel.largest(len(passes))) - len(passes)
+        more = int(parallel.largest(len(passes))) - len(passes) if self.sharded else 0
         outs, insides = [], []
         for rows in passes + more * [passes[-1][-1:]]:
             padded = nn.utils.rnn.pad_sequence([parts[row] for row in rows], batch_first=True)
@@ -246,6 +247,7 @@ class Policy:
         self.scorer = Scorer(model, exact=config.cast_lm_head_to_fp32)
         if parallel.world_size() > 1:
             parallel.shard(self.scorer, layers_of(model))
+            self.scorer.sharded = True
             # sharding replaced every parameter by this rank's part of it
             self.trained = [p for p in model.parameters() if p.requires_grad]
 

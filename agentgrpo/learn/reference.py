@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from agentgrpo.learn.policy import Policy, Scorer
 
 
 class Reference:
-    """A frozen model, or of an adapter's policy the policy without it.
+    """A frozen model, or of an adapter's policy the policy with the matrices that it began with.
 
     Args:
         policy: that is trained.
@@ -30,19 +32,24 @@ class Reference:
     def __init__(self, policy: Policy, loss: LossConfig, source: str | Path | None) -> None:
         self._policy, self._loss = policy, loss
         self.scorer: Scorer | None = None
-        if policy.adapter is None:
-            if source is None:
-                raise ValueError("loss.beta needs a reference model, or an adapter to switch off")
-            frozen = load_frozen(source, device=policy.device, dtype=policy.dtype)
-            self.scorer = Scorer(frozen, exact=policy.scorer.exact)
+        self._pairs: list[tuple[Tensor, Tensor]]
+        """Parameters of its own that a resumed run needs, each with the policy's."""
+        if policy.adapter is not None:
+            self._pairs = [(parallel.whole(ours).clone(), ours) for ours in policy.trained]
+            return
+        if source is None:
+            raise ValueError("loss.beta needs a reference model, or an adapter")
+        frozen = load_frozen(source, device=policy.device, dtype=policy.dtype)
+        self.scorer = Scorer(frozen, exact=policy.scorer.exact)
+        every = zip(frozen.parameters(), policy.model.parameters(), strict=True)
+        self._pairs = [pair for pair in every if pair[1].requires_grad and loss.sync_ref_model]
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch, temperature: float) -> Tensor:
         """Log-probabilities of the batch's terms, [N]."""
         if self.scorer is not None:
             return self.scorer(batch, temperature).logp_N  # type: ignore[no-any-return]
-        assert self._policy.adapter is not None
-        with self._policy.adapter.off():
+        with self._swapped():
             return self._policy.scorer(batch, temperature).logp_N  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -51,24 +58,31 @@ class Reference:
 
         As TRL's SyncRefModelCallback does.
         """
-        if updates % self._loss.ref_model_sync_steps == 0:
+        if self._loss.sync_ref_model and updates % self._loss.ref_model_sync_steps == 0:
             alpha = self._loss.ref_model_mixup_alpha
-            for theirs, ours in self._following():
+            for theirs, ours in self._pairs:
                 theirs.mul_(1 - alpha).add_(parallel.whole(ours), alpha=alpha)
 
     def state(self) -> list[Tensor | None]:
         """What a resumed run needs of it, on the first rank; all must ask."""
-        return [parallel.on_first_host(theirs) for theirs, _ in self._following()]
+        return [parallel.on_first_host(theirs) for theirs, _ in self._pairs]
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
         """Restore what state() gave."""
-        for (theirs, _), saved in zip(self._following(), state, strict=True):
+        for (theirs, _), saved in zip(self._pairs, state, strict=True):
             theirs.copy_(saved)
 
-    def _following(self) -> list[tuple[Tensor, Tensor]]:
-        """Its parameters that follow the policy's, each with the one it follows."""
-        if self.scorer is None or not self._loss.sync_ref_model:
-            return []
-        pairs = zip(self.scorer.model.parameters(), self._policy.model.parameters(), strict=True)
-        return [(theirs, ours) for theirs, ours in pairs if ours.requires_grad]
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """The policy's parameters are the reference's meanwhile."""
+        own = [parallel.mine_of(ours).clone() for _, ours in self._pairs]
+        try:
+            for theirs, ours in self._pairs:
+                ours.copy_(parallel.sharded_like(theirs, ours))
+            parallel.gather_anew(self._policy.scorer)
+            yield
+        finally:
+            for mine, (_, ours) in zip(own, self._pairs, strict=True):
+                parallel.mine_of(ours).copy_(mine)
+            parallel.gather_anew(self._policy.scorer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ Places = Sequence[tuple[int, ...]]
 def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperature: float) -> None:
     """Forward and backward over num_tokens tokens, all of them loss terms.
 
-    Over a forked tree where batches may be trees, over one row where they may not, and over rows
-    that are padded most; on CUDA, where another kernel computes unshared rows, over trees and rows.
-    Changes nothing. What the optimizer has yet to allocate on this rank is held meanwhile, as is
-    what earlier batches of an update would have left.
+    In each of batches_of(). Changes nothing. What the optimizer has yet to allocate on this rank
+    is held meanwhile, as is what earlier batches of an update would have left.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -31,16 +29,11 @@ def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperatur
     # a run's first batch is not its worst: a later one finds moments and float32 sums there
     to_come = optimizer.bytes_to_come
     held: list[Tensor] = []
-    trees = policy.scorer.rows is None
-    batches = [_forked(num_tokens)] if trees else []
-    if policy.device == "cuda" or not trees:
-        batches.append(one_row(np.zeros(num_tokens, np.int32)))
-    if not trees:
-        batches.append(_padded(num_tokens))
+    trees, cuda = policy.scorer.rows is None, policy.device == "cuda"
     try:
         held.append(torch.empty(to_come, dtype=torch.uint8, device=policy.device))
         optimizer.start_sums()
-        for batch in batches:
+        for batch in batches_of(num_tokens, trees=trees, cuda=cuda):
             scored = policy.scorer(batch, temperature)
             loss = scored.logp_N.sum() + scored.entropy_N.sum()
             (loss if scored.balance is None else loss + scored.balance).backward()
@@ -50,6 +43,19 @@ def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperatur
     finally:
         held.clear()
         optimizer.zero_grad()
+
+
+def batches_of(num_tokens: int, *, trees: bool, cuda: bool) -> Iterator[PackedBatch]:
+    """A forked tree where batches may be trees; else one row, and rows that are padded most.
+
+    On CUDA, where another kernel computes unshared rows, a tree and one row.
+    """
+    if trees:
+        yield _forked(num_tokens)
+    if cuda or not trees:
+        yield one_row(np.zeros(num_tokens, np.int32))
+    if not trees:
+        yield _padded(num_tokens)
 
 
 def one_row(token_ids: Int32) -> PackedBatch:

@@ -28,6 +28,9 @@ PART_BYTES = GIB
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+NOT_COUNTED = "what its backward pass keeps is not known before it is loaded"
+
+
 class Kept(NamedTuple):
     """Bytes that a backward pass keeps of learner.max_tokens tokens (learn/kept.py)."""
 
@@ -40,6 +43,8 @@ class Kept(NamedTuple):
     """Before and after the layers."""
     logits: int = 0
     """Gone before a layer goes backward."""
+    counted: bool = True
+    """Else none of them is known."""
 
     @property
     def whole(self) -> int:
@@ -74,10 +79,12 @@ class Footprint:
     """With the logits."""
     checkpointed: bool
     """They are those of learner.gradient_checkpointing."""
+    counted: bool
+    """Else the activations are not known, and none are in the sums."""
     kv_cache: int
     checkpoint: int
     """On disk: the weights, or the adapter instead, the optimizer's state, and what of the KL's
-    reference follows the policy."""
+    reference follows the policy or is an adapter's beginning."""
     cuda: bool
 
     @property
@@ -106,12 +113,15 @@ class Footprint:
         if self.offloaded and self.passing > self.activations:
             del parts["activations"]
             parts["optimizer's parts"] = self.passing
+        if not self.counted:
+            parts.pop("activations", None)
         rare = ("copies", "adapter", "optimizer", "KV cache")
         shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
-        given_back = ""
+        more = ""
         if self.cuda and self.kv_cache:
-            given_back = " at most, the KV cache being given back while learning"
-        return f"{shown} = {self.peak / GIB:.1f} GiB{given_back}"
+            more = " at most, the KV cache being given back while learning"
+        more += "" if self.counted else f"; {NOT_COUNTED}"
+        return f"{shown} = {self.peak / GIB:.1f} GiB{more}"
 
 
 def footprint(
@@ -148,8 +158,6 @@ def _footprint(
     weights, served = parameters * width, learner.lora.served_rank
     adapted = learner.lora.rank > 0
     copied = sampled and (ranks > 1 or config.engine.weights == "copy" or (adapted and not served))
-    reference = config.loss.beta > 0 and not adapted
-    following = trained * width * config.loss.sync_ref_model
     exact = width == 4 or adapted  # adapters are float32: their own masters
     moments = 2 if learner.optimizer == "adamw_8bit" else 8
     state = moments + (0 if exact else 4)
@@ -160,11 +168,13 @@ def _footprint(
     offloaded = learner.offload_optimizer and cuda
     passing = min(optimizer, largest * state + PART_BYTES) if offloaded else 0
     adapter = 4 * trained * adapted
+    reference = (adapter or weights) * (config.loss.beta > 0)
+    following = reference if adapted else trained * width * config.loss.sync_ref_model
     return Footprint(
         parameters=parameters,
         trained=trained,
         weights=weights // config.engine.tensor_parallel_size,
-        copies=weights * copied // ranks + weights * reference,
+        copies=weights * copied // ranks + reference,
         adapter=adapter // ranks + sampled * width * _served_count(shapes, served),
         optimizer=optimizer // ranks,
         offloaded=offloaded,
@@ -172,6 +182,7 @@ def _footprint(
         gradients=(4 * trained + waiting) // ranks,
         activations=kept.checkpointed if checkpointed else kept.whole,
         checkpointed=checkpointed,
+        counted=kept.counted,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=(adapter if adapted else weights) + optimizer + following,
         cuda=cuda,

@@ -34,7 +34,7 @@ def gpu_memory_bytes() -> tuple[int, int] | None:
         return next(iter(_gpus(f"--id={number}")), None)
     gpus = _gpus()
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        gpus.sort(reverse=True)
+        gpus.sort(key=lambda gpu: -gpu[0])  # equal ones stay as they are plugged in
     return gpus[int(number)] if number.isdigit() and int(number) < len(gpus) else None
 
 

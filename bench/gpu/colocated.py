@@ -4,7 +4,7 @@
     python -m bench.gpu.colocated --dry-run        tiny, on the CPU: does the script work?
 
 Every cycle is the loop's own (train.generating): wake, publish, prove agreement, sleep; then one
-optimizer step on two rollouts with advantages +1 and -1, at a learning rate that moves the weights
+optimizer step on two rollouts with advantages +1 and -1, at a learning rate that moves many weights
 by more than bfloat16 rounds, so that a stale cache or a skipped sync would show. Rows: times of
 each part, |delta logp|, and the device memory in use awake, asleep and after the update, and how
 much of it grew from the first cycles to the last. With --weights copy: what a second replica costs,
@@ -222,7 +222,7 @@ def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str
     return load_config(
         "inline",
         [
-            f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-3",
+            f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-4",
             f"learner.trained_layers={1 if 'tiny' in model.name else 28}",
             f"engine.weights={weights}", *overrides,
         ],

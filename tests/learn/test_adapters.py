@@ -13,6 +13,7 @@ import torch
 
 from agentgrpo.config import LoraConfig, LossConfig
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.rehearsal import one_row
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import named_base, require_lora_of, resolve_model, saved_adapter
 from agentgrpo.types import Group
@@ -50,16 +51,36 @@ def test_an_adapter_is_all_that_moves_and_is_published_merged(
     )
 
 
-def test_an_adapters_kl_is_to_the_policy_without_it(
-    make_learner: Callable[..., Learner], groups: list[Group]
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_adapters_kl_is_to_the_policy_that_training_began_with(
+    make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path, saved: bool
 ) -> None:
-    loss = LossConfig(beta=0.5)
-    learner = make_learner(loss, lora={"rank": 4}, learning_rate=1e-2)
+    """To the model itself, or with an adapter from a folder; a resumed run knows which."""
+    loss, ids = LossConfig(beta=0.5), groups[0].rollouts[0].token_ids
+    updates = plan_updates(groups, run_config(loss), step=0)
+    options: dict[str, Any] = {"lora": {"rank": 4}, "learning_rate": 1e-2}
+    begin = make_learner(**options)
+    if saved:
+        begin.step(updates)
+    begin.policy.save(tmp_path)
+    began = begin.score(ids)
+    often = loss.model_copy(update={"ref_model_sync_steps": 1})  # of one that would follow
+    learner = make_learner(often, adapter=tmp_path if saved else None, **options)
     assert learner._reference is not None
     assert learner._reference.scorer is None, "no second copy"
-    updates = plan_updates(groups, run_config(loss), step=0)
     assert learner.step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)
     assert learner.step(updates)["ref_kl"] > 1e-4
+    learner.policy.save(tmp_path)
+    learner.save_state(tmp_path / "state.pt")
+    resumed = make_learner(loss, adapter=tmp_path, **options)
+    resumed.load_state(tmp_path / "state.pt")
+    for each in (learner, resumed):
+        assert each._reference is not None
+        now = each.score(ids)
+        then = each._reference(one_row(ids), 1.0).float().numpy()
+        np.testing.assert_array_equal(then, began)
+        np.testing.assert_array_equal(each.score(ids), now)
+        assert np.abs(now - began).max() > 1e-2
 
 
 def test_a_resumed_adapter_repeats_the_bits(

@@ -119,12 +119,12 @@ def test_one_compile_too_many_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("width", "of_values"), [(256, 256), (192, 128), (512, 512)])
+@pytest.mark.parametrize(("width", "of_values"), [(256, 256), (192, 128), (320, 512), (576, 1024)])
 def test_the_blocks_of_wide_heads_fit_shared_memory(
     compiles: list[Any], dtype: torch.dtype, width: int, of_values: int
 ) -> None:
-    """Torch's own above 256, (64, 32) in 3 stages, ask for 263,168 bytes; an SM of an A100 has
-    166,912, of an H100 232,448. The sum is that of the error's number, but for 1 kB.
+    """Torch's own above 256, (64, 32) in 3 stages, ask for 263,168 bytes of 512 columns: the sum
+    below, and 1 kB. An SM of an A100 has 166,912, of an H100 232,448.
     """
     total = 256
     tree = Tree(np.full(total, total, np.int32), np.arange(total, dtype=np.int32), "cpu")
@@ -136,12 +136,15 @@ def test_the_blocks_of_wide_heads_fit_shared_memory(
     (options,) = (x for x in node.args if isinstance(x, dict))
 
     def held(queries: int, keys: int, stages: int) -> int:
-        return (queries * width + stages * keys * (width + of_values)) * dtype.itemsize
+        columns, of_value = (1 << (n - 1).bit_length() for n in (width, of_values))
+        return (queries * columns + stages * keys * (columns + of_value)) * dtype.itemsize
 
-    assert held(64, 32, 3) == 262_144 or (width, dtype) != (512, torch.bfloat16)
     if width <= 256:
         assert not {"BLOCK_M", "BLOCK_M1", "num_stages"} & options.keys()
         return
+    assert options["BLOCK_M"] == options["BLOCK_N"] >= 16
+    if (width, dtype) == (576, torch.float32):
+        return  # nothing does
     forward = held(options["BLOCK_M"], options["BLOCK_N"], options["num_stages"])
     assert forward <= 96 << 10
     for half in "12":  # in the backward pass the output's gradient comes with the queries

@@ -170,11 +170,11 @@ def test_where_nothing_bounds_it_the_memory_is_the_machines(
 
 
 SMI = """#!/bin/sh
-# what it has: a small card in the first slot, and a large one of which most is in use
+# what it has: a small card, then two large ones of which much is in use, most of the first
 case "$*" in
 *--id=GPU-b*) echo '81920, 20480' ;;
 *--id=*) exit 6 ;;
-*memory.total,memory.free*) printf '4096, 4000\\n81920, 20480\\n' ;;
+*memory.total,memory.free*) printf '4096, 4000\\n81920, 20480\\n81920, 40960\\n' ;;
 esac
 """
 
@@ -185,7 +185,8 @@ esac
         ({}, (80, 20)),  # the fastest
         ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, (4, 3)),
         ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "LOCAL_RANK": "1"}, (80, 20)),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, (4, 3)),
+        ({"LOCAL_RANK": "1"}, (80, 40)),  # of equal ones in their order
+        ({"CUDA_VISIBLE_DEVICES": "2"}, (4, 3)),
         ({"CUDA_VISIBLE_DEVICES": "1, 0", "LOCAL_RANK": "1"}, (80, 20)),
         ({"CUDA_VISIBLE_DEVICES": "GPU-b"}, (80, 20)),
         ({"CUDA_VISIBLE_DEVICES": "MIG-c"}, None),

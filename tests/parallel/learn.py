@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.learn.rows import layers_of
 from agentgrpo.learn.updates import plan_updates
 from tests.learn.given import Holder, learner_on
 
@@ -42,7 +43,12 @@ def learn(
     saved = None if source is None else here / source
     adapter = saved if options.lora.rank else None
     engine = Holder()
-    with patch("agentgrpo.learn.policy.why_rows", lambda model: rows):
+    # an adapter's last layer is sharded as what is no layer's, which some models adapt too
+    layers = slice(-1) if options.lora.rank else slice(None)
+    with (
+        patch("agentgrpo.learn.policy.why_rows", lambda model: rows),
+        patch("agentgrpo.learn.policy.layers_of", lambda model: layers_of(model)[layers]),
+    ):
         trained = learner_on(
             engine, base if saved is None or adapter else saved, options, config.loss,
             total_steps=8, weights="copy", dlogp_limit=9.0, reference=base, adapter=adapter,

@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
         "learner": {"gradient_checkpointing": True},
     },
     "layers": {"loss": {}, "learner": {"trained_layers": 1}},
-    "adapter": {"loss": {"beta": 0.1}, "learner": {"lora": {"rank": 2}}},
+    "adapter": {"loss": {"beta": 0.1, "num_iterations": 2}, "learner": {"lora": {"rank": 2}}},
     # of unlike lengths: one rank's batch has more passes than the other's
     "rows": {"loss": {"beta": 0.1}, "learner": {}, "rows": "told so"},
 }  # fmt: skip
