@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentgrpo import parallel
@@ -19,7 +19,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.data.tasks import RowTasks, Tasks, question_of
+from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, question_of
 from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.dialogue import DialogueEnv
@@ -92,6 +92,15 @@ class Stage:
     def jail(self) -> dict[str, Any] | None:
         """What code is isolated by, for a run's records; None: nothing needs it."""
         return None if self.pool is None else self.pool.describe()
+
+    def data_of(self, stream: Tasks) -> dict[str, str]:
+        """What was read, for the settings that name it; what an environment's reset says of a row
+        is left out, as it may say it in other words next time.
+        """
+        tasks = self.heldout
+        if hasattr(self.env, "begin"):
+            tasks = [replace(task, messages=()) for task in tasks]
+        return {"data.train": stream.state_dict()["source"], "data.heldout": digest_of(tasks)}
 
     def training_tasks(self, config: TrainConfig) -> Tasks:
         """The stream to train on, checked as far as it is a list."""

@@ -207,6 +207,7 @@ class Trainer:
 def _several(given: Any) -> list[Any]:
     """What may be given alone, or as several: a list, an array, a column of a data set."""
     alone = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
+    alone = alone or getattr(given, "ndim", 1) == 0
     return [given] if alone else list(given)
 
 

@@ -470,6 +470,8 @@ def test_two_reward_functions_of_one_name_are_refused() -> None:
          {"json:loads": 1.0, "builtins:len": 1.0, "length": 1.0}),
         ({"reward_funcs": (len, max), "reward_weights": (2.0, 3.0)},
          {"builtins:len": 2.0, "builtins:max": 3.0}),
+        ({"reward_funcs": len, "reward_weights": np.float32(2)}, {"builtins:len": 2.0}),
+        ({"reward_funcs": len, "reward_weights": np.array(2.0)}, {"builtins:len": 2.0}),
     ],
 )  # fmt: skip
 def test_reward_functions_and_callbacks_may_be_one_or_several(

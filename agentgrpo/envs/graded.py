@@ -22,8 +22,8 @@ from agentgrpo.types import Task
 
 FENCE = re.compile(r"(.*?)(`{3,}|~{3,})(.*)")
 """A line that opens or closes a block: what stands before the fence, the fence, and behind it."""
-QUOTE, STRING = re.compile("[\"']"), re.compile("\"[^\"]*\"|'[^']*'")
-DOC = re.compile("\"\"\"|'''")
+QUOTES = re.compile(r"""#|\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["']""")
+"""In a line of Python: a comment, or a text of it; alone what opens one."""
 PYTHON = ("py", "python", "python3")
 KNOWN = ("", *PYTHON)
 ALONE = [name.split() for name in KNOWN]
@@ -178,18 +178,20 @@ def program_in(answer: str | None) -> str | None:
     return textwrap.dedent(found) if found.lstrip("\n")[:1].isspace() else found
 
 
-def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+def _blocks(answer: str, *, docs: bool = True) -> Iterator[tuple[str, str]]:
     """Its fenced blocks: the language that each names, and its text. One that is not closed ends
     with the answer. Line by line: a pattern for whole blocks takes time quadratic in their number.
+
+    docs: a text of several lines, of a program, holds fences; where one does not end, none does.
     """
-    fence, language, lines, docs = "", "", [""], 0
+    fence, language, lines, doc = "", "", [""], ""
+    told: list[tuple[str, str]] = []
     for line in answer.split("\n"):
         found = FENCE.match(line)
         before, run, behind = found.groups() if found else ("", "", "")
         words, code = behind.lower().split(), before.strip()
-        ends = fence and run.startswith(fence) and docs % 2 == 0
-        if ends and not QUOTE.search(STRING.sub("", code)):  # it is no text of the program's
-            yield language, "".join([*lines, before] if code else lines)
+        if fence and run.startswith(fence) and not _open(before, doc):
+            told.append((language, "".join([*lines, before] if code else lines)))
             fence = ""
             begins = not code and len(words) == 1 and words[0].isalnum()
         else:
@@ -199,6 +201,32 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
             fence, language, lines = run, "".join(words[:1]), []
         elif fence:
             lines.append(f"{line}\n")
-            docs += len(DOC.findall(line)) if language in KNOWN else 0
+            left = _open(line, doc) if docs and language in KNOWN else ""
+            doc = left if len(left) == 3 else ""
+    if doc:
+        yield from _blocks(answer, docs=False)
+        return
+    yield from told
     if fence and lines:
         yield language, "".join(lines)
+
+
+def _open(line: str, doc: str) -> str:
+    """What a line of Python is in at its end: a text, by its quotes, a comment, or nothing.
+
+    doc: the quotes of the text of several lines that it begins in.
+    """
+    place = 0
+    while True:
+        if doc:
+            end = line.find(doc, place)
+            if end < 0:
+                return doc
+            place, doc = end + 3, ""
+        found = QUOTES.search(line, place)
+        if found is None:
+            return ""
+        place, text = found.end(), found[0]
+        if text in ("#", "'", '"'):
+            return text
+        doc = text if len(text) == 3 and text == 3 * text[0] else ""

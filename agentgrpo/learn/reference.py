@@ -69,7 +69,16 @@ class Reference:
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
-        """Restore what state() gave."""
+        """Restore what state() gave.
+
+        Raises:
+            ValueError: it is of another kind of reference.
+        """
+        if len(state) != len(self._pairs):
+            raise ValueError(
+                f"the KL's reference has {len(self._pairs)} parameters, {len(state)} were saved: "
+                "the run is of an earlier agentgrpo; choose another out_dir"
+            )
         for (theirs, _), saved in zip(self._pairs, state, strict=True):
             theirs.copy_(saved)
 

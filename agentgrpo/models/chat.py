@@ -140,7 +140,8 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages; the message has its reason.
         """
-        messages = _numbered(messages)
+        pairs = zip(messages, _numbered(messages), strict=True)
+        messages = [dict(one) if one.get("tool_call_id") else made for one, made in pairs]
         own = [*_own(messages), False]
         (*said, schemas), mark = self._encoder.shield(*messages, list(tools), own=own)
         try:

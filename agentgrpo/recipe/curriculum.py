@@ -26,7 +26,8 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from agentgrpo.run.folder import locked, require_folder
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage
-from agentgrpo.types import Group, Task
+from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
 """What it continues from."""
@@ -219,7 +220,8 @@ def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> Tasks:
     pool = folder / "pool.jsonl"
     played = {r.task.id: r.task for _, r in read_rollouts(pool)}
     for task in stream.rows if isinstance(stream, RowTasks) else ():
-        if task.id in played:
+        if task.id in played:  # in the words that were played: an environment says them anew
+            task = replace(task, messages=played[task.id].messages)
             if repr_of(task) != repr_of(played[task.id]):
                 raise ValueError(f"task {task.id!r} is another one than was played for {pool}")
             played[task.id] = task
@@ -285,15 +287,14 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
 
 
 def stages(
-    recipe: RecipeConfig, stream: Tasks, heldout: Sequence[Task], *, write: bool = False
+    recipe: RecipeConfig, data: Mapping[str, str], *, write: bool = False
 ) -> Iterator[Check]:
-    """What the stages would do; settings and data are written, or else only compared.
+    """What the stages would do; settings and data (of Stage) are written, or else only compared.
 
     Raises:
         ValueError: out_dir holds stages of others, or one that the next has begun from is to be
             longer.
     """
-    data = {"data.train": stream.state_dict()["source"], "data.heldout": digest_of(heldout)}
     require_same_work(recipe, "curriculum", SAVED, data, may_change=MAY_CHANGE, write=write)
     c, parts = recipe.curriculum, parts_of(recipe)
     for stage in range(c.stages - 1):
@@ -320,7 +321,7 @@ def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
         stream = stage.training_tasks(config)
-        yield from stages(recipe, stream, stage.heldout, write=write)
+        yield from stages(recipe, stage.data_of(stream), write=write)
         yield from to_be_trained_on(config, stage, stream)
 
     return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)

@@ -28,7 +28,6 @@ from typing import Any
 from agentgrpo.command import Work
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.tasks import digest_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
 from agentgrpo.plan import planned, said, to_be_trained_on
@@ -81,17 +80,14 @@ def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
 
     def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
         stream = stage.training_tasks(config)
-        data = {
-            "data.train": stream.state_dict()["source"],
-            "data.heldout": digest_of(stage.heldout),
-        }
+        data = stage.data_of(stream)
         require_same_work(recipe, "recipe", SAVED, data, write=write)
         tasks = flywheel.questions_of(recipe, stream, write=False)
         yield said("flywheel", f"{len(tasks)} questions, {recipe.flywheel.rounds} rounds")
         yield said(
             "sft", f"{recipe.sft.epochs} epochs in steps of {recipe.sft.batch_size} examples"
         )
-        yield from curriculum.stages(recipe, stream, stage.heldout, write=write)
+        yield from curriculum.stages(recipe, data, write=write)
         yield from to_be_trained_on(config, stage, stream)
 
     return planned(flywheel.settings_of(recipe), lines=lines, saved=SAVED)

@@ -15,6 +15,8 @@ from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.execution import Execution
 
 MAX_WAITING = 1024
+PATIENCE_S = 60
+"""For a loop that stands still and is not closed."""
 _waiters: ThreadPoolExecutor
 
 
@@ -51,8 +53,10 @@ def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
         if not inspect.isawaitable(made):
             return made
         told = asyncio.run_coroutine_threadsafe(finish(made), loop)
+        stopped = 0
         while not wait([told], 1.0).done:
-            if not loop.is_running():  # this thread would wait for ever, and the process for it
+            stopped = 0 if loop.is_running() else stopped + 1  # it may run again
+            if loop.is_closed() or stopped > PATIENCE_S:  # this thread, and its process, would wait
                 raise RuntimeError("the event loop ended before a listener that it ran")
         return told.result()
 

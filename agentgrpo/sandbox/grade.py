@@ -12,7 +12,6 @@ import os
 import shlex
 import symtable
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,6 @@ JUDGE = (
 BLANK = " \t\r"
 """What does not count at the end of a line."""
 MODULE_NAMES = ("__name__", "__file__", "__doc__", "__annotations__")
-_warnings = threading.Lock()
-"""Over the filters of warnings, which all threads share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +231,9 @@ def _free_names(tests: str) -> tuple[str, ...]:
     attempt at a task asks.
     """
     try:
-        with _warnings, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="<tests>")
-            compile(tests, "<tests>", "exec", dont_inherit=True)
-            todo = [symtable.symtable(tests, "<tests>", "exec")]
+        warnings.filterwarnings("ignore", module="<tests>")  # for good: threads share the filters
+        compile(tests, "<tests>", "exec", dont_inherit=True)
+        todo = [symtable.symtable(tests, "<tests>", "exec")]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidArgumentException(f"'tests' are not Python: {error}") from None
     used: dict[str, None] = {}

@@ -70,7 +70,8 @@ class Template:
         prefix = Path(self.interpreter).parents[1]
         home = Path(os.path.realpath(os.path.expanduser("~")))
         kinds: tuple[str, ...] = ("lib", "lib64", "include", "share")
-        if home.is_relative_to(prefix) or prefix == home / ".local":
+        mine = (home, Path(os.path.realpath(home / ".local")))
+        if any(path.is_relative_to(prefix) for path in mine) or prefix.name == ".local":
             kinds = ("lib/python3.*", "lib64/python3.*", "lib/*.so*", "lib64/*.so*")
         found = [path for kind in kinds for path in sorted(prefix.glob(kind)) if path.exists()]
         return [self.interpreter, *map(str, found)]

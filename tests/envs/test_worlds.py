@@ -299,6 +299,12 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "~5 lines: ```python\nf = 1\n```",
         "```python\nf = len('```') - 2\ng = f\"it's ```{f}```\"\n```",
         '```python\ndef g():\n    """So:\n    ```python\n    g()\n    ```\n    """\nf = 1\n```',
+        "```python\nf = 0\n# of ``` fences\nf = 1\n```\nYes.",
+        "```python\nf = len(\"'''\") - 2\n```\nThis works.",
+        "```python\nf = 1  # no ''' here\n```\nThis works.",
+        "```\n>>> '''\n```\n```python\nf = 1\n```\nDone.",
+        "```text\n'''\n```\n```python\nf = 1\n```\n```text\n'''\n```",
+        "```python\nf = len('\\'' + '```') - 3\n```",
     ],
 )
 def test_the_program_of_an_answer_is_found(answer: str) -> None:

@@ -74,6 +74,9 @@ def test_an_adapters_kl_is_to_the_policy_that_training_began_with(
     learner.save_state(tmp_path / "state.pt")
     resumed = make_learner(loss, adapter=tmp_path, **options)
     resumed.load_state(tmp_path / "state.pt")
+    assert resumed._reference is not None
+    with pytest.raises(ValueError, match=r"reference has .* parameters, 0 were saved: .* out_dir"):
+        resumed._reference.load([])
     for each in (learner, resumed):
         assert each._reference is not None
         now = each.score(ids)

@@ -254,6 +254,17 @@ def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
     assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
 
 
+def test_a_result_has_the_name_of_the_call_that_its_id_is_of() -> None:
+    calls = [{"id": "call_1", "type": "function",
+              "function": {"name": "search", "arguments": {"q": "x"}}}]  # fmt: skip
+    judge = judge_of("muse_glimmer")
+    ids = judge.chat.prompt_ids([
+        {"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "found"},
+    ])  # fmt: skip
+    assert 'tool_output name="search"' in judge.tokenizer.decode(ids)
+
+
 def test_an_id_that_the_earlier_calls_are_given_here_is_told_apart_from_theirs() -> None:
     judge, roles = judge_of(R7B), ["user", "assistant", "tool", "tool"]
     said = [[{**TOOL[0], "tool_call_id": i}] for i in ("past00002", "call00000")]

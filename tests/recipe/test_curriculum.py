@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,6 +35,7 @@ from agentgrpo.recipe.curriculum import (
 from agentgrpo.registry import make_env
 from agentgrpo.run.progress import Progress
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.stage import Stage
 from agentgrpo.types import Group, Task
 from tests.given import a_rollout, scored_by
 
@@ -213,7 +216,9 @@ def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         stage: Any = SimpleNamespace(
             training_tasks=lambda config: training_tasks(config.data, 3),
             heldout=heldout_tasks(config.data),
+            env=None,
         )
+        stage.data_of = partial(Stage.data_of, stage)
         return str([*lines(config, stage)])
 
     of = "agentgrpo.recipe.curriculum"
@@ -320,6 +325,22 @@ def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             run_curriculum(recipe)
 
 
+def test_what_a_reset_says_is_no_other_data() -> None:
+    """A set is printed in another order by every process."""
+    said: list[dict[str, str]] = []
+    for env, words in ((None, "ab"), (None, "ba"), (Begins, "ab"), (Begins, "ba")):
+        task = Task(id="t", messages=({"role": "user", "content": words},), spec={})
+        stage: Any = SimpleNamespace(env=env, heldout=[task])
+        said.append(Stage.data_of(stage, WordProblemTasks()))
+    assert said[0] != said[1]
+    assert said[2] == said[3]
+
+
+class Begins:
+    def begin(self, task: Task) -> Task:
+        return task
+
+
 def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, stages=1)
     folder = folder_of(recipe, 0)
@@ -364,15 +385,17 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: 
     chosen = select(recipe, 0, Player(), stream)["selected"]  # type: ignore[arg-type]
     tasks: Any = selected_tasks(recipe, 0, stream)
     assert sorted(chosen) == [task.id for task in made]
-    assert all(task is made[int(task.id[2:])] for task in tasks.rows)
+    assert all(task.spec is made[int(task.id[2:])].spec for task in tasks.rows)
     assert {task.id for task in tasks.next(len(chosen))} == {*chosen}
     if sampling == "difficulty":
         assert tasks._shares == (0.5, 0.2)
     state = tasks.state_dict()
     selected_tasks(recipe, 0, stream).load_state_dict(state)
     selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)  # as they were recorded
+    other = RowTasks([replace(task, messages=asked[1:]) for task in made], source="rows")
+    selected_tasks(recipe, 0, other).load_state_dict(state)  # a reset said it in other words
     pool = folder_of(recipe, 0) / "pool.jsonl"
-    pool.write_text(pool.read_text().replace("Q?", "R?"))
+    pool.write_text(pool.read_text().replace("[[1, 2]]", "[[1, 3]]").replace("[[1,2]]", "[[1,3]]"))
     with pytest.raises(ValueError, match=r"data position is of: .*stage 0, "):
         selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)
     with pytest.raises(ValueError, match=r"task 't/0' is another one than was played for .*pool"):
@@ -490,4 +513,4 @@ def test_epochs_are_rounds_through_what_a_stage_selected(
         for folder in (tmp_path, tmp_path / "new")
     )
     assert steps_of(by_four, 0) == 2, "6 tasks, the last step rounded up"
-    assert "at most 3, 3 steps" in str([*stages(unbegun, WordProblemTasks(), [])])
+    assert "at most 3, 3 steps" in str([*stages(unbegun, {})])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
 from agentgrpo.recipe import flywheel, parts
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.stage import models_of
+from agentgrpo.stage import Stage, models_of
 from agentgrpo.types import Group
 from tests.given import TASK, a_rollout
 from tests.measures.test_measures import rows
@@ -116,7 +117,9 @@ def leave(recipe: RecipeConfig, part: str) -> None:
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe sets its stage before its first part; the model here is a name."""
-    stage: Any = SimpleNamespace(training_tasks=lambda config: WordProblemTasks(), heldout=[TASK])
+    stage: Any = SimpleNamespace(heldout=[TASK], env=None)
+    stage.training_tasks = lambda config: WordProblemTasks()
+    stage.data_of = partial(Stage.data_of, stage)
 
     def planned(config: Any, *, lines: Any, **_: Any) -> str:
         return f"PLAN of {config.out_dir}: {[*lines(config, stage)]}"

@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant("grade.py", "if left > 0", "if True"),
     Mutant("grade.py", "        left -= took\n", ""),
     Mutant("grade.py", "@functools.lru_cache(1024)\n", ""),
-    Mutant("grade.py", '            warnings.filterwarnings("ignore", module="<tests>")\n', ""),
+    Mutant("grade.py", '        warnings.filterwarnings("ignore", module="<tests>")  # for good: threads share the filters\n', ""),
     Mutant("grade.py", "    require_printable(pool.limits, expected)\n", ""),
     # what a machine that cannot isolate is told
     Mutant("remedies.py", '"remedy:" in reason or', "False or"),

@@ -484,7 +484,11 @@ class TestLifecycle:
         asyncio.run(work())
         assert heard == ["done\n", "1\n"]
 
-    def test_a_listener_of_a_loop_that_ended_holds_no_thread(self) -> None:
+    def test_a_listener_of_a_loop_that_ended_holds_no_thread(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(async_api, "PATIENCE_S", 1)
+
         async def hear(said: str) -> str:
             await asyncio.sleep(1.2)
             return said

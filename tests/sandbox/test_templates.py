@@ -214,6 +214,8 @@ def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -
         ("alice", "alice", True),
         ("home", "home/alice", True),
         ("alice/.local", "alice", True),
+        ("alice/.local", "another", True),
+        ("scratch/local", "alice", True),  # what its .local leads to
         ("alice/.pyenv/versions/3.11", "alice", False),
         ("opt", "alice", False),
     ],
@@ -229,6 +231,9 @@ def test_a_home_that_python_was_installed_in_is_not_shown(
         (prefix / name).parent.mkdir(parents=True, exist_ok=True)
         (prefix / name).touch()
     (prefix / "lib/old.so").symlink_to("nowhere")
+    if installed.startswith("scratch"):
+        (tmp_path / home).mkdir()
+        (tmp_path / home / ".local").symlink_to(prefix)
     monkeypatch.setenv("HOME", str(tmp_path / home))
     needed = ["bin/python3.11", "lib/python3.11", "lib/libpython3.11.so", "lib64/libssl.so.3"]
     shown = Template(python=str(prefix / "bin" / "python3.11")).interpreter_paths
