@@ -151,7 +151,8 @@ def question_of(task: Task) -> str:
 
 def repr_of(task: Task) -> str:
     """What a task asks, and all that its row has besides."""
-    return question_of(task) + json.dumps(plain(dict(task.spec)), sort_keys=True, default=str)
+    said = json.dumps(plain(dict(task.spec)), default=str)  # keys may be numbers beside texts
+    return question_of(task) + json.dumps(json.loads(said), sort_keys=True)
 
 
 def digest_of(tasks: Iterable[Task]) -> str:

@@ -182,6 +182,14 @@ def test_games_that_begin_alike_are_told_apart_by_their_rows(tmp_path: Path) -> 
     assert (len(train), train.left_out) == (12, 4)
 
 
+def test_boards_with_keys_of_two_kinds_in_any_order_are_told_apart() -> None:
+    play = ({"role": "user", "content": "Play."},)
+    boards = [{1: i // 2, "turn": 0} if i % 2 else {"turn": 0, 1: i // 2} for i in range(20)]
+    tasks = [Task(id=str(i), messages=play, spec={"board": b}) for i, b in enumerate(boards)]
+    held, train = RowTasks(tasks, source="boards").split(4, seed=0)
+    assert (len(held), len(train), train.left_out) == (4, 12, 4)
+
+
 @pytest.mark.parametrize("key", ["train", "heldout"])
 def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
     given: Any = {key: "word_problem"}
