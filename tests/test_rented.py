@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,13 +107,19 @@ def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
         "a/idle": Stage(("idle",), (), 1, ""),
     }
     monkeypatch.setattr(stages, "STAGES", table)
-    monkeypatch.setattr(sys, "argv", ["stages", "--walk", "--each", "2", "a"])
+    run = stages.run
+
+    def patient(name: str, *, walk: bool, limit: float) -> bool:
+        return run(name, walk=walk, limit=limit if name == "a/late" else 100.0)
+
+    monkeypatch.setattr(stages, "run", patient)
+    monkeypatch.setattr(sys, "argv", ["stages", "--walk", "--each", "5", "a"])
     with pytest.raises(SystemExit, match="failed: a/fails, a/lacks, a/late, a/idle"):
         stages.main()
     fails, lacks, late, ends, idle = rows_of(tmp_path / "out", "gpu_stages")
     assert (fails["shape"]["exit"], fails["note"]) == (1, "so far | wrong: 3 of 4")
     assert (lacks["shape"]["exit"], lacks["note"]) == (127, "absent: no_such_module")
-    assert (late["shape"]["exit"], late["note"]) == (124, "begun | ended after 2 s")
+    assert (late["shape"]["exit"], late["note"]) == (124, "begun | ended after 5 s")
     said = "['--size', '--dry-run']"
     assert (ends["shape"]["exit"], ends["note"]) == (0, said)
     assert (ends["variant"], ends["shape"]["rows"]) == ("a/ends, walked", 2)
@@ -120,7 +127,7 @@ def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
     assert (idle["shape"]["exit"], idle["note"], idle["shape"]["rows"]) == (1, nothing, 0)
     assert said in capfd.readouterr().out
     assert said in (tmp_path / "out/log.txt").read_text()
-    assert not stages.run("a/ends", walk=True, limit=0.0)
+    assert not run("a/ends", walk=True, limit=0.0)
     assert rows_of(tmp_path / "out", "gpu_stages")[-1]["shape"]["exit"] == 124
 
 
@@ -351,7 +358,7 @@ def test_the_limits_hold_for_all_stages_of_a_call_together(
     clock = iter([100.0, 100.0, 400.0, 700.0])
     monkeypatch.setattr(stages, "run", run)
     monkeypatch.setattr(stages, "measured_commit", lambda: "abc")
-    monkeypatch.setattr("bench.gpu.stages.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(sys, "argv", ["stages", "--limit", "560", "4"])
     stages.main()
     assert [name for name, _ in seen] == list(CALLS["4"].stages)

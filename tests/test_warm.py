@@ -8,7 +8,7 @@ import pytest
 
 from tests.warm import run, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = """
 import os, sys, time

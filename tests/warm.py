@@ -9,10 +9,12 @@ that no command imports torch before it has set its environment.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -71,12 +73,14 @@ class Command:
 
     def send_signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(self._process.pid, number)
 
     def interrupt(self) -> None:
         """Ctrl-C as a terminal's: SIGINT to the command and to what it has started."""
         assert self._process.pid is not None
-        os.killpg(self._process.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
 
     def said(self) -> str:
         """What it has written to stdout so far."""
@@ -115,8 +119,11 @@ def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _run_ranks(count: int, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    with socket.create_server(("localhost", 0)) as free:
-        port = str(free.getsockname()[1])
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for number in random.sample(range(first // 2, first), 99):  # given to nobody who asks for any
+        with contextlib.suppress(OSError), socket.create_server(("localhost", number)):
+            port = str(number)
+            break
     ranks = [
         Command(
             *arguments, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count),

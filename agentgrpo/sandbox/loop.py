@@ -94,8 +94,9 @@ class StepLoop(Held):
             raw = _C.sandbox_loop_wait(self._loop, min(left, CALLS_S) if calling else left)
             for tag, step in raw:
                 self._take(tag, step)
-            moved = calling and self._go_on(min(left, CALLS_S))
-            if self._ready or left == 0 or not (raw or moved or self._calling):
+            if calling:
+                self._go_on(min(left, CALLS_S))
+            if self._ready or left == 0 or not self._running:  # a signal ends no waiting
                 break
         ended = list(self._ready)
         self._ready.clear()
@@ -121,9 +122,9 @@ class StepLoop(Held):
         except RuntimeError as error:  # no thread
             put((tag, error))
 
-    def _go_on(self, patience: float) -> bool:
-        """Go on with the steps whose calls are answered; whether there are any. Waits for one only
-        where nothing else could end.
+    def _go_on(self, patience: float) -> None:
+        """Go on with the steps whose calls are answered. Waits for one only where nothing else
+        could end.
         """
         others = len(self._running) > self._calling
         found = False
@@ -143,7 +144,6 @@ class StepLoop(Held):
                 except BaseException:
                     self._drop(tag)
                     raise
-        return found
 
     def _drop(self, tag: int) -> None:
         """What the step came to cannot be had: its session is over."""

@@ -161,7 +161,7 @@ def test_S0_5_sandboxes_of_different_rollouts_work_at_the_same_time(pool: Sandbo
 def test_S0_5_no_more_work_at_once_than_there_are_places(pool: SandboxPool) -> None:
     """32 rollouts in 16 places: all 16 are taken at some time, and never more."""
     most = Counted()
-    sleep = "<code>import time; time.sleep(0.2)</code>"
+    sleep = "<code>pass</code>"
     engine: Any = scripted(lambda n, prompt: Turn(DONE if "(no output)" in prompt else sleep))
     (group,) = generate(
         [task()], engine, AGENT, 32, env=Around(pool, most.during), tokenizer=TOKENIZER,
@@ -176,12 +176,14 @@ class Counted:
 
     def __init__(self) -> None:
         self.lock, self.now, self.highest = threading.Lock(), 0, 0
+        self.meeting = threading.Barrier(16)
 
     def during(self, work: Any) -> Any:
         with self.lock:
             self.now += 1
             self.highest = max(self.highest, self.now)
         try:
+            self.meeting.wait(60)
             return work()
         finally:
             with self.lock:
@@ -200,7 +202,8 @@ def test_S0_6_sessions_remember_and_stateless_steps_do_not(
 
 
 @pytest.mark.nsjail
-def test_S0_7_what_one_rollout_breaks_its_neighbours_do_not_notice(env: PythonEnv) -> None:
+def test_S0_7_what_one_rollout_breaks_its_neighbours_do_not_notice(pool: SandboxPool) -> None:
+    env = PythonEnv(pool, 20.0)
     evil = [
         "import socket\nsocket.create_connection(('1.1.1.1', 80), 1)",
         "open('/etc/passwd', 'a')",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from agentgrpo.actions import InfrastructureError, RunCode
 from agentgrpo.agents.repl import ReplAgent, python_banner
 from agentgrpo.envs.console import ConsoleEnv, is_submission
-from agentgrpo.sandbox import SandboxPool, Session, StepResult, StepStatus
+from agentgrpo.sandbox import Limits, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import SpanReward, Status, Task
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import Turn
@@ -45,6 +46,14 @@ SNIPPETS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[SandboxPool]:
+    """On a busy machine an interrupt takes a while."""
+    limits = Limits(timeout_s=5.0, grace_s=30.0)
+    with SandboxPool(limits=limits, max_live=2, min_idle=1, zygotes=1) as made:
+        yield made
+
+
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0])
 def test_S1_1_the_transcript_is_cpythons(pool: SandboxPool, lines: list[str]) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *(f" {line}\n" for line in lines), f"{EOT}")
@@ -54,9 +63,9 @@ def test_S1_1_the_transcript_is_cpythons(pool: SandboxPool, lines: list[str]) ->
     ]
 
 
-def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(pool: SandboxPool) -> None:
+def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(patient: SandboxPool) -> None:
     endless, interrupted = "while True: pass", "while True: raise KeyboardInterrupt"
-    typed = play(AGENT, ConsoleEnv(pool, 0.5), f" {endless}\n", " \n", " 1 + 1\n", EOT)
+    typed = play(AGENT, ConsoleEnv(patient, 2.0), f" {endless}\n", " \n", " 1 + 1\n", EOT)
     expected = typed_into_python([interrupted, "", "1 + 1"]).replace(interrupted, endless)
     assert shown(typed).removeprefix(START.removesuffix(">>>")) == expected + EOT
 
@@ -153,8 +162,8 @@ def test_S1_3_only_a_call_that_worked_submits(pool: SandboxPool) -> None:
     assert not is_submission("submit_final_answer()")
 
 
-def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(pool: SandboxPool) -> None:
-    env = ConsoleEnv(pool, 0.5, line_rewards={"syntax": -0.3, "error": -0.1, "timeout": -0.5})
+def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(patient: SandboxPool) -> None:
+    env = ConsoleEnv(patient, 2.0, line_rewards={"syntax": -0.3, "error": -0.1, "timeout": -0.5})
     lines = ["x =\n", "1\n", "1/0\n", "while True: pass\n", "\n", "y y\n", f"{SUBMIT}\n"]
     typed = play(AGENT, env, *lines)
     starts = np.cumsum([0, *(len(s.token_ids) for s in typed.segments)])

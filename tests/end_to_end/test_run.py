@@ -88,6 +88,21 @@ ref_model_mixup_alpha = 1.0
     return path
 
 
+KILLED_AT_THE_SECOND_CHECKPOINT = """
+import os, signal, sys
+from agentgrpo.run import checkpoint
+from agentgrpo.train import main
+seal = checkpoint.seal
+def sealed(folder):
+    if folder.name.endswith("2"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    seal(folder)
+checkpoint.seal = sealed
+sys.exit(main(sys.argv[1:]))
+"""
+"""A run that is killed in the middle of writing it."""
+
+
 def start(config: Path, *overrides: str, **env: str) -> Command:
     return Command("-m", "agentgrpo.train", str(config), *overrides, cwd=ROOT, **env)
 
@@ -300,8 +315,10 @@ class TestWholeRun:
     ) -> None:
         config, run = write_config(tmp_path, model), tmp_path / "run"
         checkpoints = run / "checkpoints"
-        # in the middle of writing the second checkpoint
-        kill_when(start(config), lambda: any(checkpoints.glob(".partial-*2")))
+        (tmp_path / "killed.py").write_text(KILLED_AT_THE_SECOND_CHECKPOINT)
+        killed = Command(str(tmp_path / "killed.py"), str(config))
+        assert finish(killed)[0] == -signal.SIGKILL
+        assert [*checkpoints.glob(".partial-*2")]
         assert not (checkpoints / "step_000002").exists()
 
         # at some moment of a later step, another one in every run of this test

@@ -145,7 +145,7 @@ def test_a_file_that_the_machine_lost_is_no_file_that_was_not_written(
 @pytest.fixture(scope="module")
 def env() -> Iterator[PythonEnv]:
     with SandboxPool(limits=Limits(timeout_s=5.0), max_live=4) as pool:
-        yield PythonEnv(pool, timeout_s=1.0)
+        yield PythonEnv(pool, timeout_s=10.0)
 
 
 @pytest.mark.nsjail

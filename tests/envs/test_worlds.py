@@ -206,6 +206,7 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
             assert env.score(given, answer) < 0.1, answer
         made = reasoning_gym.create_dataset(dataset, size=1, seed=0)
         right = made[0]["answer"] or made[0]["metadata"]["solutions"][0]
+        env._timeout_s = 30.0
         assert env.score(given, str(right)) == 1.0, "and the right one is right"
         if dataset == "n_queens":
             assert env.score(given, str(board)) == 0.5, "a board as a literal is read"
@@ -217,7 +218,7 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
 
 @pytest.fixture(scope="module")
 def graded(pool: SandboxPool) -> Iterator[UnitTestEnv]:
-    env = UnitTestEnv(pool, 2.0, test_timeout_s=2.0)
+    env = UnitTestEnv(pool, 2.0, test_timeout_s=10.0)
     yield env
     env.close()
 
@@ -315,9 +316,9 @@ def test_the_program_of_an_answer_is_found(answer: str) -> None:
 
 def test_fences_without_end_take_no_time() -> None:
     for answer in ("```x\n" * 100_000, "`" * 500_000, "```" + " " * 500_000 + "`"):
-        started = time.monotonic()
+        started = time.process_time()
         program_in(answer)
-        assert time.monotonic() - started < 5
+        assert time.process_time() - started < 5
 
 
 # search

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from agentgrpo.engine.engine import Engine
 
 
+pytestmark = pytest.mark.timeout(900)  # ranks wait for their turn, see warm.run_ranks
+
+
 @pytest.fixture(scope="module")
 def seen(slow_setup: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks saw."""
@@ -29,7 +32,7 @@ def seen(slow_setup: None, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     try:
         return what_ranks_saw(folder)
     finally:
-        left_over.unlink()
+        left_over.unlink(missing_ok=True)  # of the whole machine
 
 
 def what_ranks_saw(folder: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ from tests import tiny
 from tests.parallel.learn import learn
 from tests.warm import run_ranks
 
+pytestmark = pytest.mark.timeout(900)  # ranks wait for their turn, see warm.run_ranks
+
 Record = dict[str, Any]
 
 

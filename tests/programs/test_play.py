@@ -296,12 +296,12 @@ def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled(
 ) -> None:
     async def program(client: Any, o: Any) -> str:
         messages = [{"role": "user", "content": "Q"}]
-        quick = client.with_options(timeout=0.3, max_retries=0)
+        quick = client.with_options(timeout=1.5, max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await quick.chat.completions.create(model=o.model, messages=messages)
         return str((await o.ask(messages)).choices[0].message.content)
 
-    slow = Turn(f"once{EOT}", steps=12)
+    slow = Turn(f"once{EOT}", steps=40)
     engine = scripted(lambda *_: slow, on_step=lambda _: __import__("time").sleep(0.1))
     rollout = alone(asking(program), engine)
     assert (rollout.answer, len(rollout.turns), len(engine.requests)) == ("once", 1, 1)
@@ -364,7 +364,7 @@ def test_a_judge_is_asked_behind_a_turn_that_was_cut() -> None:
 def test_what_nobody_was_given_is_in_no_row() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": "first"}])
-        quick = client.with_options(timeout=0.3, max_retries=0)
+        quick = client.with_options(timeout=1.5, max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await quick.chat.completions.create(
                 model=o.model, messages=[{"role": "user", "content": "Q"}]
@@ -372,7 +372,7 @@ def test_what_nobody_was_given_is_in_no_row() -> None:
         return "gone"
 
     engine = scripted(
-        lambda number, _: Turn(f"said {number}{EOT}", steps=1 + 12 * number),
+        lambda number, _: Turn(f"said {number}{EOT}", steps=1 + 40 * number),
         on_step=lambda _: __import__("time").sleep(0.1),
     )
     rollout = alone(asking(program), engine)
@@ -512,7 +512,7 @@ def test_a_program_that_takes_too_long_has_timed_out() -> None:
         await o.ask([{"role": "user", "content": "Q"}])
         await asyncio.sleep(99)
 
-    rollout = alone(asking(program), lambda *_: turn("x"), timeout_s=0.7)
+    rollout = alone(asking(program), lambda *_: turn("x"), timeout_s=5.0)
     assert (rollout.status, len(rollout.turns)) == (Status.TIMED_OUT, 1)
 
 

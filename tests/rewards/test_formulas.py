@@ -54,11 +54,15 @@ def test_what_an_interrupted_comparison_says_is_no_answer_to_the_next() -> None:
     process = child._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
+
+    def compare() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        child.compare("$1$", "$1$")
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            child.compare("$1$", "$1$")
+            compare()
     finally:
         signal.signal(signal.SIGALRM, before)
     process.send_signal(signal.SIGCONT)

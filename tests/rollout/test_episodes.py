@@ -472,7 +472,7 @@ def test_a_step_that_never_returns_is_left_to_itself(kind: str) -> None:
     world = Hangs()
     world.reset = lambda task: HangsAsync(world) if kind[0] == "a" else world  # type: ignore
     engine = says("x\n", "x\n", "!done")
-    config: dict[str, Any] = {"max_retries": 1, "call_timeout_s": 2.0}
+    config: dict[str, Any] = {"max_retries": 1, "call_timeout_s": 5.0}
     groups, stats = sampled(engine, EchoAgent(), world, [TASK], threads=1, **config)
     (rollout,) = groups[0].rollouts
     assert (rollout.status, stats.retries) == (Status.COMPLETED, 1)

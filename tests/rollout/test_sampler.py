@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -526,9 +527,24 @@ def test_tokens_of_prompts_and_those_of_the_cache_are_counted() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_time_with_nothing_to_decode_is_idle_time(deterministic: bool) -> None:
-    slow = StubEnv(on_call=lambda code: time.sleep(0.1))
-    _, stats = play(says(CODE, f"Answer: 1{EOT}"), slow, deterministic=deterministic)
+def test_time_with_nothing_to_decode_is_idle_time(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool takes its time once it is waited for."""
+    waits = threading.Event()
+
+    class Answered(SimpleQueue[int]):
+        def get(self, *how: Any, **more: Any) -> int:
+            waits.set()
+            return super().get(*how, **more)
+
+    def slow(code: str) -> None:
+        assert waits.wait(60)
+        time.sleep(0.1)
+
+    monkeypatch.setattr("agentgrpo.rollout.waiting.SimpleQueue", Answered)
+    engine = says(CODE, f"Answer: 1{EOT}")
+    _, stats = play(engine, StubEnv(on_call=slow), deterministic=deterministic)
     assert stats.idle_s >= 0.09
     assert stats.total_s >= stats.idle_s + stats.decode_s
 

@@ -165,9 +165,11 @@ class TestRunCode:
 
         def on_output(message: OutputMessage) -> None:
             seen.append((message.line, message.error))
+            sandbox.files.write(f"heard{message.line.strip()}", "")
 
         sandbox.run_code(
-            "import sys, time\nfor i in range(3): print(i); time.sleep(0.05)\n"
+            "import os, sys, time\nfor i in range(3):\n print(i)\n"
+            " while not os.path.exists(f'heard{i}'): time.sleep(0.01)\n"
             "n = sys.stderr.write('e')",
             on_stdout=on_output,
             on_stderr=on_output,

@@ -90,7 +90,6 @@ def in_a_mount_namespace(prepare: str, code: str) -> subprocess.CompletedProcess
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
     )
 
 

@@ -338,8 +338,8 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
                 session.cell(wait, 100, listener=lambda *_: time.sleep(1))
             for step in (lambda s: s.step("import time; time.sleep(60)", 100), looped, heard):
                 session = pool.acquire()
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
                 try:
+                    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
                     step(session)
                 except KeyboardInterrupt:
                     print("interrupted")

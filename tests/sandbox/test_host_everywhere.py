@@ -143,8 +143,8 @@ def test_output_around_calls_is_one_output(pool: SandboxPool, size: int) -> None
 
 @pytest.mark.slow
 def test_what_is_printed_during_a_call_is_of_the_step(pool: SandboxPool) -> None:
-    code = ("import threading, time\n"
-            "threading.Timer(0.1, print, ('during',)).start()\nlater(0.5)")  # fmt: skip
+    code = ("import threading\nt = threading.Timer(0.1, print, ('during',))\n"
+            "t.start(); later(0.5); t.join()")  # fmt: skip
     with pool.acquire(host=tools().begin()) as session:
         result = session.step(code)
         assert (result.stdout, result.background) == ("during\n", "")

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -68,9 +69,11 @@ def test_every_way_to_end_next_to_each_other(pool: SandboxPool) -> None:
     }
     loop = StepLoop()
     sessions = [pool.acquire() for _ in wanted]
+    endless = sessions[[*wanted].index("while True: pass")]
+    endless.limits = replace(endless.limits, grace_s=30.0)  # of a busy machine
     try:
         tags = {
-            loop.submit(session, code, 0.5): (code[:60], status)
+            loop.submit(session, code, 0.5 if "while True" in code else 30.0): (code[:60], status)
             for session, (code, status) in zip(sessions, wanted.items(), strict=True)
         }
         for tag, result in drain(loop):
@@ -90,6 +93,19 @@ def test_wait_gives_up_after_its_time(session: Session) -> None:
     loop.submit(session, "import time; time.sleep(0.1)")
     assert loop.wait(0.01) == []
     assert [r.status for _, r in drain(loop)] == [StepStatus.OK]
+
+
+def test_a_signal_ends_no_waiting(session: Session) -> None:
+    loop = StepLoop()
+    tag = loop.submit(session, "import time; time.sleep(0.5); 42")
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        ended = loop.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [(each, result.value) for each, result in ended] == [(tag, "42")]
 
 
 def test_a_session_has_one_step_at_a_time(session: Session) -> None:

@@ -59,7 +59,7 @@ ASKS = (
     "assert str(f(1)) == 'True' or int(f(1)) == 1",
 )
 UNPRINTABLE = ("def f(x): raise ValueError('\\ud800')", "def f(x): return '\\udcff'")
-SLACK_S = 2.0
+SLACK_S = 30.0
 """For starting two sessions on a busy machine."""
 SAYS_ANYTHING = ("__main__", "numpy", "a.b", "", "\\ud800", "x" * 5000)
 
@@ -92,11 +92,12 @@ def answers_end(pool: SandboxPool) -> None:
     for size, pause in ((0, 0.0), (pool.limits.value_kib << 10, 0.0), (1 << 16, 0.1), (7, 0.1)):
         code = NEVER_ENDS.replace("SIZE", str(size)).replace("PAUSE", str(pause))
         started = time.monotonic()
-        verdict = check_tests(pool, code, "assert f(1) == 2", timeout_s=1.0)
+        limit = 1.0 if size >= 1 << 16 else 30.0  # the others end of themselves
+        verdict = check_tests(pool, code, "assert f(1) == 2", timeout_s=limit)
         assert not verdict.passed
         assert not verdict.infra_error, verdict
         assert ("protocol_error" in verdict.reason) == (size < 1 << 16), verdict
-        assert time.monotonic() - started < 1.0 + pool.limits.grace_s + SLACK_S, (size, verdict)
+        assert time.monotonic() - started < limit + pool.limits.grace_s + SLACK_S, (size, verdict)
 
 
 @on_pool
