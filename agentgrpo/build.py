@@ -195,7 +195,9 @@ def _sampler_on(engine: Any, config: TrainConfig, stage: Stage) -> AnySampler:
     if stage.user_sampler is not None:
         return CustomSampler(stage.user_sampler, engine, rollout, chat.stop_token_ids)
     if isinstance(stage.agent, ProgramAgent):
-        return ProgramSampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
+        return ProgramSampler(
+            engine, stage.agent, stage.launcher, stage.env, chat, rollout, max_live=live
+        )
     return Sampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
 
 

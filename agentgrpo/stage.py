@@ -16,6 +16,7 @@ from typing import Any
 from agentgrpo import parallel
 from agentgrpo.actions import CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
@@ -37,6 +38,7 @@ from agentgrpo.models.models import (
     resolve_model,
     saved_adapter,
 )
+from agentgrpo.programs.launch import Launcher, launcher_of
 from agentgrpo.registry import (
     asks_for_pool,
     judged,
@@ -73,6 +75,8 @@ class Stage:
     """None where the environment asks for none: such a run needs no machine that isolates code."""
     env: Environment
     agent: Agent
+    launcher: Launcher | None
+    """Of an agent that is a program: what starts it, if its environment does not."""
     chat: ChatTemplate
     reward: Scoring
     heldout: list[Task]
@@ -208,12 +212,14 @@ def set_stage(
         chat = chat_of(model, config.rollout.template_options)
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
+        agent = make_agent(config, env, functools.partial(_call_reader, chat), pool)
         stage = Stage(
             model=model,
             adapter=adapter,
             pool=pool,
             env=env,
-            agent=make_agent(config, env, functools.partial(_call_reader, chat), pool),
+            agent=agent,
+            launcher=launcher_of(agent) if isinstance(agent, ProgramAgent) else None,
             chat=chat,
             reward=make_scoring(config, env, chat.tokenizer),
             heldout=heldout,

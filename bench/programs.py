@@ -167,16 +167,14 @@ def direct(engine: Any, chat: Any, clock: Clock) -> dict[str, float]:
 
 def by_programs(engine: Any, chat: Any, clock: Clock) -> dict[str, float]:
     """The same by programs."""
-    from agentgrpo.programs import play
+    from agentgrpo.programs.play import ProgramSampler
     from bench.rollout import tasks
 
-    launcher = Elsewhere()
+    launcher: Any = Elsewhere()
     agent: Any = SimpleNamespace(read_calls=None, timeout_s=600.0)
     env: Any = SimpleNamespace(reset=lambda task: play_episode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(play, "launcher_of", lambda agent: launcher)
-        config = RolloutConfig(max_turns=TURNS, max_turn_tokens=TOKENS + 1)
-        sampler = play.ProgramSampler(engine, agent, env, chat, config, max_live=COUNT)
+    config = RolloutConfig(max_turns=TURNS, max_turn_tokens=TOKENS + 1)
+    sampler = ProgramSampler(engine, agent, launcher, env, chat, config, max_live=COUNT)
     sampler.play(tasks(8), 1, seed=1)  # warm: the endpoint is there
     engine.reset_prefix_cache()
     before = thread_seconds("endpoint")
@@ -216,11 +214,13 @@ def starts() -> dict[str, list[float]]:
         nothing: Any = lambda parser: None  # noqa: E731
         agent = ProgramAgent(pool=pool, call_reader=nothing, command=command, files=[file])
         engine: Any = scripted(lambda *_: Turn(f"x{EOT}"))
-        sampler = ProgramSampler(engine, agent, AnswerEnv(), CHAT, RolloutConfig(), max_live=16)
+        sandboxed, begun = Sandboxed(pool, command, [file], {}, 60.0), []
+        sampler = ProgramSampler(
+            engine, agent, sandboxed, AnswerEnv(), CHAT, RolloutConfig(), max_live=16
+        )
         sampler.play(tasks(4), 1, seed=0)
         _, stats = sampler.play(tasks(STARTS), 1, seed=0)
         sampler.close()
-        sandboxed, begun = Sandboxed(pool, command, [file], {}, 60.0), []
         for task in tasks(32):
             began = time.perf_counter()
             jail, listener = sandboxed.begin(task)

@@ -145,6 +145,24 @@ def test_a_dry_run_measures_no_prompts_of_a_program(
         assert ("after the prompt" in told, "observations" in told) == (measured, measured)
 
 
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ('command=["no-such-program"]', "agent.options.command: there is no program 'no-such-pr"),
+        ("call=json:dumps", "agent.options.call: 'json:dumps' must be an async def function"),
+        ("call=json:nosuch", "agent.options.call: "),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_known_to_a_dry_run(
+    said: Said, option: str, wanted: str
+) -> None:
+    sandbox = " agent.options.sandbox=none" if "command" in option else ""
+    line = f"train c.toml agent.kind=program agent.options.{option}{sandbox} --dry-run"
+    status, told = said(line)
+    assert status == 2
+    assert told.startswith(f"error: {wanted}"), told
+
+
 @pytest.mark.parametrize("command", ALL)
 def test_every_command_has_a_dry_run_that_writes_nothing(
     place: Path, command: str, capsys: pytest.CaptureFixture[str], said: Said

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import re
 import resource
 import secrets
 import socket
@@ -52,6 +53,7 @@ APIS = {
     "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
     "/v1/completions": COMPLETIONS,
 }  # fmt: skip
+OFFER = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 Result = TypeVar("Result")
 
@@ -110,7 +112,7 @@ def connection_class(app: Any) -> Any:
         def __init__(self, *, most: Callable[[], int], **more: Any) -> None:
             super().__init__(config=config, **more)
             self.logger, self._most = quiet, most
-            self._got, self._in_head = 0, True
+            self._got, self._in_head, self._between = 0, True, True
             self._clock: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -127,6 +129,9 @@ def connection_class(app: Any) -> Any:
 
         def data_received(self, data: bytes) -> None:
             self._got += len(data)
+            if self._between:  # llhttp reads no body behind an offer of h2c, as Java's client makes
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = OFFER.sub(b"\r\nx-grade", head) + end + rest  # as long as it was
             super().data_received(data)
             most = HEAD_KIB << 10 if self._in_head else READ_MIB << 20
             if self._got > most:
@@ -138,7 +143,7 @@ def connection_class(app: Any) -> Any:
 
         def on_headers_complete(self) -> None:
             self._stop_clock()
-            self._in_head = False
+            self._in_head = self._between = False
             super().on_headers_complete()
 
         def on_response_complete(self) -> None:
@@ -148,6 +153,7 @@ def connection_class(app: Any) -> Any:
 
         def on_message_complete(self) -> None:
             self._stop_clock()
+            self._between = True
             super().on_message_complete()
 
         def _begin(self) -> None:
@@ -273,11 +279,15 @@ class Endpoint:
 
         async def respond(request: Any) -> Any:
             nonlocal told
+            session = None
             try:
-                return await answer(request, self._session_of(request))
+                session = self._session_of(request)
+                return await answer(request, session)
             except ClientDisconnect:
                 return Response(status_code=499)
             except BadRequest as error:
+                if session is not None:
+                    session.told = str(error)
                 code = STATUS.get(error.code or "", 400)
                 headers = {"retry-after": "1"} if code == 429 else None
                 return answered(api.error(error, code), code, headers)

@@ -118,7 +118,8 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
     if not agent.command:
         return None
     program = agent.command[0]
-    if agent.sandbox == "none" and program not in PYTHON and shutil.which(program) is None:
+    own = program in PYTHON or "/" in program  # a path may be that of one of its files
+    if agent.sandbox == "none" and not own and shutil.which(program) is None:
         raise ValueError(f"agent.options.command: there is no program {program!r}")
     if agent.sandbox == "none":
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
@@ -161,8 +162,8 @@ def variables(url: str, key: str) -> dict[str, str]:
 
 def last_line(text: str) -> str | None:
     """The last one that is not empty."""
-    lines = text.rstrip().splitlines()
-    return lines[-1].strip() if lines else None
+    last = text.replace("\r", "\n").rstrip().rpartition("\n")[2].strip()
+    return last or None
 
 
 # --- in this process
@@ -338,9 +339,13 @@ class Sandboxed:
         self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path],
         env: Mapping[str, str], timeout_s: float,
     ) -> None:  # fmt: skip
-        self._pool, self._command, self._env = pool, command, env
+        self._pool, self._env = pool, env
         self._timeout_s, self._starts = timeout_s, threading.Semaphore(STARTS)
-        self._files = {name: data for path in files for name, data in _contents(path)}
+        inside = {name: path for of in files for name, path in _inside(of)}
+        self._files = {name: path.read_bytes() for name, path in inside.items()}
+        programs = [name for name, path in inside.items() if os.access(path, os.X_OK)]
+        self._code = f"{IN_SESSION}_main({list(command)!r}, {programs!r})\n"
+        """Of a step that runs the command; its value is the exit code."""
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         """Start it, on a thread that waits for it."""
@@ -370,7 +375,7 @@ class Sandboxed:
                 **variables(f"http://127.0.0.1:{PORT}", session.key),
                 "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}", **self._env,
             }  # fmt: skip
-            done = jail.step(_run(self._command), self._timeout_s, env=env)
+            done = jail.step(self._code, self._timeout_s, env=env)
             answer = None if done.state_lost else _answer_in(jail)
         finally:
             endpoint.hang_up(server)
@@ -381,6 +386,8 @@ class Sandboxed:
             full = done.error.name in NO_ROOM
             return Outcome(said, f"{done.error.name}: {done.error.value}", own=not full)
         if done.status is not StepStatus.OK:
+            if done.status is StepStatus.OUTPUT_LIMIT:  # what was printed last is not known
+                said = None
             told = f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
             return Outcome(said, told)
         return _exited(done.value or "0", done.stderr, said, wrong)
@@ -411,14 +418,11 @@ def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
     return Outcome(answer, told, own=code.isdecimal() and bool(own))
 
 
-def _run(command: Sequence[str]) -> str:
-    """The code of a step that runs a command; its value is the exit code."""
-    return f"{IN_SESSION}_main({list(command)!r})\n"
-
-
 IN_SESSION = f"""
-def _main(command):
+def _main(command, programs):
     import os, signal, subprocess, sys
+    for name in programs:
+        os.chmod(name, 0o755)
     told = os.open({TASK_FILE!r}, os.O_RDONLY)
     os.dup2(told, 0)
     os.close(told)
@@ -463,11 +467,11 @@ does (its threads, what it wanted done at exit), and whatever it dies of, its fi
 """
 
 
-def _contents(path: Path) -> list[tuple[str, bytes]]:
+def _inside(path: Path) -> list[tuple[str, Path]]:
     if not path.is_dir():
-        return [(path.name, path.read_bytes())]
+        return [(path.name, path)]
     inside = sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    return [(str(Path(path.name) / p.relative_to(path)), p.read_bytes()) for p in inside]
+    return [(str(Path(path.name) / p.relative_to(path)), p) for p in inside]
 
 
 class _InSession:

@@ -23,7 +23,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
-from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running, launcher_of
+from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, Session, Wanted
 from agentgrpo.rollout.decoder import Decoder, Watch
@@ -41,6 +41,7 @@ class ProgramSampler(AnySampler):
     Args:
         engine: awake while playing.
         agent: says what the program is.
+        launcher: starts it, of launch.launcher_of(); None: the environment's episodes are it.
         env: gives rewards of its own at the end, if it has any.
         chat: the model's template.
         config: of the run's rollouts.
@@ -48,11 +49,11 @@ class ProgramSampler(AnySampler):
     """
 
     def __init__(
-        self, engine: Decoder, agent: ProgramAgent, env: Environment, chat: ChatTemplate,
-        config: RolloutConfig, *, max_live: int,
+        self, engine: Decoder, agent: ProgramAgent, launcher: Launcher | None, env: Environment,
+        chat: ChatTemplate, config: RolloutConfig, *, max_live: int,
     ) -> None:  # fmt: skip
         super().__init__(config)
-        self._engine, self._launcher, self._env = engine, launcher_of(agent), env
+        self._engine, self._launcher, self._env = engine, launcher, env
         self._chat, self._read_calls = chat, agent.read_calls
         self._max_live, self._timeout_s = max_live, agent.timeout_s
         self._endpoint: Endpoint | None = None
@@ -346,7 +347,8 @@ class _Play:
             status = Status.TIMED_OUT
         elif error is None and not rows:
             asked = "the program ended and had asked for nothing that is trained on"
-            error = f"{asked}. {outcome.failed}".strip()
+            told = session.told and f"its last request was refused: {session.told}"
+            error = ". ".join(part for part in (asked, told, outcome.failed) if part)
         if outcome.failed and not (ours or session.ended_by or refused):
             live.failed = outcome
             session.stats["program_failed"] += 1

@@ -115,6 +115,8 @@ class Session:
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
     """Why the last request was not answered, if it was not; a shorter one may be."""
+    told: str = ""
+    """What was wrong with the last request that was not answered."""
     stats: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -319,6 +321,7 @@ class Session:
         except BadRequest:  # the engine could not make what it asks for
             if pending in self._pending:
                 self._pending.remove(pending)
+                self.stats["undelivered"] += 1
             raise
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
         message, dropped = self._read(pending, turn)  # first: what cannot be read is in no row

@@ -98,7 +98,13 @@ def engine_faults(
         "prompt_tokens": sum(turn.prompt_tokens for turn in own),
         "branches": sum(r.parent is not None for r in rollouts),
     }
+    aside = sum(r.stats.get(of, 0.0) for r in rollouts for of in ("frozen_turns", "undelivered"))
     if not any(counts.values()):
+        if aside:  # turns of a program that are sampled and in no row: these are the least
+            for name in ("total_sampled_tokens", "prompt_tokens"):
+                least, said = sums.pop(name), row.get(f"rollout/{name}")
+                if not _is_number(said) or said < least:
+                    yield f"rollout/{name} is {said!r:.40}, the rollouts give {least}"
         yield from line_faults(row, "rollout", sums)
         if not config.reward.functions:  # which fail after the sampler has counted
             yield from line_faults(row, "rollout", {"infra_failures": broken})

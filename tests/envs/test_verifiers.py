@@ -67,7 +67,7 @@ def play(
         pool=None, env=env, call_reader=lambda name: read_calls, timeout_s=timeout_s
     )
     sampler = ProgramSampler(
-        cast(Any, engine), agent, env, CHAT, RolloutConfig(**settings), max_live=64
+        cast(Any, engine), agent, None, env, CHAT, RolloutConfig(**settings), max_live=64
     )
     try:
         ((group,), _) = sampler.play(env.tasks("train")[:1], n, seed=0)

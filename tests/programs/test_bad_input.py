@@ -145,6 +145,12 @@ ATTACKS: dict[str, tuple[Attack, int | tuple[int, ...]]] = {
         ),
         (0, 400),
     ),
+    "an offer of HTTP/2": (  # as Java's client and curl --http2 make
+        lambda raw: raw.send(
+            raw.whole(json.dumps(GOOD).encode(), Upgrade="h2c", Connection="Upgrade, HTTP2")
+        ),
+        200,
+    ),
     "a stream that nobody reads": (lambda raw: raw.send(raw.whole(STREAM), read=False), 0),
     "a stream that is cut": (lambda raw: raw.send(raw.whole(STREAM), cut=True), 0),
     "many at once on one line": (

@@ -14,7 +14,6 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.envs.answer import AnswerEnv
-from agentgrpo.programs import play as play_module
 from agentgrpo.programs.launch import Awaited
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.recipe import flywheel, recipe
@@ -43,14 +42,14 @@ def test_sampling_without_a_trainer_refuses_one() -> None:
         generate(["Q"], cast(Any, None), AGENT, env=AnswerEnv(), tokenizer=TOKENIZER)
 
 
-def test_ranks_of_one_engine_play_programs_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_engine_play_programs_together() -> None:
     """The leader's programs ask, the others' engines do as its own; each rank has its groups."""
 
     async def use(_: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": o.task["question"]}])
         return str(o.task["question"])
 
-    monkeypatch.setattr(play_module, "launcher_of", lambda agent: Awaited(cast(Any, asking(use))))
+    program = Awaited(cast(Any, asking(use)))
     board, config = Board(), RolloutConfig(max_retries=0)
     engines = [scripted(lambda number, prompt: turn(f"said {prompt}")) for _ in range(3)]
     found: list[Any] = [None] * 3
@@ -59,7 +58,9 @@ def test_ranks_of_one_engine_play_programs_together(monkeypatch: pytest.MonkeyPa
         engine, team = cast(Any, engines[place]), cast(Any, Member(board, place))
         leader = Leader(engine, team)
         agent: Any = SimpleNamespace(read_calls=None, timeout_s=60.0)
-        inner = ProgramSampler(cast(Any, leader), agent, AnswerEnv(), CHAT, config, max_live=9)
+        inner = ProgramSampler(
+            cast(Any, leader), agent, program, AnswerEnv(), CHAT, config, max_live=9
+        )
         sampler = TeamSampler(config, inner, leader, engine, team)
         groups, _ = sampler.play([tasks(3)[place]], 2, seed=0)
         found[place] = [[r.answer for r in group.rollouts] for group in groups]

@@ -19,7 +19,6 @@ from agentgrpo.actions import Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Environment
-from agentgrpo.programs import play as play_module
 from agentgrpo.programs.conversations import NOT_CARRIED_OUT
 from agentgrpo.programs.launch import Awaited, Launcher
 from agentgrpo.programs.play import ProgramSampler
@@ -88,12 +87,10 @@ def sampler_of(
     engine = engine if isinstance(engine, StubEngine) else scripted(engine)
     settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
     agent: Any = SimpleNamespace(read_calls=globals()["read_calls"], timeout_s=timeout_s)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(play_module, "launcher_of", lambda agent: launcher)
-        sampler = ProgramSampler(
-            cast(Any, engine), agent, env or AnswerEnv(), CHAT, RolloutConfig(**settings),
-            max_live=64,
-        )  # fmt: skip
+    sampler = ProgramSampler(
+        cast(Any, engine), agent, launcher, env or AnswerEnv(), CHAT, RolloutConfig(**settings),
+        max_live=64,
+    )  # fmt: skip
     return sampler, engine
 
 
@@ -505,6 +502,18 @@ def test_a_program_that_asks_nothing_was_broken_by_no_policy() -> None:
     assert rollout.status is Status.INFRA_ERROR
     assert rollout.error is not None
     assert "asked for nothing" in rollout.error
+
+
+def test_what_a_program_was_refused_is_said_where_it_has_asked_for_nothing_else() -> None:
+    async def program(client: Any, o: Any) -> str:
+        with contextlib.suppress(openai.BadRequestError):
+            await o.ask([{"role": "user", "content": "Q"}], n=2)
+        return "fallback"
+
+    rollout = alone(asking(program), lambda *_: turn("x"))
+    assert rollout.status is Status.INFRA_ERROR
+    assert rollout.error is not None
+    assert re.search(r"is trained on\. its last request was refused: n: .*2", rollout.error)
 
 
 def test_a_program_that_takes_too_long_has_timed_out() -> None:

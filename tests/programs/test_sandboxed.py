@@ -39,6 +39,7 @@ ENDINGS = [
     ('print(f"Answer: {said}")', "Answer: x", 0.0),
     ('open("answer.txt", "w").write(said + "!"); print("not this")', "x!", 0.0),
     ('print("so"); sys.exit(3)', "so", 1.0),
+    (r'print("one\u2028and\x0cthe same")', "one\u2028and\x0cthe same", 0.0),
     ('raise SystemExit("why")', "noise", 1.0),
     ("import helper; print(helper.NAME)", "beside", 0.0),
     ('open("answer.txt", "w").write("kept"); os._exit(7)', "kept", 1.0),
@@ -196,6 +197,30 @@ def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
     assert rollout.status is Status.COMPLETED
 
 
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("where", ["session", "process"])
+def test_a_program_that_is_one_of_the_files_is_started(
+    tmp_path: Path, jails: SandboxPool, where: str
+) -> None:
+    program = tmp_path / "mine" / "agent.py"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/usr/bin/env python3\nimport json, os, urllib.request as http\n"
+        "asked = {'model': 'policy', 'messages': [{'role': 'user', 'content': 'Q'}]}\n"
+        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "http.urlopen(http.Request(url, json.dumps(asked).encode(), key)).read()\n"
+        "print('started')\n"
+    )
+    program.chmod(0o755)
+    settings: Any = {"call": "", "command": ["./mine/agent.py"], "files": [program.parent]}
+    settings |= {"sandbox": "none" if where == "process" else "session", "variables": None}
+    agent: Any = SimpleNamespace(**settings, pool=jails, timeout_s=60.0)
+    rollout = alone(launcher_of(agent), lambda *_: turn("x"))
+    assert (rollout.answer, rollout.status) == ("started", Status.COMPLETED)
+
+
 OWN = "raise KeyError('x')"
 FAILED = {
     OWN: True,
@@ -247,6 +272,7 @@ def test_a_limit_of_the_session_ends_no_run(
     with pytest.raises(UserCodeError, match="KeyError") if LIMITS[ending] else nullcontext():
         (group,), _ = played(made, lambda *_: turn("x"), n=2)
         assert {r.status for r in group.rollouts} == {Status.COMPLETED}
+        assert not any(set(r.answer or "") == {"x"} for r in group.rollouts), "of a flood"
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
