@@ -110,6 +110,14 @@ MUTANTS = [
     Mutant("play.py", "sum(outcome.own for outcome in self.failures)", "len(self.failures)"),
     Mutant("launch.py", "own=code.isdecimal() and bool(own)", "own=True"),
     Mutant("launch.py", " and not last.startswith(NO_ROOM)", ""),
+    Mutant("launch.py", "if os.access(path, os.X_OK)", "if False"),
+    Mutant(
+        "launch.py",
+        'text.replace("\\r", "\\n").rstrip().rpartition("\\n")[2]',
+        "text.splitlines()[-1]",
+    ),
+    Mutant("endpoint.py", "if self._between:", "if False:"),
+    Mutant("play.py", "told = session.told and", 'told = "" and'),
     Mutant("play.py", "stop=wanted.stop,", "stop=(),"),
     Mutant(
         "play.py", "        self.endpoint.end(live.session)\n        rollout =", "        rollout ="
