@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import triton
@@ -46,6 +48,25 @@ def check_tensor(
             f"{name}: expected {wanted} of shape {shape} on {like.device}, "
             f"got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
         )
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd.Function: in the dtypes it names itself, autocast or not.
+
+    RuntimeError if a graph of the gradient is asked for: torch's own of this name leaves gaps,
+    through which a second derivative comes out as zeros.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            what = backward.__qualname__
+            raise RuntimeError(f"create_graph: expected False, since {what} has no derivative")
+        device = next((x.device.type for x in grads if x is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

@@ -197,7 +197,8 @@ def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
     class Both(ours):  # type: ignore[misc]
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             inputs["tool_mask"] = (inputs["completion_ids"] % 5 != 0).long()
-            wrapped, pair = Wrapper(model), []
+            wrapped = Wrapper(model)
+            pair: list[torch.Tensor] = []
             layers = [m for m in model.get_decoder().modules() if type(m) is torch.nn.Linear]
             for whose in (ours, trl.GRPOTrainer):
                 products.append(set())
@@ -239,9 +240,9 @@ def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
     dtypes = {torch.bfloat16 if kind == "bf16" else torch.float32}
     assert all(there == dtypes for there in products)
     # TRL multiplies the head in bf16 too
-    close = {"rtol": 0.1, "atol": 1e-2} if kind == "bf16" else {"rtol": 1e-4, "atol": 1e-6}
-    for mine, theirs in (*evaluated, *seen):
-        torch.testing.assert_close(mine, theirs, **close)
+    rtol, atol = (0.1, 1e-2) if kind == "bf16" else (1e-4, 1e-6)
+    for both in (*evaluated, *seen):
+        torch.testing.assert_close(*both, rtol=rtol, atol=atol)
 
 
 @of_page("docs/kernels.md", after="## Liger")

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from agentgrpo.kernels.checks import Backend
+from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
+from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.kernels.logp import logp
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
 from agentgrpo.kernels.objective import Objective
 from tests.kernels.oracles import ORACLES, Sample, dense_logp, sample_loss
@@ -170,6 +173,22 @@ def test_packed_batches_need_sequences() -> None:
             torch.zeros(4, H), torch.zeros(V, H), torch.zeros(4, dtype=torch.int64),
             torch.ones(4, dtype=torch.bool), torch.zeros(4), Objective(),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["hidden", "logits", "logp"])
+def test_a_second_derivative_is_refused(source: str) -> None:
+    """What came out as zeros: the fused loss gives a gradient that depends on nothing."""
+    x = torch.zeros(4, H, device=DEVICE, requires_grad=True)
+    targets, ones = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.ones(4, device=DEVICE)
+    if source == "hidden":
+        value, _ = linear_logp(x, ones.new_ones(V, H), targets, targets)
+    elif source == "logits":
+        value, _ = logp(x, targets)
+    else:
+        old = x.detach()[:, 0]
+        value, _ = grpo_loss(x[:, 0], old, ones, ones, Objective(), backend="triton")
+    with pytest.raises(RuntimeError, match="create_graph: expected False"):
+        torch.autograd.grad(value.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
