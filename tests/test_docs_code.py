@@ -144,11 +144,18 @@ def test_the_loss_in_a_plain_loop(code: str, loop: dict[str, Any]) -> None:
 def test_micro_batches_add_up_to_the_step(code: str, loop: dict[str, Any]) -> None:
     before, *_ = blocks(ROOT / "docs/kernels.md", "python")
     exec(before, loop)
+    parameters = list(loop["model"].parameters())
     loop["model"].zero_grad()
     exec(code, loop)
-    grads = [p.grad.clone() for p in loop["model"].parameters()]
+    grads = [p.grad.clone() for p in parameters]
     torch.testing.assert_close(grads, dapo_gradient(loop), rtol=1e-4, atol=1e-6)
     assert loop["metrics"]["num_tokens"] == loop["sampled"][:, 1:].sum()
+    found = []  # and with a bonus, which has a normaliser of its own
+    for block in (before.replace("epsilon_high=0.28", "entropy_coef=0.1"), code):
+        loop["model"].zero_grad()
+        exec(block, loop)
+        found.append([p.grad.clone() for p in parameters])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @of_page("docs/losses.md", after="# my_losses.py")

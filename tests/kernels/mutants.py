@@ -10,7 +10,11 @@ TESTS = {
     "rows.py": ["kernels/test_logp.py", "kernels/test_linear_logp.py"],
     "logp.py": ["kernels/test_logp.py"],
     "linear_logp.py": ["kernels/test_linear_logp.py"],
-    "checks.py": ["kernels/test_linear_logp.py", "kernels/test_masked_grpo.py"],
+    "checks.py": [
+        "kernels/test_linear_logp.py",
+        "kernels/test_masked_grpo.py",
+        "kernels/test_grpo_loss.py",
+    ],
     "products.py": ["kernels/test_products.py"],
     "delta_pack.py": ["kernels/test_delta_pack.py"],
     "grpo_loss.py": ["kernels/test_grpo_loss.py", "kernels/test_masked_grpo.py"],
@@ -76,7 +80,8 @@ MUTANTS = [
     # the target's share
     Mutant("rows.py", "grad * -torch.expm1(logp)", "grad * (1 - p)"),
     Mutant("rows.py", "- (row_grad - grad) * p", ""),
-    Mutant("rows.py", "out - grad_entropy * p * (gap + stats.mean_gap)", "out"),
+    Mutant("rows.py", "out - grad_entropy * p * (gap.clamp(min=-750.0) + stats.mean_gap)", "out"),
+    Mutant("rows.py", "gap.clamp(min=-750.0)", "gap"),
     Mutant("rows.py", "1 - ((stats.peak + gap / inv_temperature) / softcap).square()", "1"),
     Mutant("rows.py", "return out * inv_temperature", "return out"),
     Mutant("rows.py", ") * inv_temperature - stats.log_mass[row_N]", ") - stats.log_mass[row_N]"),
@@ -242,5 +247,10 @@ MUTANTS = [
     Mutant("objective.py", "not 0 <= smallest <= highest", "not smallest <= highest"),
     Mutant("objective.py", '_above("vllm_importance_sampling_clip_max", largest, 0.0)', "pass"),
     Mutant("objective.py", "for name, value in vars(self).items():", "for name, value in ():"),
+    Mutant("objective.py", 'value is None and kind != "float"', "value is None"),
+    Mutant("grpo_loss.py", "if not tokens > 0:", "if False:"),
+    Mutant("checks.py", "check_range(name, x, num_sequences)", "pass"),
+    Mutant("masked_grpo.py", "].to(dtype)", "].float()"),
+    Mutant("masked_grpo.py", "and entropy_tokens is None", "and False"),
     Mutant("objective.py", "epsilon=0.4, ", ""),
 ]  # fmt: skip

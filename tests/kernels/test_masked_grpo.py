@@ -120,6 +120,26 @@ def test_one_call(source: str, name: str, backend: Backend) -> None:
     assert metrics["num_tokens"] == at.sum()
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("source", ["hidden", "logits"])
+def test_float64_is_the_oracle(source: str, name: str) -> None:
+    """But for the weights, which are made in fp32; what else is given may be of any precision."""
+    batch, options = make_batch(), {**OPTIONS[name], **TIS}
+    wide = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    hidden, head = wide["hidden"].requires_grad_(), wide["head"]
+    first, second = (hidden, head) if source == "hidden" else (hidden @ head.T, None)
+    names = ("targets", "mask", "old_logp", "ref_logp", "sampler_logp")
+    loss, _ = masked_grpo_loss(
+        first, second, **{key: wide[key] for key in names}, advantages=batch["advantages"],
+        objective=Objective(**options), max_completion_length=10, backend="torch",
+    )  # fmt: skip
+    assert loss.dtype == torch.float64
+    (grad,) = torch.autograd.grad(loss, hidden)
+    want, at = oracle(batch, options), batch["mask"]
+    torch.testing.assert_close(loss.detach(), want[0], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(grad[at], want[1][at], rtol=1e-7, atol=1e-7)
+
+
 def test_without_old_logp_the_ratio_is_one() -> None:
     batch = make_batch()
     _, metrics = masked_grpo_loss(
@@ -155,6 +175,14 @@ def test_given_weights_replace_the_step_of_its_own() -> None:
         ({"old_logp": torch.ones(B)}, "old_logp: expected"),
         ({"weights": torch.ones(B, L, dtype=torch.int64)}, "weights: expected"),
         ({"sequence": torch.zeros(B, L, dtype=torch.int64)}, "num_sequences: needed with sequence"),
+        (
+            {"sequence": torch.full((B, L), 2), "num_sequences": 2, "weights": torch.ones(B, L)},
+            r"sequence: expected ids in \[0, 2\), got 2 .. 2",
+        ),
+        (
+            {"weights": torch.ones(B, L), "objective": Objective(entropy_coef=0.1)},
+            "entropy_tokens: needed with weights, as entropy_coef is 0.1",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
