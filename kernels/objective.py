@@ -235,8 +235,8 @@ class Objective:
         for name, value in vars(self).items():  # of a section of a config: it has more
             kind = kinds.get(name, type(value).__name__)
             absent = value is None and kind != "float"
-            good = absent or (isinstance(value, Real) and abs(value) <= LARGEST)  # type: ignore[operator]
-            if kind.startswith("float") and not good:
+            size = float(abs(value)) if isinstance(value, Real) else math.nan
+            if kind.startswith("float") and not absent and not size <= LARGEST:
                 raise ValueError(f"{name}: expected a number up to {LARGEST:g}, got {value!r}")
         _check_clipping(self)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
