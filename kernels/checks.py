@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import triton
@@ -48,6 +50,25 @@ def check_tensor(
         )
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd.Function: in the dtypes it names itself, autocast or not.
+
+    RuntimeError if a graph of the gradient is asked for: torch's own of this name leaves gaps,
+    through which a second derivative comes out as zeros.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            what = backward.__qualname__
+            raise RuntimeError(f"create_graph: expected False, since {what} has no derivative")
+        device = next((x.device.type for x in grads if x is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
+
+
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host in a device's memory, queued: nobody waits for the device's work."""
     if device.type != "cuda" or x.is_cuda:
@@ -61,3 +82,9 @@ def check_range(name: str, x: Tensor, below: int) -> None:
         low, high = torch.stack(x.aminmax()).tolist()
         if low < 0 or high >= below:
             raise ValueError(f"{name}: expected ids in [0, {below}), got {low} .. {high}")
+
+
+def check_sequences(name: str, x: Tensor, num_sequences: int) -> None:
+    """check_range, where the host need not wait for it: of a tensor of its own."""
+    if x.device.type == "cpu":
+        check_range(name, x, num_sequences)

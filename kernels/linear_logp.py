@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .checks import (
     Backend,
@@ -32,6 +31,7 @@ from .checks import (
     check_options,
     check_range,
     check_tensor,
+    once_differentiable,
     upload,
 )
 from .products import by_onednn, matmul
@@ -245,9 +245,11 @@ class _LinearLogp(torch.autograd.Function):
         ]  # fmt: skip
         logp_S = torch.cat([logp for logp, _ in done])
         stats = RowStats(*(torch.cat(x) for x in zip(*(stats for _, stats in done), strict=True)))
-        ctx.save_for_backward(hidden_UH, weight, bias, *terms, logp_S, *stats)
+        # saved as all else is, so that a checkpoint around the call holds no logits
+        kept = buffer if keep and len(chunks) == 1 else None
+        ctx.save_for_backward(hidden_UH, weight, bias, *terms, logp_S, *stats, kept)
         ctx.options, ctx.chunks, ctx.shape = head[2:], chunks, hidden_TH.shape
-        ctx.kept = buffer if keep and len(chunks) == 1 else None
+        ctx.spent = False
         ctx.set_materialize_grads(False)
         return terms.unsorted(logp_S), terms.unsorted(stats.entropy[terms.row_S])
 
@@ -256,14 +258,16 @@ class _LinearLogp(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_UH, weight, bias, *saved = ctx.saved_tensors
+        hidden_UH, weight, bias, *saved, kept = ctx.saved_tensors
         terms, logp_S, stats = _Terms(*saved[:5]), saved[5], RowStats(*saved[6:])
         grad_S, grad_entropy_U = torch.zeros_like(logp_S), None
         if grad is not None:
             grad_S = grad.to(logp_S.dtype)[terms.order_S]
         if grad_entropy is not None:
             grad_entropy_U = terms.per_row(grad_entropy.to(logp_S.dtype)[terms.order_S])
-        kept, ctx.kept = ctx.kept, None  # a second backward finds none and computes it again
+        # it is written over (.data: unseen by autograd); a second backward computes it again
+        kept = None if kept is None or ctx.spent else kept.data
+        ctx.spent = True
 
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_hidden = hidden_UH.new_zeros(ctx.shape) if wants_hidden else None
@@ -345,11 +349,12 @@ def linear_logp(
         uses_U = uses_T[uses_T > 0]
     rows, targets = (upload(x, hidden_TH.device) for x in (rows_N, targets_N))
     terms = _Terms.of(rows, targets, weight_VH.shape[0], len(uses_U))
-    logp_N, entropy_N = _LinearLogp.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, bias_V, terms, head,
-        _chunks(uses_U, max(1, max_logits_bytes // row_bytes)),
-        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
-    )  # fmt: skip
+    with torch.autocast(hidden_TH.device.type, enabled=False):
+        logp_N, entropy_N = _LinearLogp.apply(  # type: ignore[no-untyped-call]
+            hidden_TH, weight_VH, bias_V, terms, head,
+            _chunks(uses_U, max(1, max_logits_bytes // row_bytes)),
+            torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
+        )  # fmt: skip
     return logp_N, entropy_N
 
 

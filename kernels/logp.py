@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .checks import (
     Backend,
@@ -27,6 +26,7 @@ from .checks import (
     check_options,
     check_range,
     check_tensor,
+    once_differentiable,
 )
 from .rows import (
     RowStats,

@@ -12,14 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import Backend, check_tensor
+from .checks import Backend, check_sequences, check_tensor
 from .grpo_loss import grpo_loss
 from .linear_logp import linear_logp
 from .logp import logp
 from .objective import Objective
 from .reduce import Metrics, term_weights
+from .rows import working_dtype
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def masked_grpo_loss(
@@ -53,21 +54,23 @@ def masked_grpo_loss(
 
     Args:
         hidden_or_logits: with a head, hidden states after the final norm, [B, L, H] or [T, H];
-            without, logits, [B, L, V] or [T, V].
+            without, logits, [B, L, V] or [T, V]. fp32/bf16/fp16; the torch backend takes fp64 too,
+            and computes the loss in it.
         head: [V, H], or None if logits are given.
         targets: int64, [B, L] or [T].
         mask: bool, like targets: True where the policy sampled the target. Elsewhere everything may
             be anything, nan included.
         advantages: like targets, or [B].
-        old_logp, ref_logp, sampler_logp: fp32, like targets; old_logp None: the policy's own,
+        old_logp, ref_logp, sampler_logp: floats, like targets; old_logp None: the policy's own,
             detached (one update a batch). See grpo_loss.
-        weights: fp32, like targets: each position's share in the update's loss (term_weights over
+        weights: floats, like targets: each position's share in the update's loss (term_weights over
             the whole update). None: this batch is the whole update.
-        sequence: int64, like targets: whose sample a position is. None: its row of [B, L].
+        sequence: int64, like targets, in [0, num_sequences): whose sample a position is. None: its
+            row of [B, L].
         num_sequences: samples of the step; needed with sequence.
         max_completion_length: for dr_grpo's weights.
-        entropy_tokens, entropy_threshold, temperature, softcap, logits_dtype, backend: see
-            grpo_loss, linear_logp.
+        entropy_tokens: see grpo_loss; needed with weights if the objective has an entropy_coef.
+        entropy_threshold, temperature, softcap, logits_dtype, backend: see grpo_loss, linear_logp.
         inplace_backward: for given logits, see logp.
 
     Returns:
@@ -84,12 +87,13 @@ def masked_grpo_loss(
     check_tensor("mask", mask, tuple(targets.shape), (torch.bool,), hidden_or_logits)
     sequence_T, num_sequences = _sequences(targets, sequence, num_sequences)
     rows = mask.reshape(-1).nonzero().squeeze(1)
+    dtype = working_dtype(hidden_or_logits.dtype)
 
     def terms(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         check_tensor(name, x, tuple(targets.shape), FLOATS, hidden_or_logits)
-        return x.reshape(-1)[rows].float()
+        return x.reshape(-1)[rows].to(dtype)
 
     if advantages.ndim == 1 and targets.ndim == 2:
         advantages = advantages[:, None].expand(targets.shape)
@@ -97,11 +101,17 @@ def masked_grpo_loss(
     assert advantage_N is not None
     weight_N = terms("weights", weights)
     sequence_N = sequence_T[rows]
+    check_sequences("sequence", sequence_N, num_sequences)
+    if weight_N is not None and objective.entropy_coef and entropy_tokens is None:
+        raise ValueError(
+            f"entropy_tokens: needed with weights, as entropy_coef is {objective.entropy_coef}: "
+            "how many tokens of the whole update are trained"
+        )
     if weight_N is None:
         weight_N = term_weights(
             objective.row, sequence_N, num_sequences,
             max_completion_length=max_completion_length,
-        )  # fmt: skip
+        ).to(dtype)  # fmt: skip
     if head is not None:
         logp_N, entropy_N = linear_logp(
             hidden_or_logits.reshape(-1, hidden_or_logits.shape[-1]), head, rows,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, Literal, get_args
 
 Level = Literal["token", "sequence", "sequence_token"]
@@ -230,12 +231,16 @@ class Objective:
         _one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
+        kinds = {field.name: str(field.type) for field in fields(Objective)}
+        for name, value in vars(self).items():  # of a section of a config: it has more
+            kind = kinds.get(name, type(value).__name__)
+            absent = value is None and kind != "float"
+            size = float(abs(value)) if isinstance(value, Real) else math.nan
+            if kind.startswith("float") and not absent and not size <= LARGEST:
+                raise ValueError(f"{name}: expected a number up to {LARGEST:g}, got {value!r}")
         _check_clipping(self)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             _above(name, getattr(self, name), 0.0)
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not abs(value) <= LARGEST:
-                raise ValueError(f"{name}: expected a number up to {LARGEST:g}, got {value}")
         if self.beta < 0:
             raise ValueError(f"beta: expected >= 0, got {self.beta}")
         own_rule = loss.whole_sequence and self.loss_type in LOSSES

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from .checks import once_differentiable
 
 _WORTH = 1 << 22
 """Multiply-adds; below that finding oneDNN's kernel for a shape costs what it saves."""

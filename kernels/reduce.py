@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
+from .checks import check_sequences, check_tensor
 from .objective import NORMALISERS, LossType, loss_of
 
 Metrics = dict[str, Tensor]
@@ -44,7 +44,8 @@ def term_weights(
             is this update alone.
 
     Raises:
-        ValueError: unknown loss_type, or a budget without max_completion_length.
+        ValueError: unknown loss_type, a budget without max_completion_length or, on a CPU, a
+            sequence_N out of its range.
     """
     if mask_N is None:
         mask_N = torch.ones_like(sequence_N, dtype=torch.bool)
@@ -57,6 +58,7 @@ def term_weights(
         )
     counted, samples = mask_N.float(), max(num_sequences, 1)
     sequence_N = torch.where(mask_N, sequence_N, 0)
+    check_sequences("sequence_N", sequence_N, samples)
     length_S = counted.new_zeros(samples).index_add_(0, sequence_N, counted)
     lengths, tokens = length_S[sequence_N].clamp(min=1), counted.sum().clamp(min=1)
     share = tokens if share_of_tokens is None else torch.as_tensor(share_of_tokens).clamp(min=1)

@@ -372,7 +372,8 @@ def target_grad(
     gap = logp + stats.log_mass
     out = grad * -torch.expm1(logp) - (row_grad - grad) * p
     if grad_entropy is not None:
-        out = out - grad_entropy * p * (gap + stats.mean_gap)
+        # a logit of -inf has no share: 0 * inf is nan
+        out = out - grad_entropy * p * (gap.clamp(min=-750.0) + stats.mean_gap)
     if softcap is not None:
         out = out * (1 - ((stats.peak + gap / inv_temperature) / softcap).square())
     return out * inv_temperature

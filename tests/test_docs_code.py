@@ -13,6 +13,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,11 +144,18 @@ def test_the_loss_in_a_plain_loop(code: str, loop: dict[str, Any]) -> None:
 def test_micro_batches_add_up_to_the_step(code: str, loop: dict[str, Any]) -> None:
     before, *_ = blocks(ROOT / "docs/kernels.md", "python")
     exec(before, loop)
+    parameters = list(loop["model"].parameters())
     loop["model"].zero_grad()
     exec(code, loop)
-    grads = [p.grad.clone() for p in loop["model"].parameters()]
+    grads = [p.grad.clone() for p in parameters]
     torch.testing.assert_close(grads, dapo_gradient(loop), rtol=1e-4, atol=1e-6)
     assert loop["metrics"]["num_tokens"] == loop["sampled"][:, 1:].sum()
+    found = []  # and with a bonus, which has a normaliser of its own
+    for block in (before.replace("epsilon_high=0.28", "entropy_coef=0.1"), code):
+        loop["model"].zero_grad()
+        exec(block, loop)
+        found.append([p.grad.clone() for p in parameters])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @of_page("docs/losses.md", after="# my_losses.py")
@@ -166,44 +174,82 @@ def test_a_loss_of_your_own(code: str) -> None:
 
 
 @of_page("docs/kernels.md", after="## TRL")
+@pytest.mark.parametrize("kind", ["float32", "bf16", "lora"])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's, about versions
-def test_inside_trl(code: str, tmp_path: Path) -> None:
-    """Loss and gradient are those of TRL's own, for what TRL prepares: two steps on its batches."""
+def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
+    """Loss and gradient are TRL's own, for what TRL prepares: an evaluation, then two steps.
+
+    Under a wrapper, whose forward is what runs, as DDP needs it; in bf16 in the same products.
+    """
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     names: dict[str, Any] = {}
     exec(code, names)
     ours: Any = names["Trainer"]
-    seen = []
+    seen: list[tuple[Any, Any]] = []
+    evaluated: list[tuple[Any, Any]] = []
+    products: list[set[torch.dtype]] = []
+
+    class Wrapper(torch.nn.DataParallel[Any]):
+        """One that accelerate takes off; on a CPU it does no more than call."""
+
+        called = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.called += 1
+            return super().forward(*args, **kwargs)
 
     class Both(ours):  # type: ignore[misc]
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             inputs["tool_mask"] = (inputs["completion_ids"] % 5 != 0).long()
-            pair = [kind._compute_loss(self, model, inputs) for kind in (ours, trl.GRPOTrainer)]
-            of = list(model.parameters())
-            seen.append([(x, torch.autograd.grad(x, of, retain_graph=True)) for x in pair])
-            loss: torch.Tensor = pair[0]
-            return loss
+            wrapped = Wrapper(model)
+            pair: list[torch.Tensor] = []
+            layers = [m for m in model.get_decoder().modules() if type(m) is torch.nn.Linear]
+            for whose in (ours, trl.GRPOTrainer):
+                products.append(set())
+                note = partial(lambda at, _m, _x, out: at.add(out.dtype), products[-1])
+                hooks = [layer.register_forward_hook(note) for layer in layers]
+                pair.append(whose._compute_loss(self, wrapped, inputs))
+                for hook in hooks:
+                    hook.remove()
+            assert wrapped.called == 2
+            if not model.training:
+                evaluated.append((pair[0], pair[1]))
+                return pair[0]
+            of = [p for p in model.parameters() if p.requires_grad]
+            mine, theirs = ((x, torch.autograd.grad(x, of, retain_graph=True)) for x in pair)
+            seen.append((mine, theirs))
+            return pair[0]
 
     settings = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=4, num_iterations=2,
+        output_dir=str(tmp_path), use_cpu=True, bf16=kind == "bf16", max_steps=4, num_iterations=2,
         per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
-        max_completion_length=8, learning_rate=1e-2, epsilon_high=0.28, loss_type="dapo",
-        report_to=[], save_strategy="no",
+        per_device_eval_batch_size=4, max_completion_length=8, learning_rate=1e-2,
+        epsilon_high=0.28, loss_type="dapo", report_to=[], save_strategy="no",
     )  # fmt: skip
+    prompts = Dataset.from_dict({"prompt": ["a", "b", "c", "d"]})
+    lora = pytest.importorskip("peft").LoraConfig if kind == "lora" else None
     trainer = Both(
         model=str(tiny.make_model_dir(tmp_path / "model")),
         reward_funcs=lambda completions, **_: [sum(map(ord, text)) % 7 for text in completions],
         args=settings,
-        train_dataset=Dataset.from_dict({"prompt": ["a", "b", "c", "d"]}),
+        train_dataset=prompts,
+        eval_dataset=prompts,
+        peft_config=lora and lora(target_modules=["q_proj", "down_proj"]),
     )
+    trainer.evaluate()
     trainer.train()
     assert len(seen) == 8
     assert any(float(theirs[0].abs()) > 1e-3 for _, theirs in seen)
-    for mine, theirs in seen:
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert any(float(theirs.abs()) > 1e-3 for _, theirs in evaluated)
+    dtypes = {torch.bfloat16 if kind == "bf16" else torch.float32}
+    assert all(there == dtypes for there in products)
+    # TRL multiplies the head in bf16 too
+    rtol, atol = (0.1, 1e-2) if kind == "bf16" else (1e-4, 1e-6)
+    for both in (*evaluated, *seen):
+        torch.testing.assert_close(*both, rtol=rtol, atol=atol)
 
 
 @of_page("docs/kernels.md", after="## Liger")

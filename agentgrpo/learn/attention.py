@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from agentgrpo.kernels.checks import upload
+from agentgrpo.kernels.checks import once_differentiable, upload
 from agentgrpo.kernels.delta_pack import Tokens
 from agentgrpo.learn import flex
 from agentgrpo.learn.packing import flex_blocks

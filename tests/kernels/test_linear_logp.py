@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from agentgrpo.kernels.checks import Backend
-from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.kernels.linear_logp import _Head, linear_logp
 from tests.kernels.oracles import dense_logp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -217,6 +219,57 @@ def test_backward_twice(backend: Backend) -> None:
     (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (second,) = torch.autograd.grad(loss, hidden)
     torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
+
+
+@BOTH
+def test_a_checkpoint_around_it_holds_no_logits(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are the same, as often as they are asked for."""
+    buffers, make = [], _Head.buffer
+
+    def noted(head: _Head, num_rows: int) -> Tensor:
+        out = make(head, num_rows)
+        buffers.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(_Head, "buffer", noted)
+    hidden, weight, _ = (x.requires_grad_() for x in make_head(33))
+    rows, targets = (torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"])
+
+    def loss(hidden: Tensor) -> Tensor:
+        value, entropy = linear_logp(hidden, weight, rows, targets, backend=backend)
+        return (value - entropy).sum()
+
+    plain, again = loss(hidden), checkpoint(loss, hidden, use_reentrant=False)
+    assert [buffer() is not None for buffer in buffers] == [True, False]
+    want = torch.autograd.grad(plain, (hidden, weight))
+    for more in (True, True, False):
+        got = torch.autograd.grad(again, (hidden, weight), retain_graph=more)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("max_bytes", [None, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_it_changes_nothing(
+    dtype: torch.dtype, max_bytes: int | None, backend: Backend
+) -> None:
+    """Neither around the forward alone nor around both."""
+    hidden, weight, bias = (x.requires_grad_() for x in make_head(33, dtype))
+    rows, targets = (torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"])
+    found = []
+    for forward, backward in ((False, False), (True, False), (True, True)):
+        with torch.autocast(DEVICE, torch.float16, enabled=forward):
+            value, entropy = linear_logp(
+                hidden, weight, rows, targets, bias_V=bias, max_logits_bytes=max_bytes,
+                backend=backend,
+            )  # fmt: skip
+        loss = (value - entropy).sum()
+        with torch.autocast(DEVICE, torch.float16, enabled=backward):
+            found.append([value, *torch.autograd.grad(loss, (hidden, weight, bias))])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @BOTH

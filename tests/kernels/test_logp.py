@@ -187,6 +187,19 @@ def test_banned_tokens(banned: str, backend: Backend) -> None:
 
 
 @BOTH
+def test_a_banned_target_has_no_share_in_the_entropy(backend: Backend) -> None:
+    """Whose gradient does not depend on the target; 0 * inf would be nan."""
+    logits = make_logits(2, 5000)
+    logits[0, 4321] = -float("inf")
+    found: list[Tensor] = []
+    for target in (4321, 7):
+        leaf = logits.clone().requires_grad_()
+        _, entropy = logp(leaf, torch.tensor([target, target], device=DEVICE), backend=backend)
+        found += torch.autograd.grad(entropy.sum(), leaf)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-8)
+
+
+@BOTH
 def test_nan_in_a_trained_row_is_not_hidden(backend: Backend) -> None:
     logits = make_logits(2, 5000)
     logits[1, 3000] = float("nan")

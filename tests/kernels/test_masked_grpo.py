@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from agentgrpo.kernels.checks import Backend
+from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
+from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.kernels.logp import logp
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
 from agentgrpo.kernels.objective import Objective
 from tests.kernels.oracles import ORACLES, Sample, dense_logp, sample_loss
@@ -117,6 +120,26 @@ def test_one_call(source: str, name: str, backend: Backend) -> None:
     assert metrics["num_tokens"] == at.sum()
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("source", ["hidden", "logits"])
+def test_float64_is_the_oracle(source: str, name: str) -> None:
+    """But for the weights, which are made in fp32; what else is given may be of any precision."""
+    batch, options = make_batch(), {**OPTIONS[name], **TIS}
+    wide = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    hidden, head = wide["hidden"].requires_grad_(), wide["head"]
+    first, second = (hidden, head) if source == "hidden" else (hidden @ head.T, None)
+    names = ("targets", "mask", "old_logp", "ref_logp", "sampler_logp")
+    loss, _ = masked_grpo_loss(
+        first, second, **{key: wide[key] for key in names}, advantages=batch["advantages"],
+        objective=Objective(**options), max_completion_length=10, backend="torch",
+    )  # fmt: skip
+    assert loss.dtype == torch.float64
+    (grad,) = torch.autograd.grad(loss, hidden)
+    want, at = oracle(batch, options), batch["mask"]
+    torch.testing.assert_close(loss.detach(), want[0], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(grad[at], want[1][at], rtol=1e-7, atol=1e-7)
+
+
 def test_without_old_logp_the_ratio_is_one() -> None:
     batch = make_batch()
     _, metrics = masked_grpo_loss(
@@ -152,6 +175,14 @@ def test_given_weights_replace_the_step_of_its_own() -> None:
         ({"old_logp": torch.ones(B)}, "old_logp: expected"),
         ({"weights": torch.ones(B, L, dtype=torch.int64)}, "weights: expected"),
         ({"sequence": torch.zeros(B, L, dtype=torch.int64)}, "num_sequences: needed with sequence"),
+        (
+            {"sequence": torch.full((B, L), 2), "num_sequences": 2, "weights": torch.ones(B, L)},
+            r"sequence: expected ids in \[0, 2\), got 2 .. 2",
+        ),
+        (
+            {"weights": torch.ones(B, L), "objective": Objective(entropy_coef=0.1)},
+            "entropy_tokens: needed with weights, as entropy_coef is 0.1",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
@@ -170,6 +201,22 @@ def test_packed_batches_need_sequences() -> None:
             torch.zeros(4, H), torch.zeros(V, H), torch.zeros(4, dtype=torch.int64),
             torch.ones(4, dtype=torch.bool), torch.zeros(4), Objective(),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["hidden", "logits", "logp"])
+def test_a_second_derivative_is_refused(source: str) -> None:
+    """What came out as zeros: the fused loss gives a gradient that depends on nothing."""
+    x = torch.zeros(4, H, device=DEVICE, requires_grad=True)
+    targets, ones = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.ones(4, device=DEVICE)
+    if source == "hidden":
+        value, _ = linear_logp(x, ones.new_ones(V, H), targets, targets)
+    elif source == "logits":
+        value, _ = logp(x, targets)
+    else:
+        old = x.detach()[:, 0]
+        value, _ = grpo_loss(x[:, 0], old, ones, ones, Objective(), backend="triton")
+    with pytest.raises(RuntimeError, match="create_graph: expected False"):
+        torch.autograd.grad(value.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

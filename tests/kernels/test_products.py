@@ -110,3 +110,11 @@ def test_it_is_chosen_where_mkl_leaves_avx512_unused(
     assert products.by_onednn() is chosen
     monkeypatch.undo()
     products.by_onednn.cache_clear()
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_second_derivative_is_refused() -> None:
+    x, weight = (torch.ones(3, 3, requires_grad=True) for _ in range(2))
+    y = products.linear(x, weight).sum()
+    with pytest.raises(RuntimeError, match="create_graph: expected False, since _Linear"):
+        torch.autograd.grad(y, x, create_graph=True)

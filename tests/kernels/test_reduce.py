@@ -68,6 +68,8 @@ def test_wrong_arguments_are_named() -> None:
         term_weights("ppo", SEQUENCE, 3)
     with pytest.raises(ValueError, match="mask_N: expected bool"):
         term_weights("dapo", SEQUENCE, 3, mask_N=torch.ones(6))
+    with pytest.raises(ValueError, match=r"sequence_N: expected ids in \[0, 2\)"):
+        term_weights("grpo", SEQUENCE, 2)
 
 
 def part(tokens: int, ratio: float, largest: float, **more: float) -> dict[str, torch.Tensor]:

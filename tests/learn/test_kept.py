@@ -56,12 +56,8 @@ def held(policy: Policy, batch: PackedBatch) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        scored = policy.scorer(batch, 1.0)
-    head: Any = scored.logp_N.grad_fn
-    while head is not None and not hasattr(head, "kept"):
-        head = head.next_functions[0][0]
-    logits: int = head.kept.nbytes
-    return sum(size for at, size in sizes.items() if at not in seen) + logits
+        policy.scorer(batch, 1.0)
+    return sum(size for at, size in sizes.items() if at not in seen)
 
 
 SMALL = 100
