@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant("rewards/answers.py", "2 * common / (len(said) + len(wanted))", "common / len(said)"),
     Mutant("rewards/answers.py", "Counter(said) & Counter(wanted)", "Counter(set(said)) & Counter(set(wanted))"),
     Mutant("rewards/answers.py", "return float(said == wanted)", "return 0.0"),
-    Mutant("rewards/answers.py", "(text, *_) = accepted_answers(task)", "(*_, text) = accepted_answers(task)"),
+    Mutant("rewards/answers.py", "for text in accepted_answers(task):", "for text in accepted_answers(task)[:1]:"),
     # measures
     Mutant("measures/quality.py", 'rollout.rewards.get("partial", 0.0)) / weight', "0.0) / weight"),
     Mutant("measures/quality.py", "0.0 if rollout.answer is None else COMPARISONS", "COMPARISONS"),
