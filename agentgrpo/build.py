@@ -26,11 +26,17 @@ from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
 from agentgrpo.room import learner_here, room_checks
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import flat, locked, require_same_run, whole_checkpoint
+from agentgrpo.run.folder import (
+    flat,
+    locked,
+    require_same_heldout,
+    require_same_run,
+    whole_checkpoint,
+)
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
-from agentgrpo.stage import Stage, set_stage
+from agentgrpo.stage import Stage, heldout_of, set_stage
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
     from agentgrpo.engine.engine import Engine
@@ -132,6 +138,8 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         resumed = whole_checkpoint(config)
         stage = set_stage(config, model=None if resumed is None else str(resumed))
         undo.callback(stage.close)
+        if resumed is not None:
+            require_same_heldout(config.out_dir, heldout_of(config, stage))
         require(room_checks(config, stage.model, trained=True), stage.progress.say)
         _require_trainable(stage.model)
         tasks = draw(stage.training_tasks(config))
@@ -248,6 +256,7 @@ def _with_learner(
         engine=engine.describe(),
         learner=chosen,
         vocab_size=learner.policy.vocab_size,
+        heldout=heldout_of(config, player),
         versions=installed(),
     )
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):

@@ -6,7 +6,6 @@ and said to be; a path of this machine is cut to its last part.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from agentgrpo.config import TrainConfig
+from agentgrpo.measures.report import cell
 from agentgrpo.settings import toml
 
 Rows = Sequence[Mapping[str, Any]]
@@ -141,12 +141,6 @@ def code(text: str, language: str = "") -> str:
 def span(text: str) -> str:
     """Code within a line."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"
-
-
-def cell(value: Any) -> str:
-    """One cell of a Markdown table, whatever is in it."""
-    text = " ".join(str(value).split()).replace("|", "\\|")
-    return html.escape(text, quote=False)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

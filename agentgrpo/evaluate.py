@@ -101,7 +101,8 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     """Means over the rollouts of groups that the machine did not break.
 
     Raises:
-        InfrastructureError: it broke more than half of them; such numbers would mean nothing.
+        InfrastructureError: more than half of them were broken, by it or by code of the user's;
+            such numbers would mean nothing. It has the first one's error.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.status is not Status.INFRA_ERROR]
@@ -112,8 +113,8 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     if 2 * len(valid) < len(rollouts):
         said = next((rollout.error for rollout in rollouts if rollout.error), "nothing")
         raise InfrastructureError(
-            f"the machine, not the policy, broke {len(rollouts) - len(valid)} of {len(rollouts)} "
-            f"rollouts; the first: {said}"
+            f"not the policy, the machine or your code broke {len(rollouts) - len(valid)} of "
+            f"{len(rollouts)} rollouts; the first: {said}"
         )
     if not valid:
         return metrics

@@ -98,7 +98,7 @@ def _are_texts(rows: Sequence[Task], config: TrainConfig) -> bool:
     """
     if config.reward.kind != "auto" or config.reward.strict or judges(config) is not False:
         return False
-    return any(last_number(accepted_answers(task)[0]) is None for task in rows)
+    return any(last_number(one) is None for task in rows for one in accepted_answers(task))
 
 
 def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:

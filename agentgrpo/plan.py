@@ -22,9 +22,14 @@ from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
 from agentgrpo.room import held_by, room_checks
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import newest_saved, require_same_run, whole_checkpoint
+from agentgrpo.run.folder import (
+    newest_saved,
+    require_same_heldout,
+    require_same_run,
+    whole_checkpoint,
+)
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage, prompt_length, set_stage
+from agentgrpo.stage import Stage, heldout_of, prompt_length, set_stage
 from agentgrpo.types import Task
 
 Lines = Callable[[TrainConfig, Stage], Iterable[Check]]
@@ -79,8 +84,10 @@ def to_be_trained_on(config: TrainConfig, stage: Stage, tasks: Tasks) -> Iterato
 
 def to_be_trained(config: TrainConfig, stage: Stage) -> Iterator[Check]:
     """What `agentgrpo train` does: the same, and how long it is."""
-    yield from to_be_trained_on(config, stage, stage.training_tasks(config))
     newest = checkpoint.newest(config.out_dir)
+    if newest is not None:
+        require_same_heldout(config.out_dir, heldout_of(config, stage))
+    yield from to_be_trained_on(config, stage, stage.training_tasks(config))
     done = newest is not None and checkpoint.step_of(newest) >= config.steps
     more = "; all are done: with a larger steps it goes on" if done else ""
     yield said("the run", f"{config.steps} steps, saved every {config.save_every}{more}")

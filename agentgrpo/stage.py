@@ -101,10 +101,7 @@ class Stage:
         """What was read, for the settings that name it; what an environment's reset says of a row
         is left out, as it may say it in other words next time.
         """
-        tasks = self.heldout
-        if hasattr(self.env, "begin"):
-            tasks = [replace(task, messages=()) for task in tasks]
-        return {"data.train": stream.state_dict()["source"], "data.heldout": digest_of(tasks)}
+        return {"data.train": stream.state_dict()["source"], "data.heldout": _held_out(self)}
 
     def training_tasks(self, config: TrainConfig) -> Tasks:
         """The stream to train on, checked as far as it is a list."""
@@ -163,6 +160,24 @@ class Stage:
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     """Tokens of a task before the policy's first."""
     return len(prompt_of(agent, chat, task, functools.partial(calling, task=task.id))[0])
+
+
+def heldout_of(config: TrainConfig, stage: Stage) -> str | None:
+    """What a run is evaluated on, for the check on resuming: how many tasks, and their digest.
+
+    Returns:
+        None of an environment's own tasks, which it may make in other words next time.
+    """
+    data = config.data
+    source = data.train if data.heldout_source == "split" else data.heldout_source
+    return None if source == "env" else _held_out(stage)
+
+
+def _held_out(stage: Stage) -> str:
+    tasks = stage.heldout
+    if hasattr(stage.env, "begin"):
+        tasks = [replace(task, messages=()) for task in tasks]
+    return digest_of(tasks)
 
 
 def set_stage(

@@ -365,6 +365,33 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
+def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
+    """What a function has given; where that is to be awaited, what it comes to. For threads.
+
+    A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other
+    function: that it is one can only be seen by what it gives.
+
+    Args:
+        value: what it has given.
+        name: of the loop that runs it.
+        limit_s: seconds after which it is cancelled; None: any.
+
+    Raises:
+        RuntimeError: this is that loop's own thread, which cannot wait for itself.
+        TimeoutError: of limit_s.
+    """
+    if not inspect.isawaitable(value):
+        return value
+    if threading.current_thread().name == name:
+        raise RuntimeError(f"{value!r:.80}: what runs on the loop is to await it itself")
+
+    async def wait() -> Any:
+        async with asyncio.timeout(limit_s):
+            return await awaited(value)
+
+    return asyncio.run_coroutine_threadsafe(wait(), event_loop(name)).result()
+
+
 # --- what takes too long
 
 

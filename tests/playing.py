@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -95,6 +96,16 @@ def sampled(
 def scripted(policy: Callable[[int, str], Turn], **settings: Any) -> StubEngine:
     """An engine that asks `policy(request number, prompt text)`."""
     return StubEngine(TOKENIZER, policy, **settings)
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As a user's decorator does it: nothing tells that a coroutine function is one."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    return called
 
 
 def shown(rollout: Rollout) -> str:

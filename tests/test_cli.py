@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,15 +195,16 @@ def test_init_asks_for_answers_that_somebody_reads(
     [
         ("pear", (), "text"),
         ("12 pears", (), "auto"),
+        (["12", "twelve"], (), "text"),
         ("pear", ("reward.kind=math",), "math"),
         ("pear", ("env.kind=unit_tests",), "auto"),
     ],
 )
 def test_init_compares_answers_that_are_no_numbers_as_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, more: tuple[str, ...], kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, more: tuple[str, ...], kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text(f'{{"question": "a", "answer": "{answer}"}}\n' * 2)
+    Path("rows.jsonl").write_text((json.dumps({"question": "a", "answer": answer}) + "\n") * 2)
     assert init.main(["m/m", "rows.jsonl", *more]) == 0
     assert load_config("train.toml").reward.kind == kind
 

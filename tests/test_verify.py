@@ -357,6 +357,8 @@ def test_records_read_back_exactly_from_json_lines_and_parquet(tmp_path: Path) -
     write_run(tmp_path)
     log = RunLog(tmp_path)
     log.rollouts(2, [Group(task=TASK, rollouts=[forked_rollout()])])
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 3, "spl')  # is being written
     written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
     assert len(written) == 26
     write_parquet(tmp_path / "rollouts.parquet", written)

@@ -435,6 +435,7 @@ UNSCORED = [
     ("train reward.kind=numeric", "blue", "no number in the answer 'blue'"),
     ("train reward.kind=math", "$$", "there is nothing in the answer '$$'"),
     ("train reward.kind=math", "", "there is nothing in the answer ''"),
+    ("train reward.kind=text", " ", "there is nothing in the answer ' '"),
     ("train reward.kind=text", [], "spec['answer'] must hold an answer, got []"),
     ("train reward.kind=text", ["x", None], "must hold an answer, got ['x', None]"),
     ("heldout reward.kind=text", [], "must hold an answer, got []"),
@@ -443,6 +444,8 @@ UNSCORED = [
          "measures.quality = 'f1': task odd.jsonl:6: spec['answer'] must hold an answer")
         for asked in ("evaluate", "flywheel", "recipe")
     ),
+    ("evaluate reward.kind=none measures.quality=f1", ["x", ""], "nothing in the answer ['x', '']"),
+    ("evaluate reward.kind=none measures.quality=math", "$$", "nothing in the answer '$$'"),
 ]  # fmt: skip
 
 

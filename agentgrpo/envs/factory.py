@@ -17,11 +17,13 @@ from typing import Any
 
 from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.read import load_callable
-from agentgrpo.envs.runner import settled
+from agentgrpo.envs.runner import LOOP, settled
 from agentgrpo.envs.tools import AsyncToolEpisode, Tool, ToolEpisode, Toolset
 from agentgrpo.types import Task, as_number
+from agentgrpo.usercode import waited
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
+NO_COROUTINE = ": reset runs before the loop does: no coroutine"
 
 
 class FactoryEnv:
@@ -47,7 +49,7 @@ class FactoryEnv:
         self._factory = factory
         self._first = first = factory()  # tells of every task, and is played with by none
         if inspect.iscoroutinefunction(getattr(first, "reset", None)):
-            raise ValueError(f"factory: {factory}: reset runs before the loop does: no coroutine")
+            raise ValueError(f"factory: {factory}{NO_COROUTINE}")
         self.judges = hasattr(first, "get_reward")
         self._schemas = Toolset(_tools(first)).schemas
         if not self._schemas:
@@ -94,6 +96,9 @@ def _tools(world: Any) -> list[Tool]:
 
 def _reset(world: Any, row: Mapping[str, Any]) -> str | None:
     said = world.reset(**row) if hasattr(world, "reset") else None
+    if inspect.iscoroutine(said):  # of one that is wrapped
+        said.close()
+        raise ValueError(f"factory: {type(world).__name__}{NO_COROUTINE}")
     return None if said is None else str(said)
 
 
@@ -142,11 +147,11 @@ class FactoryEpisode(_World, ToolEpisode):
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """What get_reward says: a number (part `environment`) or named parts."""
         self._begin()
-        return self._rewards(self._call("get_reward"))
+        return self._rewards(waited(self._call("get_reward"), LOOP))
 
     def close(self) -> None:
         """The instance's own close, if it has one."""
-        self._call("close")
+        waited(self._call("close"), LOOP)
 
 
 class AsyncFactoryEpisode(_World, AsyncToolEpisode):

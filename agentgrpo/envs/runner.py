@@ -37,9 +37,12 @@ from agentgrpo.usercode import (
     event_loop,
     name_of,
     said_of,
+    waited,
 )
 
 HEARD_S = 5.0
+LOOP = "episodes"
+"""The loop of all that environments await."""
 Of = tuple[str | None, int | None]
 """The id of a task, and the place of a rollout in its group."""
 
@@ -105,7 +108,7 @@ class EpisodeRunner:
         work = _Work(future, episode, called or function, read, of, self._limit_s)
         if _is_async(function):
             future.set_running_or_notify_cancel()  # it has begun: it cannot be taken back
-            asyncio.run_coroutine_threadsafe(work.wait(function, *args), event_loop("episodes"))
+            asyncio.run_coroutine_threadsafe(work.wait(function, *args), event_loop(LOOP))
         else:
             run = (self._places, function, *args)
             threading.Thread(target=work.run, args=run, name="episode", daemon=True).start()
@@ -181,13 +184,13 @@ class _Work:
         error = result = None
         try:
             with self._named():
-                result = self._read(function(*args))
+                result = self._read(waited(function(*args), LOOP))
         except BaseException as raised:
             error = raised
         if self._end(result, error):
             places.release()
         elif function not in (_finish, self._episode.close):
-            self._episode.close()
+            waited(self._episode.close(), LOOP)
 
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Await a coroutine of this function."""
@@ -252,7 +255,7 @@ def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[A
 
 
 def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
-    return [episode.step(action) for action in _recalled(episode, actions)]
+    return [waited(episode.step(action), LOOP) for action in _recalled(episode, actions)]
 
 
 async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
@@ -261,9 +264,9 @@ async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> 
 
 def _finish(episode: Any, answer: str | None) -> Any:
     try:
-        return episode.finish(answer)
+        return waited(episode.finish(answer), LOOP)
     finally:
-        episode.close()
+        waited(episode.close(), LOOP)
 
 
 async def _finish_async(episode: Any, answer: str | None) -> Any:

@@ -22,7 +22,9 @@ import pydantic
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema, ToolCall
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import AsyncEpisode, Episode
+from agentgrpo.envs.runner import LOOP
 from agentgrpo.types import Task
+from agentgrpo.usercode import waited
 
 Function = Callable[..., Any]
 
@@ -54,14 +56,17 @@ class Tool:
         description: instead of the docstring's first paragraph.
 
     Raises:
-        ValueError: a parameter has no annotation, or one without a JSON schema; names it.
+        ValueError: a parameter has no annotation, or one without a JSON schema; names it. It is no
+            function, but a functools.partial or the like without a name.
     """
 
     def __init__(
         self, function: Function, name: str | None = None, *, description: str | None = None
     ) -> None:
         self.function = function
-        self.name = name or function.__name__
+        self.name = str(name or getattr(function, "__name__", ""))
+        if not self.name:
+            raise ValueError(f"tools: expected functions, got {function!r:.80}, which has no name")
         self.is_async = inspect.iscoroutinefunction(function)
         documented, described = describe(inspect.getdoc(function) or "")
         try:
@@ -112,7 +117,7 @@ class Toolset:
     def call(self, call: ToolCall) -> Answer:
         """Make a call; only what is the machine's fault is raised."""
         try:
-            return Answer(show(self._bound(call)()))
+            return Answer(show(waited(self._bound(call)(), LOOP)))
         except Exception as error:  # the user's function: what it raises is its answer
             return _failed(error)
 

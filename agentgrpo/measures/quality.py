@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.rewards.answers import ARTICLES, accepted_answers, exact_match, f1, math_equal
+from agentgrpo.rewards.answers import (
+    ARTICLES,
+    accepted_answers,
+    exact_match,
+    expected_mathematics,
+    expected_texts,
+    f1,
+    math_equal,
+)
 from agentgrpo.types import Rollout, Task
 
 Quality = Callable[[Rollout], float]
@@ -152,11 +160,11 @@ def require_answer(name: str, task: Task) -> None:
     """That a quality of this name can be told of a task's rollouts.
 
     Raises:
-        ValueError: it compares answers, and the task has none; names both.
+        ValueError: it compares answers, and the task has none, or an empty one; names both.
     """
     try:
         if name != "answer":
-            accepted_answers(task)
+            (expected_mathematics if name == "math" else expected_texts)(task)
     except ValueError as error:
         raise ValueError(f"measures.quality = {name!r}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -63,8 +64,16 @@ def markdown_of_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "".join("| " + " | ".join(row) + " |\n" for row in (head, ["---"] * len(head), *rows))
+    """A Markdown table, whatever is in its cells."""
+    lines = (head, ["---"] * len(head), *rows)
+    return "".join(f"| {' | '.join(map(cell, row))} |\n" for row in lines)
+
+
+def cell(value: Any) -> str:
+    """One cell of a Markdown table, whatever is in it."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    written = text.encode(errors="backslashreplace").decode()  # half a surrogate pair is no UTF-8
+    return html.escape(written, quote=False)
 
 
 def _plain(measured: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:

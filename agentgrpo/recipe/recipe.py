@@ -49,11 +49,20 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
     """All parts, in their order."""
 
     def measured(name: str, model: Callable[[], str]) -> Part:
-        folder = str(_measures(recipe, name))
+        folder = _measures(recipe, name)
+
+        def done() -> bool:
+            """Whether the checkpoint that is there now was measured; out_dir may have moved."""
+            path = folder / "report.json"
+            told = read_table(path)["model"] if path.exists() else ""
+            now = Path(model()).relative_to(recipe.out_dir).parts
+            return Path(told).parts[-len(now) :] == now
+
         return Part(
             name=name,
             module="agentgrpo.recipe.evaluate",
-            more=lambda: [f"model={model()}", "--report", folder],
+            more=lambda: [f"model={model()}", "--report", str(folder)],
+            done=None if name == "prompting" else done,
             quiet=True,
         )
 

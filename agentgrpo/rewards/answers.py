@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 from agentgrpo.rewards.formulas import TOO_MUCH, Comparison, compare
@@ -67,19 +67,20 @@ def only_number(text: str) -> Decimal | None:
     return last_number(stripped) if NUMBER.fullmatch(stripped) else None
 
 
-def expected_number(task: Task) -> Decimal:
-    """The number that task.spec["answer"] holds.
+def expected_numbers(task: Task) -> list[Decimal]:
+    """The number that each of the accepted answers holds.
 
     Raises:
-        ValueError: it holds none; names the task.
+        ValueError: one holds none; names the task.
     """
-    (text, *_) = accepted_answers(task)
-    expected = last_number(text)
-    if expected is None:
-        raise ValueError(
-            f"task {task.id}: no number in the answer {text!r}, and "
-            "reward.kind = 'numeric' compares numbers; 'text' compares texts"
-        )
+    expected = []
+    for text in accepted_answers(task):
+        if (number := last_number(text)) is None:
+            raise ValueError(
+                f"task {task.id}: no number in the answer {text!r}, and "
+                "reward.kind = 'numeric' compares numbers; 'text' compares texts"
+            )
+        expected.append(number)
     return expected
 
 
@@ -125,8 +126,13 @@ def expected_mathematics(task: Task) -> list[str]:
     Raises:
         ValueError: one is empty, or there is none; names the task.
     """
+    return _filled(task, _bare)
+
+
+def _filled(task: Task, left: Callable[[str], Sequence[str]]) -> list[str]:
+    """The accepted answers, of each of which something is left to compare."""
     accepted = accepted_answers(task)
-    if not all(map(_bare, accepted)):
+    if not all(map(left, accepted)):
         raise ValueError(f"task {task.id}: there is nothing in the answer {task.spec['answer']!r}")
     return accepted
 
@@ -159,6 +165,15 @@ def words(text: str) -> list[str]:
     lower = text.lower().replace("\N{MINUS SIGN}", "-")
     said = PUNCTUATION.sub(lambda found: found[1] or "", APART.sub(" ", lower)).split()
     return [word for word in said if word not in ARTICLES] or said or lower.split()
+
+
+def expected_texts(task: Task) -> list[str]:
+    """The accepted answers, each with a word in it: who says nothing is not to be right.
+
+    Raises:
+        ValueError: one is empty, or there is none; names the task.
+    """
+    return _filled(task, words)
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:

@@ -20,9 +20,9 @@ import numpy as np
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.rewards.answers import (
-    accepted_answers,
     expected_mathematics,
-    expected_number,
+    expected_numbers,
+    expected_texts,
     f1,
     last_number,
     only_number,
@@ -153,19 +153,20 @@ class NumericReward:
     """`answer` for the right number, `format` for getting to a number by running code.
 
     The number of an answer is its last one, so "12 * 3 = 36" answers 36 and so does "36 pens".
-    The expected one is read in the same way, so that GSM8K's "...#### 72" is 72.
+    The expected one is read in the same way, so that GSM8K's "...#### 72" is 72; of several in a
+    list any will do.
 
     Raises (when called):
-        ValueError: `task.spec["answer"]` is missing or holds no number.
+        ValueError: `task.spec["answer"]` is missing, or it or one of a list holds no number.
     """
 
     answer: float = 1.0
-    """For an answer equal to `task.spec["answer"]`."""
+    """For an answer equal to `task.spec["answer"]`, or to one of a list there."""
     format: float = 0.1
     """For a number as answer, after code that ran without an error, with no malformed turn."""
     strict: bool = False
     """Accept only an answer that is a number and nothing else."""
-    expected = staticmethod(expected_number)
+    expected = staticmethod(expected_numbers)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
@@ -174,7 +175,7 @@ class NumericReward:
         number = None if rollout.answer is None else read(rollout.answer)
         well_formed = number is not None and _acted_well(rollout)
         return {
-            "answer": rollout.weighted("answer", self.answer, number == expected),
+            "answer": rollout.weighted("answer", self.answer, number in expected),
             "format": rollout.weighted("format", self.format, well_formed),
         }
 
@@ -226,12 +227,15 @@ class TextReward:
     Several expected answers in a list: the best counts. Compared without case, punctuation,
     articles and repeated space; an answer of more than max_words words is worth nothing, so that
     reciting everything does not pay.
+
+    Raises (when called):
+        ValueError: `task.spec["answer"]` is missing, or it or one of a list is empty.
     """
 
     answer: float = 1.0
     format: float = 0.0
     max_words: int = 32
-    expected = staticmethod(accepted_answers)
+    expected = staticmethod(expected_texts)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` or `partial`, together in [0, answer], and `format`."""

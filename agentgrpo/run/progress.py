@@ -130,7 +130,13 @@ class Progress:
             of = f"{spent[longest]:.0f} of {spent['total_s']:.0f} s"
             self.say(f"  most of it was {longest.removesuffix('_s')}: {of}")
         told, self._gradientless = self._gradientless, rollout["live_groups"] == 0
-        if self._gradientless and not told:
+        if not self._gradientless or told:
+            return
+        if rollout.get("dead_broken", 0.0) == rollout["groups"]:
+            late = rollout.get("status_timed_out", 0.0)
+            more = f" ({late:.0%} timed out)" if late else ""
+            self.say(f"  it taught nothing: no group kept two rollouts that count{more}")
+        else:
             self.say("  it taught nothing: in each group all rewards were equal")
             self.say("  (tasks that are sometimes solved teach: docs/troubleshooting.md)")
 
@@ -182,7 +188,9 @@ class Progress:
 
     def _machine_failed(self, metrics: Metrics) -> None:
         if broken := metrics["infra_errors"]:
-            self.say(f"  {broken:.0f} rollouts lost: this machine failed, not the policy")
+            self.say(
+                f"  {broken:.0f} rollouts lost: not the policy, this machine or your code failed"
+            )
 
     @contextlib.contextmanager
     def _live(self) -> Iterator[None]:

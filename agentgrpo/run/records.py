@@ -72,12 +72,12 @@ def read_rollout(record: dict[str, Any]) -> Rollout:
 
 
 def read_rollouts(path: Path) -> Iterator[tuple[dict[str, Any], Rollout]]:
-    """(place, rollout) of each line of a rollouts.jsonl.
+    """(place, rollout) of each line of a rollouts.jsonl; the last is left out while half written.
 
     Raises:
         ValueError: a line is not a record; names file and line.
     """
-    for number, record in numbered_rows(path):
+    for number, record in numbered_rows(path, growing=True):
         try:
             place = {key: record[key] for key in PLACE if key in record}
             yield place, read_rollout(record)

@@ -7,12 +7,14 @@ place.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from agentgrpo import extras, parallel
 from agentgrpo.types import Metrics
+from agentgrpo.usercode import said_of, tell
 
 PROJECT = "agentgrpo"
 
@@ -73,6 +75,34 @@ class Service:
         self._module.finish()
 
 
+class Kept:
+    """A tracker whose failure ends nothing: the numbers are in metrics.jsonl.
+
+    What it raises is said when it begins to fail, and again only after it has worked.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker, self._fails = name, tracker, False
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._try(f"at step {step}", partial(self._tracker.write, step, metrics))
+
+    def close(self) -> None:
+        self._try("at the end", self._tracker.close)
+
+    def _try(self, when: str, call: Callable[[], None]) -> None:
+        failed, self._fails = self._fails, False
+        try:
+            call()
+        except Exception as error:
+            self._fails = True
+            if not failed:
+                tell(
+                    f"trackers: {self._name!r} {said_of(error)} ({when}); the run goes on, its "
+                    "numbers are in metrics.jsonl"
+                )
+
+
 def require(names: Sequence[str]) -> None:
     """See that the libraries of these trackers are there.
 
@@ -88,6 +118,8 @@ def open_trackers(
 ) -> list[Tracker]:
     """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone.
 
+    Of what they raise later, each time that one begins to fail, there is a line on stderr.
+
     Args:
         names: of the trackers.
         out_dir: exists.
@@ -101,9 +133,12 @@ def open_trackers(
         return []
     out_dir.mkdir(parents=True, exist_ok=True)
     return [
-        TensorBoard(out_dir, config, step=step)
-        if name == "tensorboard"
-        else Service(name, out_dir, config)
+        Kept(
+            name,
+            TensorBoard(out_dir, config, step=step)
+            if name == "tensorboard"
+            else Service(name, out_dir, config),
+        )
         for name in names
     ]
 

@@ -27,10 +27,11 @@ from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxInfraError, printable
 from agentgrpo.sandbox.guest.data import NotData, read, spell
 from agentgrpo.sandbox.guest.wire import Malformed
-from agentgrpo.usercode import event_loop
+from agentgrpo.usercode import event_loop, waited
 
 Function = Callable[..., Any]
 Cached = Literal["no", "rollout", "run"]
+LOOP = "host-tools"
 MAX_TEXT = 2000
 """Characters of an exception's text."""
 MAX_RUNNING = 1024
@@ -306,7 +307,8 @@ class HostTools:
 
         def work() -> None:
             _serving.set(serves)
-            settle(lambda: tool.call(*args, **kwargs))
+            longest = self.budget.call_s + 1.0
+            settle(lambda: waited(tool.call(*args, **kwargs), LOOP, longest))
 
         if tool.is_async:
             asyncio.run_coroutine_threadsafe(wait(), _loop())
@@ -374,7 +376,7 @@ def text_of(error: Any) -> str:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    return event_loop("host-tools")
+    return event_loop(LOOP)
 
 
 def _loop_answers() -> bool:

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
             how = read_run if is_ours(path) else foreign
             runs.append(how(path, name=name, rollouts=not args.curves))
         page = make_page(runs)
-        output.write_text(page, encoding="utf-8")
+        output.write_text(page, encoding="utf-8", errors="backslashreplace")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -64,7 +64,8 @@ def _elements(runs: Sequence[RunData]) -> list[str]:
 
 
 def _packed(value: object) -> bytes:
-    return json.dumps(finite(value), ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON escapes it
 
 
 def _element(name: str, content: bytes) -> str:

@@ -28,7 +28,7 @@ from agentgrpo.config.read import load_config
 from agentgrpo.envs.tools import Tool, ToolEnv
 from agentgrpo.types import Status, Task
 from tests.given import TASK
-from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task
+from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task, wrapped
 from tests.rollout.stubs import Turn
 
 
@@ -348,6 +348,7 @@ def test_arguments_arrive_as_the_functions_types() -> None:
         ("def f(*x: int): ...", "cannot be given by its name"),
         ("def f(x: 'Nothing'): ...", "tool f: .*Nothing"),
         ("import threading\ndef f(x: threading.Lock): ...", "tool f: "),
+        ("import functools\nf = functools.partial(print)", "expected functions, got functools.p"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused(source: str, message: str) -> None:
@@ -372,6 +373,25 @@ def test_coroutines_of_a_turn_run_at_once_and_answer_in_order(hermes: ReadCalls)
     made = ToolAgent(env=env, call_reader=lambda parser: hermes, parallel_calls=True)
     played = play(made, env, turn, f"ok{EOT}")
     assert f"tool\n1{EOT}\n<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n4{EOT}" in shown(played)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_tool_that_a_wrapper_hides_is_a_coroutine_is_awaited(
+    hermes: ReadCalls, others: int
+) -> None:
+    async def later(n: int) -> int:
+        """One more."""
+        await asyncio.sleep(0)
+        return n + 1
+
+    async def other() -> str:
+        """So that all of a turn's calls are made at once."""
+        return "other"
+
+    env = ToolEnv([wrapped(later), *[other] * others])
+    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
+    played = play(made, env, f"{call('later', n=2)}{EOT}", f"ok{EOT}")
+    assert f"tool\n3{EOT}" in shown(played)
 
 
 def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:

@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant("envs/tools.py", "for answer in answers if answer.error)", "for answer in answers)"),
     Mutant("envs/tools.py", '("title", "$schema")', "()"),
     Mutant("envs/factory.py", "return replace(observation, done=True", "return replace(observation, done=False"),
-    Mutant("envs/factory.py", "        self._begin()\n        return self._rewards(self._call", "        return self._rewards(self._call"),
+    Mutant("envs/factory.py", "        self._begin()\n        return self._rewards(waited(self._call", "        return self._rewards(waited(self._call"),
     # retrieval
     Mutant("envs/search.py", '"documents", self._retriever.identity, query, count]', '"documents", query, count]'),
     Mutant("envs/search.py", '"documents", self._retriever.identity, query, count]', '"documents", self._retriever.identity, query]'),

@@ -23,7 +23,7 @@ from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv, read_corpus
 from agentgrpo.sandbox import SandboxPool
-from tests.playing import task
+from tests.playing import task, wrapped
 
 
 def call(name: str, **arguments: Any) -> CallTools:
@@ -443,6 +443,34 @@ def test_a_factory_may_be_a_function_and_its_reward_a_coroutine() -> None:
     assert runner.finish(episode, None).result(9) == {"environment": 0.5}
 
 
+class Wrapped(Counter):
+    """Its coroutine functions are wrapped, as by anybody's retry or timing."""
+
+    closed = False
+
+    @wrapped
+    async def add(self, n: int) -> int:
+        """Add to the counter."""
+        self.value += n
+        return self.value
+
+    @wrapped
+    async def get_reward(self) -> float:
+        return 0.5
+
+    @wrapped
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_what_a_wrapper_hides_that_it_is_a_coroutine_is_awaited() -> None:
+    runner = EpisodeRunner(1)
+    episode = FactoryEnv(Wrapped).reset(task(start=1))
+    assert runner.step(episode, call("add", n=6)).result(9).text == "7"
+    assert runner.finish(episode, None).result(9) == {"environment": 0.5}
+    assert episode.environment.closed
+
+
 class Mute(Counter):
     def get_reward(self) -> float:
         return None  # type: ignore[return-value]
@@ -463,8 +491,11 @@ def test_what_a_factory_may_not_do_is_said() -> None:
     expected = r"Mute.get_reward: expected a number or named parts, got None"
     with pytest.raises(TypeError, match=expected):
         FactoryEnv(Mute).reset(task()).finish(None)
-    with pytest.raises(ValueError, match="reset runs before the loop does: no coroutine"):
+    with pytest.raises(ValueError, match=r"Slow.*: reset runs before the loop does: no coroutine"):
         FactoryEnv(Slow)
+    hidden = type("Hidden", (Slow,), {"reset": wrapped(Slow.reset)})
+    with pytest.raises(ValueError, match="Hidden: reset runs before the loop does: no coroutine"):
+        FactoryEnv(hidden).tasks("train")
 
 
 def test_trl_environments_run_as_they_are() -> None:

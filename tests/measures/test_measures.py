@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -281,6 +282,14 @@ def test_a_task_that_the_machine_left_too_few_attempts_is_left_out_of_that_k_alo
     assert "| 1.000 [" in shown
     nobody = estimates(played(a=(None, 1), b=(None, 0)))["pass@2"]
     assert (nobody.value, nobody.low, nobody.tasks) == (None, None, 0)
+
+
+def test_a_table_holds_kinds_of_whatever_text() -> None:
+    (row,) = rows([1.0])
+    shown = markdown(report([replace(row, kind="K | b\n\ud83d <c>")]))
+    (line,) = (line for line in shown.splitlines() if line.startswith("| K"))
+    assert line.encode().startswith(rb"| K \| b \ud83d &lt;c&gt; | 1 | 1.000 |")
+    assert {len(re.findall(r"(?<!\\)\|", one)) for one in shown.splitlines()} == {3, 11, 0}
 
 
 @given(st.integers(1, 7), st.data())

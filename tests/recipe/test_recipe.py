@@ -81,11 +81,12 @@ def test_a_judge_may_be_a_model_of_the_engine(
     assert len(engine.requests) == 11, "a verdict, ten votes"
 
 
-def leave(recipe: RecipeConfig, part: str) -> None:
+def leave(recipe: RecipeConfig, part: str, command: list[str]) -> None:
     """What a part leaves behind."""
     out = recipe.out_dir
     if part in SOLVED:
-        made = report(rows(SOLVED[part]), model=part)
+        (model,) = (word.removeprefix("model=") for word in command if word.startswith("model="))
+        made = report(rows(SOLVED[part]), model=model)
         files: dict[str, Any] = {f"measures/{part}/report.json": made}
     elif part == "flywheel":
         counts = {"fresh": {"made": 4, "right": 3, "kept": 2}}
@@ -139,7 +140,7 @@ def fake_parts(
         ran[part] = command[2:]
         if part == fails_at:
             return 2, False
-        leave(recipe, part)
+        leave(recipe, part, command)
         return 0, False
 
     monkeypatch.setattr(parts, "run_beside", run)
@@ -189,6 +190,30 @@ def test_a_failed_part_is_where_it_goes_on(
     assert [*before, *after] == [*ORDER[: len(before)], *ORDER[len(before) - 1 :]]
     run(recipe, ["r.toml"])  # nothing is left
     assert len(after) == len(ORDER) - len(before) + 1
+
+
+def test_a_model_is_measured_again_once_it_has_gone_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after more steps of the last stage: what was measured is another checkpoint."""
+    recipe = make_recipe(tmp_path)
+    fake_parts(recipe, monkeypatch)
+    run(recipe, ["r.toml"])
+    later = recipe.out_dir / "stage_0/rl/checkpoints/step_000004"
+    (later.parent / "step_000002").rename(later)
+    ran: list[list[str]] = []
+
+    def measured(command: list[str], **options: Any) -> tuple[int, bool]:
+        ran.append(command)
+        leave(recipe, "trained", command)
+        return 0, False
+
+    monkeypatch.setattr(parts, "run_beside", measured)
+    for _ in range(2):  # and no third time
+        run(recipe, ["r.toml"])
+    ((*_, model, _, folder),) = ran
+    assert model == f"model={later}"
+    assert folder == str(recipe.out_dir / "measures/trained")
 
 
 PART = """
@@ -315,7 +340,8 @@ def test_the_report_says_what_was_gained_and_by_whom(
     assert "| 0 | 8 | 5 | 4 | 2 | 3 | 2 |" in text  # 3 rollouts of training, 2 of them branched
     assert "| l | 0.000, 0.000, 1.000 | 1.000, 1.000, 1.000 | 1.000, 1.000, 1.000 |" in text
     tuned = recipe.out_dir / "measures/tuned/report.json"
-    made = report([replace(row, columns=dict.fromkeys(row.columns)) for row in rows([1.0, 1.0])])
+    broken = [replace(row, columns=dict.fromkeys(row.columns)) for row in rows([1.0, 1.0])]
+    made = report(broken, model=json.loads(tuned.read_text())["model"])
     tuned.write_text(json.dumps(made))  # the machine broke all of them
     run(recipe, ["r.toml"])
     assert "| l | 0.000, 0.000, 1.000 | -, -, - | 1.000," in capsys.readouterr().out

@@ -90,6 +90,8 @@ def test_no_text_breaks_the_reader(text: str) -> None:
         (played("36"), 1.0, 0.1),
         (played("36.00 pens"), 1.0, 0.1),
         (played("1,036", expected="so #### 1036"), 1.0, 0.1),
+        (played("36", expected=["12", "so #### 36"]), 1.0, 0.1),
+        (played("36", expected=["12", "37"]), 0.0, 0.1),
         (played("37"), 0.0, 0.1),
         (played("36.0000001"), 0.0, 0.1),
         (played("-36"), 0.0, 0.1),
@@ -116,6 +118,7 @@ def test_weights_and_strictness_are_settings() -> None:
     [
         ({"target": 1}, r"task q7: .* got None in a spec with \['target'\]"),
         ({"answer": "blue"}, "task q7: no number in the answer 'blue'"),
+        ({"answer": ["1", "one"]}, "task q7: no number in the answer 'one'"),
     ],
 )
 def test_a_task_that_cannot_be_scored_is_named(spec: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ from agentgrpo.agents.text import TextAgent
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.types import Rollout, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
-from tests.playing import EOT, TOKENIZER, sampled, says, scripted
+from tests.playing import EOT, TOKENIZER, sampled, says, scripted, wrapped
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
 T = TypeVar("T")
@@ -294,6 +294,17 @@ def test_only_some_of_an_episodes_methods_may_be_coroutines(late: str) -> None:
     world = Mixed([SAID], {"a": 1.0})
     setattr(world, late, getattr(world, f"{late}_late"))
     assert play(world, "x\n", "!done").rewards == {"a": 1.0}
+    assert world.closed == 1
+
+
+@pytest.mark.parametrize("hidden", [("step",), ("step", "finish"), ("step", "finish", "close")])
+def test_what_a_wrapper_hides_is_a_coroutine_is_awaited(hidden: tuple[str, ...]) -> None:
+    world = Slow(expected=1)
+    episode = SlowEpisode(world)
+    for name in hidden:
+        setattr(episode, name, wrapped(getattr(episode, name)))
+    world.reset = lambda task: episode  # type: ignore[method-assign]
+    assert play(world, "x\n", "!done").rewards == {"met": 1.0}
     assert world.closed == 1
 
 

@@ -185,6 +185,16 @@ def test_a_step_without_any_gradient_says_what_to_change() -> None:
     assert "docs/troubleshooting.md" in out.getvalue()
 
 
+def test_a_step_of_which_no_rollout_counts_does_not_blame_the_tasks() -> None:
+    for late, more in ((0.75, " (75% timed out)\n"), (0.0, "\n")):
+        progress, out = silent()
+        dead = {"live_groups": 0, "dead_broken": 4, "status_timed_out": late}
+        progress.step_done(0, {**STEP[0], **dead}, *STEP[1:])
+        assert f"it taught nothing: no group kept two rollouts that count{more}" in out.getvalue()
+        assert "rewards were equal" not in out.getvalue()
+        assert "troubleshooting" not in out.getvalue()
+
+
 def test_a_step_says_where_its_time_went() -> None:
     progress, out = silent()
     progress.step_done(0, *STEP)
@@ -197,7 +207,8 @@ def test_a_step_says_where_its_time_went() -> None:
 def test_what_the_machine_broke_is_told() -> None:
     progress, out = silent()
     progress.step_done(0, {**STEP[0], "infra_errors": 2}, *STEP[1:])
-    assert "2 rollouts lost: this machine failed, not the policy" in out.getvalue()
+    said = "2 rollouts lost: not the policy, this machine or your code failed"
+    assert said in out.getvalue()
 
 
 def test_lines_fit_a_terminal() -> None:

@@ -69,6 +69,33 @@ def test_a_resumed_run_goes_on_in_the_same_curves(service: FakeService, tmp_path
     assert service.calls[2][1]["name"] != first["name"]
 
 
+def test_a_tracker_that_fails_ends_nothing_and_is_said_when_it_begins_to(
+    service: FakeService,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*_: Any, **of: Any) -> None:
+        raise ConnectionError(f"away {of}")
+
+    log = RunLog(tmp_path, open_trackers([service.__name__], tmp_path, {}, 0))
+    for step, away in enumerate([True, True, False, True]):
+        with monkeypatch.context() as patch:
+            if away:
+                patch.setattr(service, "log", fails)
+            log.write(step, eval={"solved": 0.5})
+    monkeypatch.setattr(service, "finish", fails)
+    log.close()
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [name for name, _ in service.calls] == ["init", "log"]
+    name, goes_on = service.__name__, "the run goes on, its numbers are in metrics.jsonl"
+    assert capfd.readouterr().err.splitlines() == [
+        f"trackers: {name!r} raised ConnectionError: away {{'step': {step}}} (at step {step}); "
+        f"{goes_on}"
+        for step in (0, 3)
+    ]
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_library_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)

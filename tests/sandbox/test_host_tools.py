@@ -1,8 +1,9 @@
 """Functions of the host that sessions call: what is offered, and what crosses."""
 
+import asyncio
 import sys
 import threading
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -217,6 +218,21 @@ def test_what_partial_binds_is_neither_shown_nor_to_be_set(is_async: bool) -> No
     for named in (b"api_key", b"client"):
         bad, _ = calls.answer("search", b'[["q"],{"%s":"mine"}]' % named, *rest)
         assert bad.told == (b"TypeError", b"%s: Unexpected keyword argument" % named)
+
+
+def test_a_function_that_a_wrapper_hides_is_a_coroutine_is_awaited() -> None:
+    async def later(n: int) -> int:
+        await asyncio.sleep(0)
+        return n + 1
+
+    @wraps(later)
+    def hidden(n: int) -> Any:
+        return later(n)
+
+    answered, _ = (
+        HostTools([hidden]).begin().answer("later", b"[[2],{}]", 0, 9.0, None, lambda: False)
+    )
+    assert answered.told == (b"3",)
 
 
 def test_a_key_holds_what_was_passed_and_nothing_else() -> None:

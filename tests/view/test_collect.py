@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,7 @@ from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout, Segment, SpanReward, Status
 from agentgrpo.view.__main__ import main
 from agentgrpo.view.collect import STREAMS, RunData, read_run
-from agentgrpo.view.page import finite
+from agentgrpo.view.page import finite, make_page
 from tests.given import TASK
 from tests.view.runs import write_program, write_run
 
@@ -109,6 +112,20 @@ def test_a_line_being_written_is_left_out(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text(whole[:-20])
     (tmp_path / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
     assert len(read_run(tmp_path).index["rollouts"]) == whole.count("\n") - 1
+
+
+def test_half_a_surrogate_pair_in_the_data_is_shown_as_json_writes_it(
+    run: Path, tmp_path: Path
+) -> None:
+    first, *_ = (run / "rollouts.jsonl").read_text().splitlines()
+    row = json.loads(first)
+    row["task"]["spec"]["note"] = "half \ud83d"
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    page = make_page([read_run(tmp_path)])
+    packed = re.findall(r'<script type="text/plain" id="run0">(.*?)</script>', page)
+    index = json.loads(gzip.decompress(base64.b64decode(*packed)))
+    assert "half \ud83d" in json.dumps(index, ensure_ascii=False)
 
 
 @pytest.mark.parametrize(
