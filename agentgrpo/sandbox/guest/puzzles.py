@@ -1,4 +1,4 @@
-"""Judges an answer to a task of reasoning-gym, inside a sandbox (envs/reasoning_gym.py).
+"""Asks and judges tasks of reasoning-gym, inside a sandbox (envs/reasoning_gym.py).
 
 Some of its verifiers evaluate the answer as Python, or let sympy do so. Here they read literals and
 arithmetic alone, so that no answer is a program that runs where the verdict is made.
@@ -10,37 +10,50 @@ import sys
 from typing import Any
 
 import reasoning_gym
-import sympy
 from sympy.parsing import sympy_parser
 
 EVALUATING = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
-ARITHMETIC = (abs, divmod, pow, round, sum, sympy.cbrt, sympy.real_root, sympy.root, sympy.sqrt)
 NODES = (
-    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Compare, ast.cmpop),
-    *(ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
+    *(ast.Call, ast.Name, ast.Load, ast.Constant),
 )
+NAMES = {
+    *("Symbol", "Integer", "Float", "Rational", "E", "I", "pi", "Abs", "abs", "Pow", "pow"),
+    *("exp", "log", "ln", "sqrt", "cbrt", "root", "real_root"),
+    *(
+        f"{of}{name}{kind}"
+        for of in ("", "a")
+        for name in ("sin", "cos", "tan", "sec", "csc", "cot")
+        for kind in ("", "h")
+    ),
+}
+"""Numbers and elementary functions. Others say the question again (Integral, Poly), or run text."""
+GAMES = ("countdown", "puzzle24")
+"""Their answers are made of given numbers; whatever else spells one (1e0, 0x18, log(E), a comment)
+would be a number more, or hide one."""
+SUM = re.compile(r"(?:[0-9\s+()-]|(?<!\*)\*(?!\*)|(?<!/)/(?!/))*")
 evaluate = sympy_parser.eval_expr
 
 
 def plain(code: str, local_dict: Any, global_dict: Any) -> Any:
-    """As eval_expr of sympy, for arithmetic; ValueError for any other program.
-
-    Of sympy's names only formulas and their classes are known: lambdify and others run text.
-    """
+    """As eval_expr of sympy, for arithmetic; ValueError for any other program."""
     for node in ast.walk(ast.parse(code.strip(), mode="eval")):
         if not isinstance(node, NODES):
             raise ValueError(f"{type(node).__name__} is no arithmetic")
         if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name):
             raise ValueError("a call of what was called is no arithmetic")
-        if isinstance(node, ast.Name):
-            value = local_dict.get(node.id, global_dict.get(node.id))
-            kind = value if isinstance(value, type) else type(value)
-            if not issubclass(kind, sympy.Basic) and not any(value is one for one in ARITHMETIC):
-                raise ValueError(f"{node.id} is no arithmetic")
+        if isinstance(node, ast.Name) and node.id not in NAMES and node.id not in local_dict:
+            raise ValueError(f"{node.id} is no arithmetic")
         text = node.value if isinstance(node, ast.Constant) else ""
         if isinstance(text, str) and not re.fullmatch(r"[\w.+-]*", text):
             raise ValueError("text is no arithmetic")
     return evaluate(code, local_dict, global_dict)
+
+
+def questions(dataset: str, options: dict[str, Any], first: int, last: int) -> list[str]:
+    """What is asked, by the process that judges: some hang on the seed of Python's hashes."""
+    made = reasoning_gym.create_dataset(dataset, **options)
+    return [made[index]["question"] for index in range(first, last)]
 
 
 def judge(dataset: str, options: dict[str, Any], index: int, answer: str) -> float:
@@ -52,6 +65,12 @@ def judge(dataset: str, options: dict[str, Any], index: int, answer: str) -> flo
     made = reasoning_gym.create_dataset(dataset, **options)
     entry = made[index]
     try:
+        if dataset in GAMES and not SUM.fullmatch(answer):
+            answer = ""
+        if dataset == "puzzle24":  # its verifier takes any four numbers, and 24.9
+            used = sorted(map(int, re.findall("[0-9]+", answer)))
+            right = used == sorted(entry["metadata"]["numbers"])
+            answer = answer if right and sympy_parser.parse_expr(answer) == 24 else ""
         return float(made.score_answer(answer, entry))
     except Exception:  # whatever a text that is no answer makes of a verifier
         return 0.0
