@@ -249,6 +249,18 @@ def test_questions_of_reasoning_gym_are_those_that_it_judges(
 
 
 @pytest.mark.nsjail
+def test_a_question_of_reasoning_gym_is_the_same_beside_others(
+    chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is judged alone. Those of list_functions hang on Python's own random numbers too."""
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset="list_functions", size=12)
+    env.graders = chains.graders
+    together = env.tasks("train")
+    monkeypatch.setattr("agentgrpo.envs.reasoning_gym.PAGE", 1)
+    assert env.tasks("train") == together
+
+
+@pytest.mark.nsjail
 @pytest.mark.parametrize(
     ("dataset", "config", "said"),
     [

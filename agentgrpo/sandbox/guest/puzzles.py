@@ -5,6 +5,7 @@ arithmetic alone, so that no answer is a program that runs where the verdict is 
 """
 
 import ast
+import random
 import re
 import sys
 from typing import Any
@@ -53,7 +54,12 @@ def plain(code: str, local_dict: Any, global_dict: Any) -> Any:
 def questions(dataset: str, options: dict[str, Any], first: int, last: int) -> list[str]:
     """What is asked, by the process that judges: some hang on the seed of Python's hashes."""
     made = reasoning_gym.create_dataset(dataset, **options)
-    return [made[index]["question"] for index in range(first, last)]
+    return [_entry(made, index)["question"] for index in range(first, last)]
+
+
+def _entry(made: Any, index: int) -> Any:
+    random.seed(index)  # list_functions draws from it
+    return made[index]
 
 
 def judge(dataset: str, options: dict[str, Any], index: int, answer: str) -> float:
@@ -63,7 +69,7 @@ def judge(dataset: str, options: dict[str, Any], index: int, answer: str) -> flo
         if name.startswith("reasoning_gym.") and name.rpartition(".")[2] in EVALUATING:
             vars(module)["eval"] = ast.literal_eval
     made = reasoning_gym.create_dataset(dataset, **options)
-    entry = made[index]
+    entry = _entry(made, index)
     try:
         if dataset in GAMES and not SUM.fullmatch(answer):
             answer = ""
