@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.actions import CallTools, InfrastructureError, RunCode, Say, ToolCall
+from agentgrpo.actions import DEEPEST, CallTools, InfrastructureError, RunCode, Say, ToolCall
 from agentgrpo.config import DataConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.factory import FactoryEnv
@@ -690,6 +690,11 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
     told = runner.step(one, CallTools((ToolCall("fail", {}), ToolCall("nowhere", {})))).result(60)
     assert "Error executing tool fail" in told.outputs[0]
     assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
+    deep: Any = "d"
+    for _ in range(DEEPEST - 1):  # of lists in an object
+        deep = [deep]
+    said = runner.step(two, call("remember", word=deep)).result(60)
+    assert "Input should be a valid string" in said.text
     with pytest.raises(InfrastructureError, match="the MCP server ended in end"):
         runner.step(one, call("end")).result(60)
     assert runner.finish(one, None).result(60) == {}
