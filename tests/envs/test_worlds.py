@@ -329,12 +329,15 @@ def test_a_dataset_of_reasoning_gym_without_questions_is_said(
             ],
             ["( {answer} )", "9+5*1*3"],
         ),
+        ("complex_arithmetic", {}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
+        ("coin_flip", {}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
+        ("game_of_life_halting", {}, ["False", "yes", "0", "False or True"], [" true "]),
     ],
 )
 def test_reasoning_gym_pays_no_question_said_again(
     chains: ReasoningGymEnv, dataset: str, config: Any, wrong: list[str], right: list[str]
 ) -> None:
-    """Nor numbers that were not given, however they are spelled."""
+    """Nor numbers that were not given, however they are spelled, nor what it takes for any."""
     import reasoning_gym
     import sympy
 

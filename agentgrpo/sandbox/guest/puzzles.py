@@ -8,8 +8,10 @@ import ast
 import random
 import re
 import sys
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import reasoning_gym
 from sympy.parsing import sympy_parser
 
@@ -29,10 +31,11 @@ NAMES = {
     ),
 }
 """Numbers and elementary functions. Others say the question again (Integral, Poly), or run text."""
-GAMES = ("countdown", "puzzle24")
-"""Their answers are made of given numbers; whatever else spells one (1e0, 0x18, log(E), a comment)
-would be a number more, or hide one."""
 SUM = re.compile(r"(?:[0-9\s+()-]|(?<!\*)\*(?!\*)|(?<!/)/(?!/))*")
+"""Made of the numbers that it shows; whatever else spells one (1e0, 0x18, log(E), a comment) would
+be a number more, or hide one."""
+COMPLEX = re.compile(r"[0-9\s.eE+*()ij-]*")
+"""Without nan."""
 evaluate = sympy_parser.eval_expr
 
 
@@ -58,7 +61,8 @@ def questions(dataset: str, options: dict[str, Any], first: int, last: int) -> l
 
 
 def _entry(made: Any, index: int) -> Any:
-    random.seed(index)  # list_functions draws from it
+    random.seed(index)  # list_functions draws from it, and codeio's programs from both
+    numpy.random.seed(index)  # noqa: NPY002 - that one
     return made[index]
 
 
@@ -71,12 +75,26 @@ def judge(dataset: str, options: dict[str, Any], index: int, answer: str) -> flo
     made = reasoning_gym.create_dataset(dataset, **options)
     entry = _entry(made, index)
     try:
-        if dataset in GAMES and not SUM.fullmatch(answer):
+        if not _is_answer(dataset, answer, entry):
             answer = ""
-        if dataset == "puzzle24":  # its verifier takes any four numbers, and 24.9
-            used = sorted(map(int, re.findall("[0-9]+", answer)))
-            right = used == sorted(entry["metadata"]["numbers"])
-            answer = answer if right and sympy_parser.parse_expr(answer) == 24 else ""
         return float(made.score_answer(answer, entry))
     except Exception:  # whatever a text that is no answer makes of a verifier
         return 0.0
+
+
+def _is_answer(dataset: str, answer: str, entry: Any) -> bool:
+    """What has to hold besides, for a verifier that pays others in full too. May raise."""
+    if dataset == "countdown":
+        return SUM.fullmatch(answer) is not None
+    if dataset == "puzzle24":  # it takes any four numbers, and 24.9
+        used = sorted(map(int, re.findall("[0-9]+", answer)))
+        given = SUM.fullmatch(answer) and used == sorted(entry["metadata"]["numbers"])
+        return bool(given and sympy_parser.parse_expr(answer) == 24)
+    if dataset == "complex_arithmetic":  # min(1.0, nan) is 1.0
+        return COMPLEX.fullmatch(answer) is not None
+    if dataset == "coin_flip":  # it takes the beginning of a number: 0 for 0.125
+        said, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
+        return abs(said - right) <= 1e-4
+    if dataset == "game_of_life_halting":  # bool("False") is True
+        return answer.strip().lower() == str(entry["answer"]).lower()
+    return True
