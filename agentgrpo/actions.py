@@ -94,17 +94,43 @@ def answer_in(text: str, prefix: str) -> str | None:
     return answer.strip() if found else None
 
 
+DEEPEST = 100
+"""Lists and objects within each other, of what a policy gives. Parsers and writers of JSON, and
+what copies or compares values, follow some 200; behind those they raise, or never answer."""
+
+
+def shallow(value: Any) -> Any:
+    """The value of JSON's types, if it is nested at most DEEPEST deep.
+
+    Raises:
+        ValueError: it is nested deeper.
+
+    >>> shallow({"a": [1]})
+    {'a': [1]}
+    """
+    level, depth = [value], 0
+    while level := [part for part in level if isinstance(part, (list, tuple, dict))]:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
+        level = [
+            inner for part in level for inner in (part.values() if isinstance(part, dict) else part)
+        ]
+    return value
+
+
 def as_json(value: Any) -> Any:
     """What a policy gave as an argument, as JSON carries it: tuples are lists, keys are text.
 
     Half of a surrogate pair, which nothing that encodes text takes, becomes a question mark.
 
     Raises:
-        ValueError: JSON cannot carry it.
+        ValueError: JSON cannot carry it, or it is nested more than DEEPEST deep.
 
     >>> as_json((1, "a", {2: None}))
     [1, 'a', {'2': None}]
     """
+    shallow(value)
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """reasoning-gym's generated tasks, judged by its verifiers; Python may be run on the way.
 
 The verifiers run in sandboxes of their own, never in this process: several evaluate the answer as
-code (countdown, puzzle24, n_queens, ...), and none is bounded in time.
+code (countdown, puzzle24, n_queens, ...), and none is bounded in time. The questions come from
+there too: those of some datasets hang on the seed of Python's hashes, another in each process.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from agentgrpo.envs.graded import Graders, worth
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
 from agentgrpo.extras import needed
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
+from agentgrpo.sandbox.guest.exchange import read, spell
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
 JUDGE = (Path(sandbox.__file__).parent / "guest" / "puzzles.py").read_text()
 MEMORY_MIB = 1024
+PAGE = 256
+"""Questions that a sandbox is asked for at once."""
+PAGE_S = 600.0
 SAID = {"size": "env.options.size", "seed": "the run's own seed"}
 """Where arguments of create_dataset are set that each split has of its own."""
 
@@ -71,10 +76,8 @@ class ReasoningGymEnv(PythonEnv):
             for split, first in (("train", 0), ("heldout", HELDOUT_SEED))
         }
         try:
-            self._splits = {
-                split: reasoning_gym.create_dataset(dataset, **options)
-                for split, options in self._options.items()
-            }
+            for options in self._options.values():
+                reasoning_gym.create_dataset(dataset, **options)
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"dataset {dataset!r}: {error}") from error
         template = dataclasses.replace(
@@ -90,16 +93,31 @@ class ReasoningGymEnv(PythonEnv):
 
         Raises:
             SandboxUnavailable: the package cannot be imported in a sandbox.
+            ValueError: the dataset cannot make them; names it.
         """
-        self.graders.pool()  # what is wrong with it is said now
+        size = self._options[split]["size"]
         return [
             Task(
-                id=f"{self._name}/{split}/{index}",
-                messages=({"role": "user", "content": entry["question"]},),
-                spec={"split": split, "index": index},
+                id=f"{self._name}/{split}/{first + place}",
+                messages=({"role": "user", "content": question},),
+                spec={"split": split, "index": first + place},
             )
-            for index, entry in enumerate(self._splits[split])
+            for first in range(0, size, PAGE)
+            for place, question in enumerate(self._questions(split, first, min(first + PAGE, size)))
         ]
+
+    def _questions(self, split: str, first: int, last: int) -> list[str]:
+        asked = ("call_name", "questions", (self._name, self._options[split], first, last))
+        with self.graders.pool().acquire() as session:
+            told = session.ask(spell(asked, id), PAGE_S)
+        if told.status is StepStatus.OK:
+            kind, *rest = read(told.value or "", int)
+            if kind == "value":
+                return list(rest[0])
+            told.detail = rest[-1]
+        raise ValueError(
+            f"dataset {self._name!r}: no questions {first} to {last} ({told.status}: {told.detail})"
+        )
 
     def reset(self, task: Task) -> ReasoningGymEpisode:
         """An episode of PythonEnv with a verifier at its end."""

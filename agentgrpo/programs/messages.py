@@ -13,6 +13,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from agentgrpo.actions import shallow
+
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
     "tool": "tool", "function": "tool",
@@ -103,16 +105,19 @@ class Message:
 
 
 def parsed(arguments: str) -> Any:
-    """The arguments of a call as templates want them: an object, if they are one."""
+    """The arguments of a call as templates want them: an object, if they are one, of what
+    actions.shallow() takes.
+    """
     try:
-        value = json.loads(arguments or "{}")
+        value = shallow(json.loads(arguments or "{}"))
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
 def json_key(text: str) -> Hashable:
-    """Equal for texts that are the same JSON value; other text is compared as it is.
+    """Equal for texts that are the same JSON value; other text, and what is nested deeper than
+    actions.shallow() takes, is compared as it is.
 
     Order of keys, spaces and escapes do not matter, nor does 1 against 1.0, which some clients
     write for each other. True is not 1.
@@ -123,7 +128,8 @@ def json_key(text: str) -> Hashable:
     (False, False)
     """
     try:
-        return _value_key(json.loads(text, object_pairs_hook=_once, parse_constant=_no_number))
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        return _value_key(shallow(value))
     except (ValueError, RecursionError):
         return "text", text
 

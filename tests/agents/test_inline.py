@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.actions import CallTools, Finish, Malformed, ToolCall
+from agentgrpo.actions import DEEPEST, CallTools, Finish, Malformed, ToolCall
 from agentgrpo.agents.inline import InlineAgent, read_json, read_python
 from agentgrpo.envs.tools import ToolEnv
 from tests.given import TASK
@@ -103,6 +103,11 @@ def test_S1_7_arguments_are_what_json_carries() -> None:
     assert read.arguments == {"city": [1, "?"], "days": {"1": None}}
     body = '{"name": "weather", "arguments": {"city": "\\ud800"}}'
     assert read_json(body, {}).arguments == {"city": "?"}
+    deep = f"{'[' * DEEPEST}{']' * DEEPEST}"
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        read_json(f'{{"name": "weather", "arguments": {{"city": {deep}}}}}', {})
+    with pytest.raises(ValueError, match="a literal, of JSON's types"):
+        read_python(f"f(city=[{deep}])", {})
 
 
 def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:

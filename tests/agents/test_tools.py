@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from agentgrpo.actions import (
+    DEEPEST,
     CallTools,
     Finish,
     InfrastructureError,
@@ -91,6 +92,14 @@ def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
     return made
 
 
+def nested(depth: int) -> Any:
+    """Lists and objects by turns, within each other."""
+    value: Any = 1
+    for number in range(depth):
+        value = {"a": value} if number % 2 else [value]
+    return value
+
+
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -121,6 +130,11 @@ TABLE = [
     (
         '<tool_call>{"name": "add", "arguments": null}</tool_call>',
         Malformed("Error: add: the arguments must be a JSON object"),
+    ),
+    (call("add", a=nested(DEEPEST - 1)), CallTools((ToolCall("add", {"a": nested(DEEPEST - 1)}),))),
+    (
+        call("add", a=nested(DEEPEST)),
+        Malformed("Error: add: the arguments are not JSON: nested more than 100 deep"),
     ),
     (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
     (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.actions import CallTools, InfrastructureError, RunCode, Say, ToolCall
+from agentgrpo.actions import DEEPEST, CallTools, InfrastructureError, RunCode, Say, ToolCall
 from agentgrpo.config import DataConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.factory import FactoryEnv
@@ -22,7 +24,8 @@ from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv, read_corpus
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import SandboxPool, Session
+from agentgrpo.sandbox.result import StepResult, StepStatus
 from tests.playing import task, wrapped
 
 
@@ -211,6 +214,149 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
         if dataset == "n_queens":
             assert env.score(given, str(board)) == 0.5, "a board as a literal is read"
     assert not mark.exists()
+
+
+@pytest.mark.nsjail
+def test_questions_of_reasoning_gym_are_those_that_it_judges(
+    chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of some datasets hang on the seed of Python's hashes, which this process draws."""
+    monkeypatch.setattr("agentgrpo.envs.reasoning_gym.PAGE", 3)  # several
+    listing = (
+        "import json, reasoning_gym as r\nprint(json.dumps([*r.create_dataset({!r}, **{!r})]))"
+    )
+    for dataset in ("polynomial_multiplication", "ransom_note"):
+        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=7, seed=5)
+        env.graders = chains.graders
+        for split, seed in (("train", 5), ("heldout", 1_000_008)):
+            options = {"size": 7, "seed": seed}
+            entries = json.loads(
+                subprocess.run(
+                    [sys.executable, "-c", listing.format(dataset, options)],
+                    env={**os.environ, "PYTHONHASHSEED": "0"},
+                    capture_output=True,
+                    check=True,
+                ).stdout
+            )
+            tasks = env.tasks(split)
+            asked = [task.messages[0]["content"] for task in tasks]
+            assert asked == [entry["question"] for entry in entries]
+            assert [task.id for task in tasks] == [f"{dataset}/{split}/{i}" for i in range(7)]
+            env._timeout_s = 30.0
+            assert [env.score(t, e["answer"]) for t, e in zip(tasks, entries, strict=True)] == [
+                1
+            ] * 7
+
+
+@pytest.mark.nsjail
+def test_a_question_of_reasoning_gym_is_the_same_beside_others(
+    chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is judged alone. Those of list_functions hang on Python's own random numbers too."""
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset="list_functions", size=12)
+    env.graders = chains.graders
+    together = env.tasks("train")
+    monkeypatch.setattr("agentgrpo.envs.reasoning_gym.PAGE", 1)
+    assert env.tasks("train") == together
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("dataset", "config", "said"),
+    [
+        (
+            "countdown",
+            {"min_target": 10**9, "max_target": 10**9},
+            "dataset 'countdown': no questions 0 to 2 .*Failed to generate valid expression",
+        ),
+        ("chain_sum", {}, "dataset 'chain_sum': no questions 0 to 2 .*over 1 steps"),
+    ],
+)
+def test_a_dataset_of_reasoning_gym_without_questions_is_said(
+    chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch, dataset: str, config: Any, said: str
+) -> None:
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=2, config=config)
+    env.graders = chains.graders
+    if not config:
+        ended = StepResult(status=StepStatus.TIMEOUT_KILLED, detail="over 1 steps")
+        monkeypatch.setattr(Session, "ask", lambda *_: ended)
+    with pytest.raises(ValueError, match=said):
+        env.tasks("train")
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("dataset", "config", "wrong", "right"),
+    [
+        ("simple_integration", {}, ["Integral({integrand}, {variable})", "{integrand}"], []),
+        (
+            "intermediate_integration",
+            {"problem_type_weights": [0, 0, 1, 0, 0, 0, 0, 0]},
+            ["Integral({integrand}, x)", "Integral({integrand}, x, evaluate=False) + C"],
+            ["atan(1) + {answer}"],
+        ),
+        (
+            "polynomial_multiplication",
+            {},
+            ["{polynomial_expr}", "Poly({polynomial_expr})", "PurePoly({polynomial_expr})"],
+            ["0 + {answer}"],
+        ),
+        (
+            "countdown",
+            {},
+            [
+                "({sum})*log(log(E)) + {target}.E0",
+                "({sum})*0x0 + 0x{target:x}",
+                "{target:_}e0 # {numbers}",
+                "0x{target:x} # {numbers}",
+                "({sum})*(log(E) - log(E)) + factorial(ceiling(pi))",
+                "({sum})//1 + 0_0",
+                "({expression})**1_0",
+            ],
+            ["( {answer} )"],
+        ),
+        (
+            "puzzle24",
+            {},
+            [
+                "({sum})*log(log(E)) + factorial(ceiling(pi))",
+                "({sum})*0x0 + 0x18",
+                "0x18 # {numbers}",
+                "6*4*1*1",
+                "9*5/(1 + 3)*2",
+                "9 + 3*5 + 1/2",
+                "9 + 3*5/1**2",
+            ],
+            ["( {answer} )", "9+5*1*3"],
+        ),
+        ("complex_arithmetic", {}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
+        ("coin_flip", {}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
+        ("game_of_life_halting", {}, ["False", "yes", "0", "False or True"], [" true "]),
+    ],
+)
+def test_reasoning_gym_pays_no_question_said_again(
+    chains: ReasoningGymEnv, dataset: str, config: Any, wrong: list[str], right: list[str]
+) -> None:
+    """Nor numbers that were not given, however they are spelled, nor what it takes for any."""
+    import reasoning_gym
+    import sympy
+
+    env = ReasoningGymEnv(
+        chains.pool, 1.0, dataset=dataset, size=1, config=config, verify_timeout_s=30.0
+    )
+    env.graders = chains.graders
+    (given,) = env.tasks("train")
+    entry = reasoning_gym.create_dataset(dataset, size=1, seed=0, **config)[0]
+    if dataset == "polynomial_multiplication":  # hangs on the seed of this process's hashes
+        asked = given.messages[0]["content"].split("\n")[0].partition(": ")[2]
+        product = sympy.expand(sympy.parse_expr(asked))
+        entry = {"answer": str(product), "metadata": {"polynomial_expr": asked}}
+    facts = {**entry["metadata"], "answer": entry["answer"]}
+    facts["sum"] = "+".join(map(str, facts.get("numbers", [])))
+    for answer in ["{answer}", *right]:
+        assert env.score(given, answer.format(**facts)) == 1.0, answer
+    for answer in wrong:
+        assert env.score(given, answer.format(**facts)) < 0.1, answer
 
 
 # hidden tests
@@ -578,6 +724,11 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
     told = runner.step(one, CallTools((ToolCall("fail", {}), ToolCall("nowhere", {})))).result(60)
     assert "Error executing tool fail" in told.outputs[0]
     assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
+    deep: Any = "d"
+    for _ in range(DEEPEST - 1):  # of lists in an object
+        deep = [deep]
+    said = runner.step(two, call("remember", word=deep)).result(60)
+    assert "Input should be a valid string" in said.text
     with pytest.raises(InfrastructureError, match="the MCP server ended in end"):
         runner.step(one, call("end")).result(60)
     assert runner.finish(one, None).result(60) == {}

@@ -21,7 +21,14 @@ import pytest
 
 from agentgrpo.programs.conversations import Conversations
 from agentgrpo.programs.endpoint import APIS
-from agentgrpo.programs.messages import BadRequest, Call, Message, json_key, read_messages
+from agentgrpo.programs.messages import (
+    BadRequest,
+    Call,
+    Message,
+    is_object,
+    json_key,
+    read_messages,
+)
 from agentgrpo.types import Completion, Int32, Turn
 from tests.playing import CHAT, TOKENIZER
 from tests.programs import dialects
@@ -175,6 +182,8 @@ SAME = [
     ("{bad", "{bad ", False),
     ("[[[" * 9999, "[[[" * 9999, True),
     ('{"a": 1e999}', '{"a": 2e999}', False),
+    (f'{{"a": {"[" * 99}{"]" * 99}}}', f'{{"a":{"[" * 99}{"]" * 99}}}', True),
+    (f'{{"a": {"[" * 100}{"]" * 100}}}', f'{{"a":{"[" * 100}{"]" * 100}}}', False),
 ]
 
 
@@ -204,6 +213,14 @@ def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> 
         back = Message("assistant", "x", reasoning=thought)
         asked = talks.prompt([*question, back, Message("user", "on")], [])
         assert asked.token_ids[: len(held)].tolist() == held.tolist()
+
+
+@pytest.mark.parametrize(("depth", "kind"), [(99, dict), (100, str), (900, str)])
+def test_arguments_are_shown_as_an_object_unless_nested_too_deep(depth: int, kind: type) -> None:
+    text = f'{{"a":{"[" * depth}{"]" * depth}}}'
+    (call,) = Message("assistant", "", (Call("1", "f", text),)).shown()["tool_calls"]
+    assert type(call["function"]["arguments"]) is kind
+    assert is_object(text) is (kind is dict)
 
 
 def test_the_name_of_a_tool_is_that_of_its_call() -> None:
