@@ -22,6 +22,7 @@ from agentgrpo.actions import (
     Say,
     ToolCall,
 )
+from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.tools import ONE_CALL_RULE, ToolAgent
 from agentgrpo.config.read import load_config
@@ -217,10 +218,18 @@ def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
     talker = agent(hermes, talks=True)
-    assert talker.parse("<think>Who?</think>Hello?", TASK) == Say(
-        "Hello?", "<think>Who?</think>Hello?"
-    )
+    assert talker.parse("<think>Who?</think>Hello?", TASK) == Say("Hello?", "Hello?")
     assert talker.parse(call("add", a=1), TASK) == ADD
+
+
+def test_what_a_model_thinks_is_no_part_of_its_answer(hermes: ReadCalls) -> None:
+    """Nor is an answer that it thinks of an answer."""
+    thought = "<think>Al? I say Answer: Al.</think>\n\n"
+    for prefix, said in (("", "Bo"), ("Answer:", "Answer: Bo")):
+        asked = agent(hermes, answer_prefix=prefix)
+        assert asked.parse(thought + said, TASK) == Finish("Bo")
+    assert asked.parse(f"{thought}Bo", TASK) == Finish(None)
+    assert CodeAgent().parse(f"{thought}Answer: Bo", TASK) == Finish("Bo")
 
 
 def test_the_rule_of_one_call_is_in_the_prompt(hermes: ReadCalls) -> None:
