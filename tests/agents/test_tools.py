@@ -19,6 +19,7 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     ReadCalls,
+    Reading,
     Say,
     ToolCall,
 )
@@ -287,6 +288,47 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     for broken in [*BROKEN, text[: len(text) // 2], text[:-1], text.replace('"add"', "add")]:
         assert isinstance(agent(reader).parse(broken, TASK), Malformed | Finish | CallTools)
     assert agent(reader).parse("plain words", TASK) == Finish("plain words")
+
+
+def test_an_argument_is_not_read_anew_at_each_of_its_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's parsers do for a stream: a page of HTML took seconds, with the GIL held."""
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    asked: list[str] = []
+    prefix = ParserEngine._safe_arg_prefix
+
+    def counted(text: str, *more: Any) -> Any:
+        asked.append(text)
+        return prefix(text, *more)
+
+    monkeypatch.setattr(ParserEngine, "_safe_arg_prefix", staticmethod(counted))
+    read = tool_call_reader("qwen3_coder", TOKENIZER)
+    page = "<ul>" + "<li>one</li>" * 50 + "</ul>"
+    for end in ("\n</parameter>\n</function>\n</tool_call>", "\n</parameter>"):
+        said = f"<tool_call>\n<function=add>\n<parameter=a>\n{page}{end}"
+        ((name, arguments),) = read(said, ENV.tools(TASK)).calls
+        assert (name, json.loads(arguments)["a"]) == ("add", page)
+    assert len(asked) < 10
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", call("add", a=1) * 1001),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n" + "<parameter=a>1</parameter>" * 1001),
+        ("qwen3_coder", f"<tool_call><function=add><parameter={' ' * 300}a>1</parameter>"),
+    ],
+)
+def test_a_turn_of_thousands_of_marks_is_malformed(parser: str, text: str) -> None:
+    """Parsers take time quadratic in them: 40 KB of parameters took 19 s."""
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    read = tool_call_reader(parser, TOKENIZER)
+    assert agent(read).parse(text, TASK) == UNREAD
+    prose = f"a ={' ' * 300}b" + "<parameter>" * 1001
+    assert read(prose, ENV.tools(TASK)) == Reading(prose, (), attempted=False)
 
 
 def test_tools_that_nobody_could_call_are_no_fault_of_the_policys() -> None:
