@@ -129,7 +129,7 @@ READERS = [
       for unit in (",111", "1 1/1 ", "1/", "1_", "-", "1^", "* 10^", r"\frac{1}{", "{,}")),
     *((lambda text: f1(text, ["a"]), unit) for unit in ("!", "a ", "1.", "\u0301")),
     *((lambda text: program_in("```python\n" + text, ["f"]), unit)
-      for unit in ("f\n", "f ", " ", '"', "\\", '"a', "> ```\n", "{.python ", "\n")),
+      for unit in ("f\n", '"', "\\", '"a', "> ```\n")),
     *((lambda text: TagAgent().parse(f"<answer>{text}</answer>", None), unit)
       for unit in ("<answer>", r"\boxed{")),
     *((step, unit) for unit in ("\n", "Step: ", "Step: 1 ", "9")),
