@@ -126,8 +126,8 @@ class FormAgent(TextAgent):
         return Finish(None) if self.after_malformed == "end" else Malformed(message)
 
     def answered(self, text: str, prefix: str) -> Action:
-        """What a turn without an action means: the answer after a prefix, or else what is said."""
-        answer = answer_in(text, prefix)
+        """What a turn without an action means, less its thoughts: an answer, or what is said."""
+        answer = answer_in(text.rpartition(THOUGHT)[2], prefix)
         ends = bool(prefix) and answer is not None
         return Finish(answer) if ends else self.said(text, answer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,11 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None, **more}
         request = ChatCompletionRequest(**given)
         shown: list[Any] | None = request.tools
-        return make(tokenizer, shown), request  # a parser may keep state of the text it has read
+        reader = make(tokenizer, shown)  # may keep state of the text it has read
+        if engine := getattr(reader, "_parser_engine", None):  # of the newer parsers
+            # else each "<" in an argument has it read anew up to there: 8 s for 12 KB of HTML
+            engine._stream_arg_deltas = False
+        return reader, request
 
     def grammar(tools: Sequence[Schema], choice: Any) -> str | None:
         """A structural tag of vLLM's by which a turn calls a tool, as tool_choice says."""
@@ -47,13 +52,18 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
         reader, request = made(tools)  # raises for tools that nobody could call
+        marks = _marks(reader)
+        attempted = any(mark in text for mark in marks)
+        most = max(map(text.count, ("<parameter", *marks)))
+        if attempted and (most > MOST_MARKS or _GAP.search(text)):
+            return Reading(text, (), attempted)
         try:
             found = reader.extract_tool_calls(text, request)
         except Exception:  # parsers raise for what a policy says
             return Reading(text, (), attempted=True)
         calls = tuple((c.function.name, c.function.arguments) for c in found.tool_calls or ())
         content = (found.content or "") if calls else text
-        return Reading(content, calls, attempted=_is_marked(reader, text))
+        return Reading(content, calls, attempted)
 
     try:
         made([])
@@ -82,12 +92,17 @@ _CALL_MARKS = (
     "<\uff5ctool\u2581call",
 )
 """Marks that begin a call in some family, whichever parser is chosen."""
+MOST_MARKS = 1000
+"""Of one kind in a turn that is read: parsers take time quadratic in their number."""
+_GAP = re.compile(r"[<=]\s{256}")
+"""Space in a tag: patterns of parsers take time quadratic in it."""
 
 
-def _is_marked(reader: Any, text: str) -> bool:
+def _marks(reader: Any) -> list[str]:
+    """Those of every family, and its own."""
     own = [
         value
         for name, value in {**vars(type(reader)), **vars(reader)}.items()
         if isinstance(value, str) and value and name.endswith(("start_token", "bot_token"))
     ]
-    return any(mark in text for mark in (*_CALL_MARKS, *own))
+    return [*_CALL_MARKS, *own]

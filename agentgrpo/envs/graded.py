@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
@@ -24,7 +25,9 @@ FENCE = re.compile(r"(.*?)(`{3,}|~{3,})(.*)")
 """A line that opens or closes a block: what stands before the fence, the fence, and behind it."""
 QUOTES = re.compile(r"""#|\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["']""")
 """In a line of Python: a comment, or a text of it; alone what opens one."""
-PYTHON = ("py", "python", "python3")
+LANGUAGE = re.compile(r"(?<!\S)\{?\.?(py(?:thon)?)[\d.]*\}?")
+"""Python, as fences name it: py, python3.11, {.python}."""
+PYTHON = ("py", "python")
 KNOWN = ("", *PYTHON)
 ALONE = [name.split() for name in KNOWN]
 """What may stand behind a fence in the middle of a sentence."""
@@ -143,7 +146,9 @@ class UnitTestEpisode(PythonEpisode):
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved`: all tests pass; with cases, `partial` is the share of those that do."""
-        code = program_in(answer)
+        tests = self._spec.get("tests")
+        named = {} if tests is None else names_of(tests, self._spec.get("names"))[1]
+        code = program_in(answer, named.values())
         if code is None:
             return {"solved": 0.0}
         with self._env.graders.places:
@@ -163,42 +168,54 @@ class UnitTestEpisode(PythonEpisode):
             return check_all(pool, code, cases, timeout_s=limit)
 
 
-def program_in(answer: str | None) -> str | None:
+def program_in(answer: str | None, names: Iterable[str] = ()) -> str | None:
     r"""The program of an answer: its last block that says Python, else the last that names no
-    language, else all of it; None if there is none.
+    language, else all of it; None if there is none. Blocks that define more of the names under test
+    go before those that use them.
 
     >>> program_in("For\n```text\n1\n```\n:\n```Python\nprint(1)\n```\nIt prints\n```\n1\n```")
     'print(1)\n'
     """
     if answer is None or not answer.strip():
         return None
-    told = ((name, text) for name, text in _blocks(answer) if name in KNOWN and text.strip())
-    last = {name in PYTHON: text for name, text in told}
-    found = last.get(True, last.get(False, answer))
+    asked = "|".join(re.findall(r"^\w+", "\n".join(map(str, names)), re.MULTILINE)) or "(?!)"
+    making = rf"^[ \t]*(?:(?:async )?def |class |(?=\w+ *=[^=]))({asked})\b"
+    last: dict[bool, tuple[int, str]] = {}
+    for name, text in _blocks(answer):
+        if name in KNOWN and text.strip():
+            made = len({*re.findall(making, text, re.MULTILINE)})
+            last[name in PYTHON] = max(
+                (made, text), last.get(name in PYTHON, (0, "")), key=itemgetter(0)
+            )
+    _, found = last.get(True) or last.get(False) or (0, answer)
     return textwrap.dedent(found) if found.lstrip("\n")[:1].isspace() else found
 
 
 def _blocks(answer: str, *, docs: bool = True) -> Iterator[tuple[str, str]]:
     """Its fenced blocks: the language that each names, and its text. One that is not closed ends
     with the answer. Line by line: a pattern for whole blocks takes time quadratic in their number.
+    In a quotation (`> `) the lines are what it quotes.
 
     docs: a text of several lines, of a program, holds fences; where one does not end, none does.
     """
-    fence, language, lines, doc = "", "", [""], ""
+    fence, language, lines, doc, quote = "", "", [""], "", ""
     told: list[tuple[str, str]] = []
     for line in answer.split("\n"):
+        if quote and line.lstrip().startswith(quote):
+            line = line.lstrip().removeprefix(quote).removeprefix(" ")
         found = FENCE.match(line)
         before, run, behind = found.groups() if found else ("", "", "")
-        words, code = behind.lower().split(), before.strip()
+        words, code = LANGUAGE.sub(r"\1", behind.lower()).split(), before.strip()
         if fence and run.startswith(fence) and not _open(before, doc):
             told.append((language, "".join([*lines, before] if code else lines)))
-            fence = ""
+            fence = quote = ""
             begins = not code and len(words) == 1 and words[0].isalnum()
         else:
             begins = not fence and bool(run) and "`" not in behind
             begins = begins and (words in ALONE or not any(map(str.isalpha, before)))
         if begins:
             fence, language, lines = run, "".join(words[:1]), []
+            quote = code if code == ">" else ""
         elif fence:
             lines.append(f"{line}\n")
             left = _open(line, doc) if docs and language in KNOWN else ""

@@ -120,7 +120,9 @@ def refinement(shop: Workshop, chosen: Chosen) -> Trajectory:
     """The critic rewrites the thoughts; what was done and its results stay, verbatim."""
     turns = chosen.trajectory.turns
     reply = shop.ask(shop.critic, _prompt(REFINE, chosen))
-    said = {int(n): text.strip() for n, text in re.findall(r"^Thought (\d+):(.*)$", reply, re.M)}
+    said = {
+        int(n): text.strip() for n, text in re.findall(r"^Thought (\d{1,9}):(.*)$", reply, re.M)
+    }
     wanted = {i for i, turn in enumerate(turns, 1) if _split(shop, turn.text)[0].strip()}
     if not wanted:
         raise NothingMade("there is no thought to refine")
@@ -214,7 +216,7 @@ def _first_flaw(shop: Workshop, chosen: Chosen) -> int:
 
 
 def _step_in(reply: str, chosen: Chosen) -> int:
-    found = re.search(r"^\s*Step:\s*(\d+)\s*$", reply, re.MULTILINE)
+    found = re.search(r"^[ \t]*Step:\s*(\d{1,9})\s*$", reply, re.MULTILINE)
     count = len(chosen.trajectory.turns)
     if found is None or not 1 <= int(found[1]) <= count:
         raise NothingMade(f"expected 'Step: NUMBER' from 1 to {count}, got {reply[:80]!r}")

@@ -1,31 +1,51 @@
 r"""Whether answers are the same: as numbers, as mathematics, as words. Rewards and measures ask.
 
 The numbers in a text are read as people write them: 1,234 and 1_234 are 1234, 12.0 is 12, a leading
-minus counts unless it joins two numbers (the 3 in 10-3 is 3). Comparison is exact, in decimals.
+minus counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75, and the
+exponent of a unit is none. Comparison is exact, in decimals and fractions.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+import unicodedata
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from fractions import Fraction
 
 from agentgrpo.rewards.formulas import TOO_MUCH, Comparison, compare
 from agentgrpo.types import Task
 
-NUMBER = re.compile(
-    r"""
-    (?: (?<! [\w)\]] ) - )?                          # a sign; after a word or bracket, an operator
-    (?: (?<! [\w.] ) \d{1,3} (?:,\d{3})+ (?! ,?\d )   # 1,234,567
-      | (?<! [\w.] ) \d+ (?:_\d+)*                   # 1234 or 1_234
-      | (?<! [\w.] ) (?= \.\d )                      # .5
+ONE = r"""
+    (?> (?: (?<! [\w.] ) (?<! \d, ) \d{1,3} (?:,\d{3})+ (?! ,?\d )  # 1,234,567; begun once: linear
+          | (?<! [\w.] ) \d+ (?:_\d+)*                             # 1234 or 1_234
+          | (?<! [\w.] ) (?= \.\d )                                # .5
+        )
+        (?: \.\d+ )?
+        (?: [eE] [+-]? \d{1,4} (?! \w ) )?   # bounded: Decimal refuses 1e999999999999999999
     )
-    (?: \.\d+ )?
-    (?: [eE] [+-]? \d{1,4} (?! \w ) )?               # bounded: Decimal refuses 1e999999999999999999
+"""
+NUMBER = re.compile(
+    rf"""
+    (?P<sign> (?<! [\w)\]] ) - (?: \\?[$€£] )? )?  # after a word or bracket, an operator
+    (?: (?<! [\w.,/] ) (?P<whole> \d{{1,9}} ) [ ] (?= \d{{1,9}}/\d{{1,9}} (?! [\d.,/]*\d ) ) )?
+    (?P<parts> {ONE} (?: / {ONE} )*+ )
+    (?! [⁰¹²³⁴-⁹] )
     """,
     re.ASCII | re.VERBOSE,
 )
+"""Takes time linear in the text: a policy may say anything."""
+MINUS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
+"""What is read as one: hyphens, the figure and en dash, the sign itself, and two wide ones."""
+SPELLINGS = (
+    (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3})"), ","),  # 1\,234
+    (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
+    (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
+    (re.compile(r" ?(?:\\times|\xd7|\*) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
+    (re.compile(r"\^\{?-?\d+\}?"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
+)
+"""How LaTeX writes what NUMBER reads."""
 
 
 def accepted_answers(task: Task) -> list[str]:
@@ -47,33 +67,54 @@ def accepted_answers(task: Task) -> list[str]:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, exactly; None if there is none.
+Number = Decimal | Fraction
 
-    >>> last_number("That makes 1,234.50 dollars.")
-    Decimal('1234.50')
+
+def last_number(text: str) -> Number | None:
+    """The last number in `text`, exactly; a Fraction where it is written as one. None: there is
+    none.
+
+    >>> last_number("That makes 1,234.50 dollars."), last_number("about -1 1/2")
+    (Decimal('1234.50'), Fraction(-3, 2))
     """
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(found[-1].replace(",", "").replace("_", "")) if found else None
+    last = deque(NUMBER.finditer(_spelled(text)), maxlen=1)
+    return _number(last[0]) if last else None
 
 
-def only_number(text: str) -> Decimal | None:
+def only_number(text: str) -> Number | None:
     r"""The number that `text` is, but for surrounding space and a final full stop; else None.
 
     >>> only_number(" 12.0\n"), only_number("it is 12")
     (Decimal('12.0'), None)
     """
-    stripped = text.strip().replace("\N{MINUS SIGN}", "-").removesuffix(".")
-    return last_number(stripped) if NUMBER.fullmatch(stripped) else None
+    found = NUMBER.fullmatch(_spelled(text.strip()).removesuffix("."))
+    return _number(found) if found else None
 
 
-def expected_numbers(task: Task) -> list[Decimal]:
+def _spelled(text: str) -> str:
+    text = text.translate(MINUS)
+    for spelling, plain in SPELLINGS:
+        text = spelling.sub(plain, text)
+    return text
+
+
+def _number(found: re.Match[str]) -> Number:
+    """A quotient of two is one number; of more, as in a date, the last is."""
+    parts = [part.replace(",", "") for part in found["parts"].split("/")]
+    last, sign = Decimal(parts[-1]), "-" if found["sign"] else ""
+    if len(parts) == 2 and last and len(found["parts"]) < 100:
+        number = int(found["whole"] or 0) + Fraction(Decimal(parts[0])) / Fraction(last)
+        return -number if sign else number
+    return Decimal(sign + parts[0]) if len(parts) == 1 else last
+
+
+def expected_numbers(task: Task) -> list[Number]:
     """The number that each of the accepted answers holds.
 
     Raises:
         ValueError: one holds none; names the task.
     """
-    expected = []
+    expected: list[Number] = []
     for text in accepted_answers(task):
         if (number := last_number(text)) is None:
             raise ValueError(
@@ -94,8 +135,10 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     or formula in it, and as one formula; either may be equal. Where math-verify finds no formula in
     what is wanted, it is compared as text.
     """
+    if not wanted.endswith("*"):
+        answer = answer.strip(" \n\t*`")  # Markdown's bold and code
     number, expected = only_number(answer), only_number(wanted)
-    if number is not None and expected is not None:
+    if isinstance(number, Decimal) and isinstance(expected, Decimal):
         return Comparison(wanted_read=True, said_read=True, equal=number == expected)
     seen = compare(_as_formula(wanted), answer)
     wanted_read, said_read, equal = seen
@@ -162,8 +205,8 @@ def words(text: str) -> list[str]:
     >>> words("The  U.S. Open,"), words("-1,234.5 to 3/4"), words("A")
     (['us', 'open'], ['-1234.5', 'to', '3', '4'], ['a'])
     """
-    lower = text.lower().replace("\N{MINUS SIGN}", "-")
-    said = PUNCTUATION.sub(lambda found: found[1] or "", APART.sub(" ", lower)).split()
+    lower = unicodedata.normalize("NFC", text.lower()).replace("\N{MINUS SIGN}", "-")
+    said = PUNCTUATION.sub(_kept, APART.sub(" ", lower)).split()
     return [word for word in said if word not in ARTICLES] or said or lower.split()
 
 
@@ -174,6 +217,11 @@ def expected_texts(task: Task) -> list[str]:
         ValueError: one is empty, or there is none; names the task.
     """
     return _filled(task, words)
+
+
+def _kept(found: re.Match[str]) -> str:
+    r"""Of a number; and marks, which are part of words in many scripts and not of Python's \w."""
+    return found[1] or (found[0] if unicodedata.category(found[0]).startswith("M") else "")
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 
 from agentgrpo.config import RewardConfig
 from agentgrpo.rewards.answers import (
+    exact_match,
     expected_mathematics,
     expected_numbers,
     expected_texts,
@@ -225,8 +226,8 @@ class TextReward:
     """`answer` for an exact match, else `partial`: the share of it that the token F1 is (SQuAD's).
 
     Several expected answers in a list: the best counts. Compared without case, punctuation,
-    articles and repeated space; an answer of more than max_words words is worth nothing, so that
-    reciting everything does not pay.
+    articles and repeated space; another answer of more than max_words words is worth nothing, so
+    that reciting everything does not pay.
 
     Raises (when called):
         ValueError: `task.spec["answer"]` is missing, or it or one of a list is empty.
@@ -240,13 +241,14 @@ class TextReward:
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` or `partial`, together in [0, answer], and `format`."""
         answer = rollout.answer or ""
-        said, score = words(answer), f1(answer, self.expected(rollout.task))
-        short = len(said) <= self.max_words
+        said, accepted = words(answer), self.expected(rollout.task)
+        score, exact = f1(answer, accepted), bool(exact_match(answer, accepted))
+        short = exact or len(said) <= self.max_words
         worth = rollout.weighted("answer", self.answer, score * short)
         well_formed = bool(said) and short and _acted_well(rollout)
         return {
-            "answer": worth if score == 1.0 else 0.0,
-            "partial": worth if score < 1.0 else 0.0,
+            "answer": worth if exact else 0.0,
+            "partial": 0.0 if exact else worth,
             "format": rollout.weighted("format", self.format, well_formed),
         }
 

@@ -20,9 +20,11 @@ from agentgrpo.actions import (
     InfrastructureError,
     Malformed,
     ReadCalls,
+    Reading,
     Say,
     ToolCall,
 )
+from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.tools import ONE_CALL_RULE, ToolAgent
 from agentgrpo.config.read import load_config
@@ -231,10 +233,18 @@ def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
     talker = agent(hermes, talks=True)
-    assert talker.parse("<think>Who?</think>Hello?", TASK) == Say(
-        "Hello?", "<think>Who?</think>Hello?"
-    )
+    assert talker.parse("<think>Who?</think>Hello?", TASK) == Say("Hello?", "Hello?")
     assert talker.parse(call("add", a=1), TASK) == ADD
+
+
+def test_what_a_model_thinks_is_no_part_of_its_answer(hermes: ReadCalls) -> None:
+    """Nor is an answer that it thinks of an answer."""
+    thought = "<think>Al? I say Answer: Al.</think>\n\n"
+    for prefix, said in (("", "Bo"), ("Answer:", "Answer: Bo")):
+        asked = agent(hermes, answer_prefix=prefix)
+        assert asked.parse(thought + said, TASK) == Finish("Bo")
+    assert asked.parse(f"{thought}Bo", TASK) == Finish(None)
+    assert CodeAgent().parse(f"{thought}Answer: Bo", TASK) == Finish("Bo")
 
 
 def test_the_rule_of_one_call_is_in_the_prompt(hermes: ReadCalls) -> None:
@@ -292,6 +302,47 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
     for broken in [*BROKEN, text[: len(text) // 2], text[:-1], text.replace('"add"', "add")]:
         assert isinstance(agent(reader).parse(broken, TASK), Malformed | Finish | CallTools)
     assert agent(reader).parse("plain words", TASK) == Finish("plain words")
+
+
+def test_an_argument_is_not_read_anew_at_each_of_its_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's parsers do for a stream: a page of HTML took seconds, with the GIL held."""
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    asked: list[str] = []
+    prefix = ParserEngine._safe_arg_prefix
+
+    def counted(text: str, *more: Any) -> Any:
+        asked.append(text)
+        return prefix(text, *more)
+
+    monkeypatch.setattr(ParserEngine, "_safe_arg_prefix", staticmethod(counted))
+    read = tool_call_reader("qwen3_coder", TOKENIZER)
+    page = "<ul>" + "<li>one</li>" * 50 + "</ul>"
+    for end in ("\n</parameter>\n</function>\n</tool_call>", "\n</parameter>"):
+        said = f"<tool_call>\n<function=add>\n<parameter=a>\n{page}{end}"
+        ((name, arguments),) = read(said, ENV.tools(TASK)).calls
+        assert (name, json.loads(arguments)["a"]) == ("add", page)
+    assert len(asked) < 10
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", call("add", a=1) * 1001),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n" + "<parameter=a>1</parameter>" * 1001),
+        ("qwen3_coder", f"<tool_call><function=add><parameter={' ' * 300}a>1</parameter>"),
+    ],
+)
+def test_a_turn_of_thousands_of_marks_is_malformed(parser: str, text: str) -> None:
+    """Parsers take time quadratic in them: 40 KB of parameters took 19 s."""
+    from agentgrpo.engine.tool_parsers import tool_call_reader
+
+    read = tool_call_reader(parser, TOKENIZER)
+    assert agent(read).parse(text, TASK) == UNREAD
+    prose = f"a ={' ' * 300}b" + "<parameter>" * 1001
+    assert read(prose, ENV.tools(TASK)) == Reading(prose, (), attempted=False)
 
 
 def test_tools_that_nobody_could_call_are_no_fault_of_the_policys() -> None:

@@ -379,6 +379,7 @@ CASES = {"cases": [["2\n", "4"], ["-3\n", "9"]]}
     [
         (TESTS, "def f(x): return x * x", {"solved": 1.0, "partial": 0.0}),
         (TESTS, "Here:\n```python\ndef f(x): return x ** 2\n```\nDone.", {"solved": 1.0}),
+        (TESTS, "```python\ndef f(x): return x ** 2\n```\n```python\nf(2)\n```", {"solved": 1.0}),
         (TESTS, "def f(x): return x + 2", {"solved": 0.0}),
         (TESTS, "import sys; sys.exit(0)", {"solved": 0.0}),
         (TESTS, "class E:\n  __eq__ = lambda *a: True\nf = lambda x: E()", {"solved": 0.0}),
@@ -452,12 +453,31 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "```\n>>> '''\n```\n```python\nf = 1\n```\nDone.",
         "```text\n'''\n```\n```python\nf = 1\n```\n```text\n'''\n```",
         "```python\nf = len('\\'' + '```') - 3\n```",
+        "```python3.11\nf = 1\n```\n```\nf = 0\n```",
+        "```{.python}\nf = 1\n```\n```\nf = 0\n```",
+        "```text\n1\n```python3.11\nf = 1\n```",
+        "So:\n\n> ```python\n> f = 1\n> if f:\n>     g = f\n> ```\n> done",
+        "> ```python\n> f = 0\n> ```\n\nNo:\n```python\nf = (0\n> -1) + 0\n```",
     ],
 )
 def test_the_program_of_an_answer_is_found(answer: str) -> None:
     scope: dict[str, Any] = {}
     exec(program_in(answer) or "", scope)
     assert scope["f"] == 1
+
+
+def test_a_block_that_uses_the_program_is_not_it() -> None:
+    uses, defines = (
+        "```python\nprint(f(3) == f (3))\nf == 3\n```",
+        "```python\ndef f(x): return {}\n```",
+    )
+    answer = "\n".join((defines.format(0), defines.format(1), "Example usage:", uses))
+    assert program_in(answer, ["f"]) == "def f(x): return 1\n"
+    for name in ("g", "lambda x: f(x)", "f2"):
+        assert program_in(answer, [name]) == "print(f(3) == f (3))\nf == 3\n"
+    parts = "```python\nclass A:\n    pass\n\n\nb = 1\n```\nA is:\n```python\nclass A: ...\n```"
+    assert "b = 1" in (program_in(parts, ["A().f", "b"]) or "")
+    assert program_in(parts, ["A().f"]) == "class A: ...\n"
 
 
 def test_fences_without_end_take_no_time() -> None:

@@ -84,6 +84,13 @@ TEXT = [
     (" ".join(["Paris"] * 33), 0.0),
     ("London Rome Paris Berlin Madrid Oslo Bonn", 0.25),
 ]
+TOLD_APART = [
+    ("dog bites man", "man bites dog", 0, 1),
+    ("दिन", "दान", 0, 0),
+    ("की", "का", 0, 0),
+    ("café", "cafe\u0301", 1, 0),
+    (" ".join(map("word{}".format, range(40))), " ".join(map("Word{}.".format, range(40))), 1, 0),
+]
 
 
 @pytest.mark.parametrize(("answer", "expected"), TEXT)
@@ -92,6 +99,14 @@ def test_reward_text_does_not_pay_reciting(answer: str | None, expected: float) 
     parts = reward(_answered(answer, "Paris"))
     assert parts["answer"] == (expected == 1.0), "solved is what is right and no share of it"
     assert parts["answer"] + parts["partial"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("gold", "said", "answer", "partial"), TOLD_APART)
+def test_reward_text_solves_by_the_same_words_in_their_order(
+    gold: str, said: str, answer: float, partial: float
+) -> None:
+    parts = make_reward(RewardConfig(kind="text"))(_answered(said, gold))
+    assert (parts["answer"], parts["partial"]) == (answer, partial)
 
 
 MATH = [
@@ -107,6 +122,10 @@ MATH = [
     (r"\boxed{1/2} \boxed{3}", "1/2", 0.0),
     ("$1$ $2$ $1/2$", "1/2", 1.0),  # the last one is the answer, as with numeric
     ("$9^{9^{9^{9}}}$", "1/2", 0.0),
+    ("47/4**", "47/4", 1.0),  # of "**Answer: 47/4**"
+    ("**47/4**", "47/4", 1.0),
+    ("** `$x+1$`", "x+1", 1.0),
+    ("0.333333", "1/3", 1.0),  # math-verify rounds
 ]
 
 

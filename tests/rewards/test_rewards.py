@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentgrpo.registry import load_reward
-from agentgrpo.rewards.answers import last_number, only_number
+from agentgrpo.rewards.answers import expected_numbers, last_number, only_number
 from agentgrpo.rewards.rewards import NumericReward, score, try_reward
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.usercode import UserCodeError
@@ -57,6 +59,33 @@ def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout
         ("from 7 to 9, x2", "9"),
         ("\\boxed{42}", "42"),
         ("#### 72", "72"),
+        ("-$5", "-5"),
+        (r"-\$1,000", "-1000"),
+        ("from $3-$5", "5"),
+        ("\N{EN DASH}5", "-5"),
+        ("3\N{EN DASH}5", "5"),
+        (r"\boxed{1{,}234}", "1234"),
+        (r"1\,234\,567", "1234567"),
+        (r"1,\!234", "1234"),
+        ("1\N{NARROW NO-BREAK SPACE}234", "1234"),
+        ("1 234", "234"),
+        ("7,8,123", "123"),
+        ("36 cm^2", "36"),
+        ("9 m s^{-2}", "9"),
+        (r"90^\circ", "90"),
+        ("36 m²", "36"),
+        ("2^10 = 1024", "1024"),
+        (r"3 \times 10^{6}", "3000000"),
+        ("3/4", "0.75"),
+        ("1,000/8", "125"),
+        ("-3/4", "-0.75"),
+        (r"-\dfrac{3}{4}", "-0.75"),
+        (r"1\frac{1}{2}", "1.5"),
+        ("-1 1/2 cups", "-1.5"),
+        ("12/25/2024", "2024"),
+        ("5/0", "0"),
+        ("9" * 60 + "/" + "3" * 60, "3" * 60),
+        ("1" + ",000" * 200, "1" + "000" * 200),
     ],
 )
 def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> None:
@@ -64,11 +93,58 @@ def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> N
 
 
 def test_where_there_is_no_number_none_is_read() -> None:
-    texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}"]
-    assert [last_number(text) for text in texts] == [None] * 7
+    texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}", "2^10", "5²", "s^-2"]
+    assert [last_number(text) for text in texts] == [None] * 10
     strict = ["36 pens", "it is 36", "36 36", "12*3", "36..", "", f"1e{10**30}"]
     assert [only_number(text) for text in strict] == [None] * 7
     assert last_number("1e3") == 1000
+
+
+def test_a_fraction_is_compared_exactly_and_a_power_is_refused() -> None:
+    third = NumericReward(answer=1.0, format=0.0)
+    for said, right in (("1/3", 1), (r"\frac{2}{6}", 1), ("0.333333333333", 0), ("3", 0)):
+        assert third(played(said, expected="1/3"))["answer"] == right
+    assert only_number("1/3") == Fraction(1, 3)
+    with pytest.raises(ValueError, match="no number in the answer"):
+        expected_numbers(Task(id="q", messages=(), spec={"answer": "2^10"}))
+
+
+READ = r"""
+import resource
+from types import SimpleNamespace
+from agentgrpo.agents.tags import TagAgent
+from agentgrpo.envs.graded import program_in
+from agentgrpo.recipe.operators import NothingMade, _step_in
+from agentgrpo.rewards.answers import f1, last_number, only_number
+from agentgrpo.types import Task
+
+def step(text):
+    try:
+        _step_in(text, SimpleNamespace(trajectory=SimpleNamespace(turns=[])))
+    except NothingMade:
+        pass
+
+READERS = [
+    *((read, unit) for read in (last_number, only_number)
+      for unit in (",111", "1 1/1 ", "1/", "1_", "-", "1^", "* 10^", r"\frac{1}{", "{,}")),
+    *((lambda text: f1(text, ["a"]), unit) for unit in ("!", "a ", "1.", "\u0301")),
+    *((lambda text: program_in("```python\n" + text, ["f"]), unit)
+      for unit in ("f\n", '"', "\\", '"a', "> ```\n")),
+    *((lambda text: TagAgent().parse(f"<answer>{text}</answer>", None), unit)
+      for unit in ("<answer>", r"\boxed{")),
+    *((step, unit) for unit in ("\n", "Step: ", "Step: 1 ", "9")),
+]
+resource.setrlimit(resource.RLIMIT_CPU, (120, 120))
+for read, unit in READERS:
+    for text in (unit * (SIZE // len(unit)) + ",1x", "1" + unit * (SIZE // len(unit)) + ",1"):
+        read(text)
+"""
+
+
+def test_what_is_read_of_a_long_text_takes_time_linear_in_it() -> None:
+    """The kernel ends who needs minutes of the CPU; what is quadratic needs hours."""
+    code = READ.replace("SIZE", "600_000")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{:_}", "{}.0", " {}. "]))
