@@ -62,7 +62,8 @@ MUTANTS = [
     Mutant("audit/step.py", "gaps.abs().median() < 0.1 * own", "gaps.abs().median() < 0 * own"),
     Mutant("audit/score.py", "model.train(training)", "model.train(True)"),
     # TRL
-    Mutant("audit/trl.py", "(self._micro_steps - len(seen)) % every", "False"),
+    Mutant("audit/trl.py", "if at - at % every >= taken[0][0]]", "]"),
+    Mutant("audit/trl.py", 'mask * batch.get("tool_mask", mask)', "mask"),
     Mutant("audit/trl.py", "if self._compute_loss is not None:  #", "if False:  #"),
     Mutant("audit/trl.py", "if self._stop and not audit.ok:", "if False:"),
     Mutant("audit/trl.py", 'if "sampling_per_token_logps" not in batch:', "if False:"),
