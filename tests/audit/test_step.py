@@ -373,6 +373,28 @@ def test_logits_are_made_of_a_part_at_a_time(
     assert audit_step(late, None, [[], []], ids, said, **options).num_tokens == 10
 
 
+def test_a_model_that_names_no_trunk_is_scored_in_parts_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama4ForCausalLM's base_model_prefix is no attribute of it: its base_model is itself."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, head_dim=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+        attention_chunk_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy = Llama4ForCausalLM(config).float().eval()
+    assert policy.base_model is policy
+    prompts = [[5, 6, 7], [5, 6, 7]]
+    sampled = sample(policy, prompts, 11)
+    monkeypatch.setattr("agentgrpo.audit.score.CHUNK", 4)
+    found = audit_step(policy, None, prompts, *sampled)
+    assert (found.cause, found.num_tokens) == ("none", 22)
+    assert found.max_gap < 1e-4
+
+
 def test_a_few_tokens_name_weights_and_nothing_else(model: Any) -> None:
     sampled = sample(model, PROMPTS, 4, temperature=0.5)
     found = audit(model, sampled)
