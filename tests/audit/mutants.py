@@ -87,6 +87,8 @@ MUTANTS = [
     Mutant("audit/claims.py", "if not np.isfinite(total):", "if False:"),
     Mutant("audit/claims.py", "elif flat and most > 1e-4:", "elif False:"),
     Mutant("audit/claims.py", "elif not flat and total", "elif False and total"),
+    Mutant("audit/claims.py", "if faults and len(sizes) > 1 and group", "if faults and group"),
+    Mutant("audit/claims.py", 'group[0].where.endswith(".parquet:1")', "True"),
     Mutant("audit/claims.py", "if text not in shown and", "if False and"),
     Mutant("audit/claims.py", "if any(tally.held for tally in self.tallies.values()) else 3", ""),
     # readers
@@ -101,6 +103,7 @@ MUTANTS = [
         "np.ones(len(ids), bool) if mask is None else",
         "np.ones(len(ids), bool) if True else",
     ),
+    Mutant("foreign/read.py", "and not _ended(file)", "and False"),
     Mutant("foreign/read.py", 'if any(tokens["prompt_mask"]):', "if False:"),
     Mutant("foreign/read.py", 'if any(mask) and not node.get("sampled"):', "if False:"),
     Mutant("foreign/read.py", "if len(logprobs) != sum(mask):", "if False:"),
