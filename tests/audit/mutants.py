@@ -48,6 +48,7 @@ MUTANTS = [
     Mutant("audit/step.py", '[gaps], outliers_of("bfloat16")) <= HALF', "[gaps], 0.0) >= 0"),
     Mutant("audit/step.py", "gaps_N[at:].median() > 3 * noise", "True"),
     Mutant("audit/score.py", "for part in places.split(CHUNK):", "for part in [places]:"),
+    Mutant("audit/step.py", "if min(sizes) >= ENOUGH else", "if False else"),
     Mutant("audit/score.py", "if not keeps or trunk is base:", "if not keeps:"),
     Mutant("audit/step.py", "if alone[0] <= 1.2 * loss + QUIET:", "if True:"),
     Mutant("audit/step.py", "if odd:", "if False:"),

@@ -111,6 +111,19 @@ def test_weights_of_an_update_ago_are_found_whatever_its_size(model: Any, by: fl
     assert auditor.step(PROMPTS, *sample(engine, PROMPTS, seed=2)).ok
 
 
+@pytest.mark.parametrize(("engine", "cause"), [("late", "stale_weights"), ("rounded", "none")])
+def test_one_sampler_of_two_is_told_from_rounding(model: Any, engine: str, cause: str) -> None:
+    """All in float32: over all sequences late weights may look like bfloat16's noise."""
+    trained = moved(model, 0.001)
+    other = model if engine == "late" else copy.deepcopy(trained).bfloat16()
+    both = sample(trained, PROMPTS[:3]), sample(other, PROMPTS[3:], seed=1)
+    sampled = both[0][0] + both[1][0], both[0][1] + both[1][1]
+    found = audit(trained, sampled, weights={"the start": snapshot(model)})
+    assert found.cause == cause, str(found)
+    if engine == "late":
+        assert "of 6 sequences 3 agree; of the others: stale weights: what" in str(found)
+
+
 def test_a_sampler_that_never_moves_is_told_from_one_that_lags(model: Any) -> None:
     model = copy.deepcopy(model)
     auditor = Auditor(model)
