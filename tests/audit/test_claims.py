@@ -172,8 +172,8 @@ def test_advantages_are_those_of_trls_groups() -> None:
     found = judge([t for row in rows for t in _of_trl(row, "x")])
     assert found.tallies["advantages"].held == 2
     rows[1]["advantage"] = 2.0
-    found = judge([t for row in rows for t in _of_trl(row, "x")])
-    assert found.faults == ["x: advantages: those of its group sum to 1"]
+    found = judge([t for row in rows for t in _of_trl(row, "x.parquet:1")])
+    assert found.faults == ["x.parquet:1: advantages: those of its group sum to 1"]
 
 
 @pytest.mark.parametrize(
