@@ -51,7 +51,7 @@ from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import checked
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
-from agentgrpo.foreign.read import is_ours, read, require_foreign
+from agentgrpo.foreign.read import is_ours, left_out, read, require_foreign
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import reads_whole_rollouts
 from agentgrpo.proof import sums
@@ -656,7 +656,7 @@ def _print_judgement(path: Path, tokenizer: Path | None) -> int:
     """What another program's rollouts claim, and which of it holds."""
     program, trajectories = read(path)
     judged = judge(trajectories, None if tokenizer is None else Tokens(tokenizer))
-    for line in (*judged.faults, *judged.notes):
+    for line in (*judged.faults, *judged.notes, *left_out(path)):
         print(line)  # noqa: T201
     for claim, tally in judged.tallies.items():
         print(f"{claim:10} {tally}\n{'':10} ({CLAIMS[claim]})")  # noqa: T201

@@ -165,10 +165,12 @@ def _logits(model: Any, place: Mapping[str, Tensor], row: Row) -> Iterator[Tenso
 
     places = torch.arange(max(row.first - 1, 0), len(row.ids) - 1, device=row.ids.device)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "logits_to_keep" not in inspect.signature(base.forward).parameters:
-        yield from run()[places].split(CHUNK)
+    trunk = getattr(base, "base_model", base)
+    keeps = "logits_to_keep" in inspect.signature(base.forward).parameters
+    if not keeps or trunk is base:  # Llama4ForCausalLM's prefix names nothing in it
+        yield from (run(logits_to_keep=places) if keeps else run()[places]).split(CHUNK)
         return
-    with _once(getattr(base, "base_model", base)) if len(places) > CHUNK else nullcontext():
+    with _once(trunk) if len(places) > CHUNK else nullcontext():
         for part in places.split(CHUNK):
             yield run(logits_to_keep=part)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, repeat
 from typing import Any
@@ -34,6 +34,7 @@ from agentgrpo.audit.score import (
     dtype_of,
     in_float32,
     rows_of,
+    sampled,
     score,
     scoring,
 )
@@ -240,6 +241,13 @@ def audit_step(
         within = _within(own, dtype, threshold)
         noise = cache(lambda: max(EXACT, 3 * _rounding(model, rows, claimed, own, dtype)))
         findings, closest = _causes(own, others, claimed, [*hints, *_written_down(model)], noise)
+        if not findings and (some := _apart(rows, own)):
+            others = _by_other_weights(model, some, claimed, weights or {})
+            hinted = [*hints, *_written_down(model)]
+            found, closer = _causes(score(model, some, claimed), others, claimed, hinted, noise)
+            told = f"of {len(rows)} sequences {len(rows) - len(some)} agree; of the others: "
+            findings = [replace(each, says=told + each.says) for each in found]
+            closest = closest or closer
         excuse = "" if findings or closest else _noise(own, noise)
         if not findings and (closest or not (within or (excuse and threshold is None))):
             if len(own.gaps_N) >= ENOUGH:
@@ -249,6 +257,18 @@ def audit_step(
     kl = float((gaps.neg().clamp(max=30).exp() - 1 + gaps).mean())
     widest, mean = float(gaps.abs().max()), float(gaps.abs().mean())
     return Audit(len(gaps), nan, widest, mean, kl, findings, excuse)
+
+
+def _apart(rows: Sequence[Row], own: Scores) -> list[Row]:
+    """The sequences that disagree where others agree as in float32, as of one sampler of two."""
+    parts: tuple[list[Row], list[Row]] = [], []
+    sizes = [0, 0]
+    for row, gaps_C in zip(rows, own.by_row, strict=True):
+        gaps_N = sampled([gaps_C]).abs()
+        apart = int(float(gaps_N.max()) > EXACT)
+        parts[apart].append(row)
+        sizes[apart] += len(gaps_N)
+    return parts[1] if min(sizes) >= ENOUGH else []
 
 
 def _within(own: Scores, dtype: torch.dtype, threshold: float | None) -> bool:

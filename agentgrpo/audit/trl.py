@@ -43,14 +43,13 @@ class AuditCallback(TrainerCallback):
         self._trainer, self._stop, self._options = trainer, stop, options
         self._auditor: Auditor | None = None
         self._compute_loss: Any = None
-        self._seen: list[Mapping[str, Any]] = []
-        self._micro_steps = 0
+        self._seen: list[tuple[int, Mapping[str, Any]]] = []
         self.audits: list[Audit] = []
         """One for each step whose tokens were sampled for it."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take note of what the loss is computed of."""
-        trainer, self._micro_steps = self._trainer, 0
+        trainer = self._trainer
         self._seen.clear()
         hints = [Processing.written(args), *self._options.get("hints", ())]
         options = self._options | {"temperature": args.temperature, "hints": hints}
@@ -61,25 +60,24 @@ class AuditCallback(TrainerCallback):
 
         def compute_loss(model: Any, inputs: Mapping[str, Any], *more: Any, **named: Any) -> Any:
             if trainer.model.training:
-                self._seen.append(inputs)
-                self._micro_steps += 1
+                self._seen.append((trainer._step, inputs))
             return original(model, inputs, *more, **named)
 
         trainer.compute_loss = compute_loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Audit this update's tokens, unless an update before was made of the same ones.
+        """Audit those of this update's tokens that were sampled since the update before.
 
         Raises:
             AuditError: something is wrong, and `stop`.
             ValueError: TRL was not given the sampler's log-probabilities.
         """
-        seen, self._seen = self._seen, []
+        taken, self._seen = self._seen, []
         every = args.steps_per_generation * args.num_iterations
-        if self._auditor is None or (self._micro_steps - len(seen)) % every:
-            return  # the policy has moved since these were sampled
-        if not any(batch["completion_mask"].any() for batch in seen):
-            return  # all were cut off, and are masked
+        # TRL samples where its count of micro-batches, over all trainings, is a multiple of `every`
+        seen = [batch for at, batch in taken if at - at % every >= taken[0][0]]
+        if self._auditor is None or not any(_own(batch).any() for batch in seen):
+            return  # the policy has moved since they were sampled, or nothing is trained on
         with self._trainer.accelerator.autocast():
             audit = self._auditor.step(*_lists(seen))
         self.audits.append(audit)
@@ -91,6 +89,12 @@ class AuditCallback(TrainerCallback):
         if self._compute_loss is not None:
             self._trainer.compute_loss, self._compute_loss = self._compute_loss, None
         self._seen.clear()
+
+
+def _own(batch: Mapping[str, Any]) -> Any:
+    """[B, C]: 1 where the policy sampled and the loss reads."""
+    mask = batch["completion_mask"]
+    return mask * batch.get("tool_mask", mask)
 
 
 def _lists(

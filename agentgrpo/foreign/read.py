@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ GLOBS = (
 """Where files of rollouts lie in a folder, the first kind that is there."""
 OURS = {"previous_hash", "records"}
 """Keys that lines of rollouts.jsonl and metrics.jsonl of ours have, and run.json."""
+WHOLE = (".parquet", ".json")
+"""Ends of names of files that are not of lines."""
 TRL_COLUMNS = {"step", "prompt", "completion", "advantage"}
 
 
@@ -79,6 +82,24 @@ def read(path: Path) -> tuple[str, list[Trajectory]]:
     found = [_read_file(file) for file in full or files[:1]]
     program = found[0][0]
     return program, [each for _, several in found for each in several]
+
+
+def left_out(path: Path) -> list[str]:
+    """What read() leaves out of a file, or of the files of a folder, in words.
+
+    Raises:
+        FileNotFoundError, ValueError: as read().
+    """
+    files = [path] if path.is_file() else _files(path)
+    return [f"{file.name}: its last line has no end, and was left out"
+            for file in files if file.suffix not in WHOLE and not _ended(file)]  # fmt: skip
+
+
+def _ended(path: Path) -> bool:
+    with opened(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        return file.read() in (b"\n", b"")
 
 
 def _files(folder: Path) -> list[Path]:

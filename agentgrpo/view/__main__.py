@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.files import missing, require_output
-from agentgrpo.foreign.read import is_ours, require_foreign
+from agentgrpo.foreign.read import is_ours, left_out, require_foreign
 from agentgrpo.view.collect import read_foreign, read_run
 from agentgrpo.view.group import short_names
 from agentgrpo.view.page import make_page
@@ -65,11 +65,14 @@ def main(arguments: list[str]) -> int:
             foreign = functools.partial(read_foreign, tokenizer=args.tokenizer)
             how = read_run if is_ours(path) else foreign
             runs.append(how(path, name=name, rollouts=not args.curves))
+        notes = [line for path in args.runs if not is_ours(path) for line in left_out(path)]
         page = make_page(runs)
         output.write_text(page, encoding="utf-8", errors="backslashreplace")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    for line in notes:
+        print(line)  # noqa: T201
     played = sum(len(run.index["rollouts"]) for run in runs)
     print(  # noqa: T201
         f"{output}: {played:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"

@@ -71,7 +71,7 @@ def base_layers(policy: Any) -> dict[str, Any]:
 
 def make_trainer(
     folder: Path, sync: Any, *, lora: bool = False, record: Path | None = None,
-    options: Mapping[str, Any] | None = None, **how: Any,
+    options: Mapping[str, Any] | None = None, num_prompts: int = 4, **how: Any,
 ) -> Any:  # fmt: skip
     """A GRPOTrainer of the tiny model, with an engine that is synchronised so.
 
@@ -81,6 +81,7 @@ def make_trainer(
         lora: train an adapter.
         record: file that the rollout_func's outputs are appended to.
         options: of GRPOConfig.
+        num_prompts: a multiple of 4.
         **how: the engine's sampling settings.
     """
     from datasets import Dataset
@@ -110,7 +111,7 @@ def make_trainer(
         model=str(folder / "model"),
         reward_funcs=lambda completion_ids, **_: [sum(ids) % 7 for ids in completion_ids],
         args=trl.GRPOConfig(**(defaults | dict(options or {}))),
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * (num_prompts // 4)}),
         peft_config=LoraConfig(target_modules=targets) if lora else None,
         rollout_func=recorded(rollout_func, record) if record else sync and rollout_func,
     )

@@ -15,6 +15,7 @@ import pytest
 from agentgrpo import verify
 from agentgrpo.audit.claims import CLAIMS, Judgement, Tokens, judge
 from agentgrpo.foreign.read import _of_trl, read
+from agentgrpo.view.__main__ import main as view
 from tests import tiny
 from tests.foreign.test_read import FILES, SAMPLES
 from tests.test_imports import ROOT
@@ -171,8 +172,29 @@ def test_advantages_are_those_of_trls_groups() -> None:
     found = judge([t for row in rows for t in _of_trl(row, "x")])
     assert found.tallies["advantages"].held == 2
     rows[1]["advantage"] = 2.0
-    found = judge([t for row in rows for t in _of_trl(row, "x")])
-    assert found.faults == ["x: advantages: those of its group sum to 1"]
+    found = judge([t for row in rows for t in _of_trl(row, "x.parquet:1")])
+    assert found.faults == ["x.parquet:1: advantages: those of its group sum to 1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "counts"), [(0, 0, (10, 0, 0)), (0, 1, (6, 3, 0)), (4, 5, (6, 0, 1))]
+)
+def test_a_table_of_trl_may_begin_within_a_group(
+    first: int, last: int, counts: tuple[int, int, int]
+) -> None:
+    """It is the last generation_batch_size rows, of evaluations too; no later group is cut."""
+    said = {"train 1": [-1.0, 0.0, 1.0, 0.0], "train 2": [-1.0, 0.0, 1.0, 0.0], "test": [1.0, -1.0]}
+    rows = [
+        {"step": 1, "prompt": prompt, "completion": "b", "f": advantage, "advantage": advantage}
+        for prompt, advantages in said.items()
+        for advantage in advantages
+    ]
+    del rows[first:last]
+    found = judge(
+        [t for n, row in enumerate(rows, 1) for t in _of_trl(row, f"completions_1.parquet:{n}")]
+    )
+    tally = found.tallies["advantages"]
+    assert (tally.held, tally.missing.total(), len(tally.faults)) == counts
 
 
 def test_a_tokenizer_tells_text_that_was_encoded_again(tmp_path: Path) -> None:
@@ -186,6 +208,21 @@ def test_a_tokenizer_tells_text_that_was_encoded_again(tmp_path: Path) -> None:
         assert says in judge(read(tmp_path / "r.jsonl")[1], tokens).notes[0]
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         Tokens(tmp_path / "none")
+
+
+def test_a_last_line_that_was_cut_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (SAMPLES / TRL).read_text()
+    (tmp_path / "rollouts.jsonl").write_text(line)
+    says = "rollouts.jsonl: its last line has no end, and was left out"
+    assert verify.main([str(tmp_path)]) == 0
+    assert says not in capsys.readouterr().out
+    (tmp_path / "rollouts.jsonl").write_text(line + line[:-1])
+    assert verify.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == says
+    assert view(["--output", str(tmp_path / "v.html"), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == says
 
 
 def test_the_command_says_each_claim(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -111,6 +111,19 @@ def test_weights_of_an_update_ago_are_found_whatever_its_size(model: Any, by: fl
     assert auditor.step(PROMPTS, *sample(engine, PROMPTS, seed=2)).ok
 
 
+@pytest.mark.parametrize(("engine", "cause"), [("late", "stale_weights"), ("rounded", "none")])
+def test_one_sampler_of_two_is_told_from_rounding(model: Any, engine: str, cause: str) -> None:
+    """All in float32: over all sequences late weights may look like bfloat16's noise."""
+    trained = moved(model, 0.001)
+    other = model if engine == "late" else copy.deepcopy(trained).bfloat16()
+    both = sample(trained, PROMPTS[:3]), sample(other, PROMPTS[3:], seed=1)
+    sampled = both[0][0] + both[1][0], both[0][1] + both[1][1]
+    found = audit(trained, sampled, weights={"the start": snapshot(model)})
+    assert found.cause == cause, str(found)
+    if engine == "late":
+        assert "of 6 sequences 3 agree; of the others: stale weights: what" in str(found)
+
+
 def test_a_sampler_that_never_moves_is_told_from_one_that_lags(model: Any) -> None:
     model = copy.deepcopy(model)
     auditor = Auditor(model)
@@ -371,6 +384,28 @@ def test_logits_are_made_of_a_part_at_a_time(
     assert set(heads) == {4, 3}
     assert len(heads) == 3 * len(passes)
     assert audit_step(late, None, [[], []], ids, said, **options).num_tokens == 10
+
+
+def test_a_model_that_names_no_trunk_is_scored_in_parts_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama4ForCausalLM's base_model_prefix is no attribute of it: its base_model is itself."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, head_dim=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+        attention_chunk_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy = Llama4ForCausalLM(config).float().eval()
+    assert policy.base_model is policy
+    prompts = [[5, 6, 7], [5, 6, 7]]
+    sampled = sample(policy, prompts, 11)
+    monkeypatch.setattr("agentgrpo.audit.score.CHUNK", 4)
+    found = audit_step(policy, None, prompts, *sampled)
+    assert (found.cause, found.num_tokens) == ("none", 22)
+    assert found.max_gap < 1e-4
 
 
 def test_a_few_tokens_name_weights_and_nothing_else(model: Any) -> None:

@@ -100,6 +100,62 @@ def test_tokens_that_are_trained_on_again_are_audited_once(tmp_path: Path) -> No
     assert [(audit.ok, audit.num_tokens) for audit in callback.audits] == [(True, 64)] * 2
 
 
+@pytest.mark.parametrize(("accumulated", "generated"), [(2, 3), (3, 2)])
+def test_each_generation_is_audited_whatever_the_accumulation(
+    tmp_path: Path, accumulated: int, generated: int
+) -> None:
+    """Where neither number divides the other; what an update moved past is left out."""
+    options = {
+        "gradient_accumulation_steps": accumulated,
+        "steps_per_generation": generated,
+        "max_steps": 4,
+    }
+    callback, _ = train(tmp_path, every_other(), stop=False, options=options, num_prompts=24)
+    said = [(audit.cause, audit.num_tokens) for audit in callback.audits]
+    assert said == EVERY_OTHER[accumulated]
+
+
+def every_other() -> Any:
+    """A sampler that gets its weights at every other generation, the first one included."""
+    count = iter(range(1000))
+    syncs = as_it_should_be, lambda engine, policy: None
+    return lambda engine, policy: syncs[next(count) % 2](engine, policy)
+
+
+EVERY_OTHER = {
+    2: [("none", 64), ("stale_weights", 32), ("none", 64)],
+    3: [("none", 96), ("none", 64), ("stale_weights", 96), ("stale_weights", 64)],
+}
+
+
+def test_a_second_training_goes_on_within_a_generation(tmp_path: Path) -> None:
+    """TRL counts its micro-batches over all trainings: it begins with tokens of the first."""
+    from agentgrpo.audit.trl import AuditCallback
+
+    options = {"steps_per_generation": 4, "max_steps": 6}
+    trainer = make_trainer(tmp_path, as_it_should_be, options=options)
+    callback = AuditCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    trainer.train()
+    assert [audit.num_tokens for audit in callback.audits] == [32] * 3
+
+
+def test_a_batch_that_the_world_alone_spoke_is_not_audited(tmp_path: Path) -> None:
+    from agentgrpo.audit.trl import AuditCallback
+
+    trainer = make_trainer(tmp_path, as_it_should_be, options={"max_steps": 2})
+    sampled = trainer.rollout_func
+    trainer.rollout_func = lambda *args: {
+        **(out := sampled(*args)), "env_mask": [[0] * len(ids) for ids in out["completion_ids"]]
+    }  # fmt: skip
+    callback = AuditCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert not callback.audits
+
+
 def test_what_trls_own_settings_leave_on_is_named(tmp_path: Path) -> None:
     """Issue 6789: vLLM reports log-probabilities after top_p, TRL's loss computes them without."""
     from agentgrpo.audit.trl import AuditError
