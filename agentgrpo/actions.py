@@ -130,12 +130,11 @@ def as_json(value: Any) -> Any:
     >>> as_json((1, "a", {2: None}))
     [1, 'a', {'2': None}]
     """
-    shallow(value)
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)  # refuses circles, which shallow() goes round
+        return shallow(json.loads(text.encode("utf-8", "replace")))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    return json.loads(text.encode("utf-8", "replace"))
 
 
 Model = Literal["policy", "reference"] | Callable[["Ask"], str]

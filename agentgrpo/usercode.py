@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -98,6 +99,8 @@ class Call:
     late: Callable[[str], None] | None
     """Told at the limit, on the thread that looks; None: `ends` is."""
     coroutine: Any = None
+    waits: Future[Any] | None = None
+    """Of a thread: for what it has an event loop do."""
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
     told_at: float = FIRST_LINE_S
@@ -385,11 +388,20 @@ def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
     if threading.current_thread().name == name:
         raise RuntimeError(f"{value!r:.80}: what runs on the loop is to await it itself")
 
+    own = [call for call in under_way() if call.thread == threading.get_ident()][-1:]
+
     async def wait() -> Any:
         async with asyncio.timeout(limit_s):
             return await awaited(value)
 
-    return asyncio.run_coroutine_threadsafe(wait(), event_loop(name)).result()
+    done = asyncio.run_coroutine_threadsafe(wait(), event_loop(name))
+    for call in own:
+        call.coroutine, call.waits = value, done
+    try:
+        return done.result()
+    finally:
+        for call in own:
+            call.coroutine = call.waits = None
 
 
 # --- what takes too long

@@ -149,6 +149,7 @@ def test_a_dry_run_measures_no_prompts_of_a_program(
     ("option", "wanted"),
     [
         ('command=["no-such-program"]', "agent.options.command: there is no program 'no-such-pr"),
+        ('command=["./no/such"]', "agent.options.command: there is no program './no/such'"),
         ("call=json:dumps", "agent.options.call: 'json:dumps' must be an async def function"),
         ("call=json:nosuch", "agent.options.call: "),
     ],
@@ -318,7 +319,7 @@ FILES = {
 HARMLESS = {
     ("model/tokenizer_config.json", "gone"), ("model/generation_config.json", "gone"),
     ("tools.py", "empty"), ("tools.py", "cut"),
-    ("run/rollouts.jsonl", "empty"),
+    ("run/rollouts.jsonl", "empty"), ("run/rollouts.jsonl", "cut"),
 }  # fmt: skip
 
 

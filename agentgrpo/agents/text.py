@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class ExampleMessage(TypedDict):
 
 Shots = Sequence[Sequence[ExampleMessage]]
 """Worked examples, each a list of messages."""
-THOUGHT = "</think>"
+THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\"`)\]])", re.DOTALL)
+"""What a turn begins with and says to nobody; its beginning may be the template's. A program that
+has the tag in a text of its own is none."""
 """Ends what a model says to nobody."""
 
 
@@ -103,7 +106,7 @@ class TextAgent:
         """
         if not self.talks:
             return Finish(answer)
-        return Say(text.rpartition(THOUGHT)[2].strip(), answer)
+        return Say(THOUGHTS.sub("", text, count=1).strip(), answer)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """What the user replies, as a message of theirs."""
@@ -127,7 +130,7 @@ class FormAgent(TextAgent):
 
     def answered(self, text: str, prefix: str) -> Action:
         """What a turn without an action means, less its thoughts: an answer, or what is said."""
-        answer = answer_in(text.rpartition(THOUGHT)[2], prefix)
+        answer = answer_in(THOUGHTS.sub("", text, count=1), prefix)
         ends = bool(prefix) and answer is not None
         return Finish(answer) if ends else self.said(text, answer)
 

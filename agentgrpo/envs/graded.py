@@ -179,7 +179,9 @@ def program_in(answer: str | None, names: Iterable[str] = ()) -> str | None:
     if answer is None or not answer.strip():
         return None
     asked = "|".join(re.findall(r"^\w+", "\n".join(map(str, names)), re.MULTILINE)) or "(?!)"
-    making = rf"^[ \t]*(?:(?:async )?def |class |(?=\w+ *=[^=]))({asked})\b"
+    making = (
+        rf"^[ \t]*(?:(?:async +)?def +|class +|(?:\w+ *= *)*(?=\w+ *(?::[^=\n]+)?=[^=]))({asked})\b"
+    )
     last: dict[bool, tuple[int, str]] = {}
     for name, text in _blocks(answer):
         if name in KNOWN and text.strip():

@@ -173,17 +173,18 @@ class _Work:
         self._of, self._limit_s = of, limit_s
         self._lock = threading.Lock()
         self._leave: Callable[[], bool] = lambda: True
+        self._call: Call | None = None
 
     def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
         """Call a function, on a thread of its own."""
         places.acquire()
-        self._leave = lambda: not places.release()  # type: ignore[func-returns-value]
+        self._leave = partial(self._left, places)
         if not self._future.set_running_or_notify_cancel():
             places.release()
             return
         error = result = None
         try:
-            with self._named():
+            with self._named() as self._call:
                 result = self._read(waited(function(*args), LOOP))
         except BaseException as raised:
             error = raised
@@ -191,6 +192,12 @@ class _Work:
             places.release()
         elif function not in (_finish, self._episode.close):
             waited(self._episode.close(), LOOP)
+
+    def _left(self, places: threading.Semaphore) -> bool:
+        """Give back its place; whether the loop that its thread waits for, if it does, runs."""
+        places.release()
+        waits = None if self._call is None else self._call.waits
+        return waits is None or _cancel(event_loop(LOOP), waits)
 
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Await a coroutine of this function."""
@@ -234,7 +241,7 @@ class _Work:
             return True
 
 
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> bool:
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | Future[Any]) -> bool:
     """Whether the loop has heard of it: a coroutine that does not await lets nothing else run."""
     heard: Future[None] = Future()
     loop.call_soon_threadsafe(task.cancel)

@@ -22,7 +22,7 @@ import pydantic
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema, ToolCall
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import AsyncEpisode, Episode
-from agentgrpo.envs.runner import LOOP
+from agentgrpo.envs.runner import LOOP, settled
 from agentgrpo.types import Task
 from agentgrpo.usercode import waited
 
@@ -123,10 +123,21 @@ class Toolset:
 
     async def call_async(self, call: ToolCall) -> Answer:
         """Make a call of a tool that is a coroutine; others run as in call()."""
-        if call.name not in self._tools or not self._tools[call.name].is_async:
-            return await asyncio.to_thread(self.call, call)
+        tool = self._tools.get(call.name)
+        if tool is None or not tool.is_async:  # on a thread, which waits for nothing: there are few
+            given = await asyncio.to_thread(self._given, call)
+        else:
+            given = self._given(call)
         try:
-            return Answer(show(await self._bound(call)()))
+            given = await settled(given)
+            return given if isinstance(given, Answer) else Answer(show(given))
+        except Exception as error:  # as in call()
+            return _failed(error)
+
+    def _given(self, call: ToolCall) -> Any:
+        """What a call gives, which may have to be awaited; of one that failed its Answer."""
+        try:
+            return self._bound(call)()
         except Exception as error:  # as in call()
             return _failed(error)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from agentgrpo.foreign.trajectory import (
     said,
     said_row,
 )
-from agentgrpo.run.atomic import numbered_rows
+from agentgrpo.run.atomic import cut, numbered_rows
 from agentgrpo.types import Task
 
 Row = Mapping[str, Any]
@@ -91,15 +90,8 @@ def left_out(path: Path) -> list[str]:
         FileNotFoundError, ValueError: as read().
     """
     files = [path] if path.is_file() else _files(path)
-    return [f"{file.name}: its last line has no end, and was left out"
-            for file in files if file.suffix not in WHOLE and not _ended(file)]  # fmt: skip
-
-
-def _ended(path: Path) -> bool:
-    with opened(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        return file.read() in (b"\n", b"")
+    said = (cut(file) for file in files if file.suffix not in WHOLE)
+    return [line for line in said if line]
 
 
 def _files(folder: Path) -> list[Path]:

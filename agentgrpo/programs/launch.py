@@ -118,8 +118,12 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
     if not agent.command:
         return None
     program = agent.command[0]
-    own = program in PYTHON or "/" in program  # a path may be that of one of its files
-    if agent.sandbox == "none" and not own and shutil.which(program) is None:
+    places = [program]  # or, where it is a path, one of its files
+    if "/" in program:
+        first = Path(program).parts[0]
+        places += [path.parent / program for path in agent.files if path.name == first]
+    own = program in PYTHON or any(map(shutil.which, places))
+    if agent.sandbox == "none" and not own:
         raise ValueError(f"agent.options.command: there is no program {program!r}")
     if agent.sandbox == "none":
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')

@@ -42,7 +42,8 @@ SPELLINGS = (
     (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3})"), ","),  # 1\,234
     (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
     (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
-    (re.compile(r" ?(?:\\times|\xd7|\*) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
+    (re.compile(r" ?(?:\\times|\\cdot|[\xd7*\xb7\u22c5]) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
+    (re.compile(r"(?<![\w.)}])10\^\{?(-?\d{1,4})\}?(?!\d)"), r"1e\1"),
     (re.compile(r"\^\{?-?\d+\}?"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
 )
 """How LaTeX writes what NUMBER reads."""
@@ -88,7 +89,9 @@ def only_number(text: str) -> Number | None:
     (Decimal('12.0'), None)
     """
     found = NUMBER.fullmatch(_spelled(text.strip()).removesuffix("."))
-    return _number(found) if found else None
+    number = _number(found) if found else None
+    # a Decimal of a quotient is its last part: of a date, or of a division by 0
+    return None if found and "/" in found["parts"] and isinstance(number, Decimal) else number
 
 
 def _spelled(text: str) -> str:
@@ -135,7 +138,7 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     or formula in it, and as one formula; either may be equal. Where math-verify finds no formula in
     what is wanted, it is compared as text.
     """
-    if not wanted.endswith("*"):
+    if not wanted.rstrip(" $}").endswith("*"):
         answer = answer.strip(" \n\t*`")  # Markdown's bold and code
     number, expected = only_number(answer), only_number(wanted)
     if isinstance(number, Decimal) and isinstance(expected, Decimal):
@@ -220,8 +223,13 @@ def expected_texts(task: Task) -> list[str]:
 
 
 def _kept(found: re.Match[str]) -> str:
-    r"""Of a number; and marks, which are part of words in many scripts and not of Python's \w."""
-    return found[1] or (found[0] if unicodedata.category(found[0]).startswith("M") else "")
+    r"""Of a number; and vowels and tones that are marks, no part of Python's \w."""
+    mark = found[0]
+    if found[1] or unicodedata.category(mark) not in ("Mc", "Mn"):
+        return found[1] or ""
+    order = unicodedata.combining(mark)  # 10 to 36: points of Hebrew and Arabic; 200..: accents
+    spells = order < 10 or 84 <= order < 200
+    return mark if spells and not unicodedata.name(mark, "").startswith("VARIATION") else ""
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:

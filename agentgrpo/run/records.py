@@ -28,7 +28,7 @@ import numpy as np
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.extras import needed
-from agentgrpo.run.atomic import numbered_rows
+from agentgrpo.run.atomic import cut, numbered_rows
 from agentgrpo.types import Rollout, Task
 
 PLACE = ("step", "split", "group", "index", "previous_hash", "flywheel")
@@ -226,8 +226,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", type=Path, help="a run's folder: the config's out_dir")
     parser.add_argument("output", type=Path, help="the file to write, ROLLOUTS.parquet")
     args = parser.parse_args(arguments)
+    source = args.run / "rollouts.jsonl"
     try:
-        write_parquet(args.output, read_rollouts(args.run / "rollouts.jsonl"))
+        write_parquet(args.output, read_rollouts(source))
+        if said := cut(source):
+            print(said)  # noqa: T201
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -143,7 +143,7 @@ class HostTool:
         if hasattr(builtins, name):
             raise InvalidArgumentException(f"host_tools: {name!r} is a name of Python's own")
         self.name = name
-        self.is_async = inspect.iscoroutinefunction(function)
+        self.is_async = self.awaits = inspect.iscoroutinefunction(function)
         try:
             signature = self._signature = _to_be_set(function, own)
             self.call = pydantic.validate_call(_with_signature(function, signature))
@@ -308,7 +308,13 @@ class HostTools:
         def work() -> None:
             _serving.set(serves)
             longest = self.budget.call_s + 1.0
-            settle(lambda: waited(tool.call(*args, **kwargs), LOOP, longest))
+
+            def produce() -> Any:
+                value = tool.call(*args, **kwargs)
+                tool.awaits = tool.awaits or inspect.isawaitable(value)
+                return waited(value, LOOP, longest)
+
+            settle(produce)
 
         if tool.is_async:
             asyncio.run_coroutine_threadsafe(wait(), _loop())
@@ -615,7 +621,7 @@ class HostCalls:
             except NotYet:  # what the function raises is not raised here, see _outcome()
                 continue
         else:
-            if tool.is_async and patience > 0 and not stopped() and not _loop_answers():
+            if tool.awaits and patience > 0 and not stopped() and not _loop_answers():
                 kind, told = (
                     "failed",
                     (

@@ -244,7 +244,12 @@ def test_what_a_model_thinks_is_no_part_of_its_answer(hermes: ReadCalls) -> None
         asked = agent(hermes, answer_prefix=prefix)
         assert asked.parse(thought + said, TASK) == Finish("Bo")
     assert asked.parse(f"{thought}Bo", TASK) == Finish(None)
-    assert CodeAgent().parse(f"{thought}Answer: Bo", TASK) == Finish("Bo")
+    for opened in (thought, "I say Al.\n</think>\n\n", "I say Al.</think>"):
+        assert CodeAgent().parse(f"{opened}Answer: Bo", TASK) == Finish("Bo")
+        assert CodeAgent().parse(f"{opened}Answer: Bo</think>", TASK) == Finish("Bo</think>")
+        program = "```python\ndef f(x):\n    return x.split('</think>')[-1]\n```"
+        for before in (opened, ""):
+            assert CodeAgent(answer_prefix="").parse(before + program, TASK) == Finish(program)
 
 
 def test_the_rule_of_one_call_is_in_the_prompt(hermes: ReadCalls) -> None:

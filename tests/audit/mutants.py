@@ -104,7 +104,7 @@ MUTANTS = [
         "np.ones(len(ids), bool) if mask is None else",
         "np.ones(len(ids), bool) if True else",
     ),
-    Mutant("foreign/read.py", "and not _ended(file)", "and False"),
+    Mutant("foreign/read.py", "return [line for line in said if line]", "return []"),
     Mutant("foreign/read.py", 'if any(tokens["prompt_mask"]):', "if False:"),
     Mutant("foreign/read.py", 'if any(mask) and not node.get("sampled"):', "if False:"),
     Mutant("foreign/read.py", "if len(logprobs) != sum(mask):", "if False:"),

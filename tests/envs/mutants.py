@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant("envs/dialogue.py", "AsyncDialogueEpisode if waits else DialogueEpisode", "DialogueEpisode"),
     Mutant("envs/dialogue.py", "return getattr(self._episode, name)", "return getattr(self._talk, name)"),
     Mutant("agents/text.py", "if not self.talks:", "if True:"),
-    Mutant("agents/text.py", "text.rpartition(THOUGHT)[2]", "text"),
+    Mutant("agents/text.py", "THOUGHTS.sub(\"\", text, count=1)", "text"),
     Mutant("agents/text.py", "bool(prefix) and answer is not None", "answer is not None"),
     Mutant("agents/text.py", '"role": "user", "content": observation', '"role": "tool", "content": observation'),
     Mutant("agents/text.py", "return said if self.talks else", "return"),

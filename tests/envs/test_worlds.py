@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv, read_corpus
+from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.sandbox import SandboxPool, Session
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from tests.playing import task, wrapped
@@ -313,7 +316,7 @@ def test_a_dataset_of_reasoning_gym_without_questions_is_said(
                 "({sum})//1 + 0_0",
                 "({expression})**1_0",
             ],
-            ["( {answer} )"],
+            ["( {answer} )", "{answer}."],
         ),
         (
             "puzzle24",
@@ -331,7 +334,7 @@ def test_a_dataset_of_reasoning_gym_without_questions_is_said(
         ),
         ("complex_arithmetic", {}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
         ("coin_flip", {}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
-        ("game_of_life_halting", {}, ["False", "yes", "0", "False or True"], [" true "]),
+        ("game_of_life_halting", {}, ["False", "yes", "0", "False or True"], [" true ", "True."]),
     ],
 )
 def test_reasoning_gym_pays_no_question_said_again(
@@ -475,6 +478,9 @@ def test_a_block_that_uses_the_program_is_not_it() -> None:
     assert program_in(answer, ["f"]) == "def f(x): return 1\n"
     for name in ("g", "lambda x: f(x)", "f2"):
         assert program_in(answer, [name]) == "print(f(3) == f (3))\nf == 3\n"
+    for form in ("f: object = abs", "g = f = abs", "async  def f(x): ...", "f = abs"):
+        drafted = f"{defines.format(0)}\nBetter:\n```python\n{form}\n```"
+        assert program_in(drafted, ["f"]) == f"{form}\n"
     parts = "```python\nclass A:\n    pass\n\n\nb = 1\n```\nA is:\n```python\nclass A: ...\n```"
     assert "b = 1" in (program_in(parts, ["A().f", "b"]) or "")
     assert program_in(parts, ["A().f"]) == "class A: ...\n"
@@ -627,6 +633,26 @@ class Wrapped(Counter):
     @wrapped
     async def close(self) -> None:
         self.closed = True
+
+
+def test_more_wrapped_coroutines_than_a_loop_has_threads_wait_together() -> None:
+    """Each needs one of its threads, as a look-up of an address does."""
+
+    @wrapped
+    async def look(x: int) -> int:
+        await asyncio.to_thread(together.wait, 60)
+        return x
+
+    async def other(x: int) -> int:
+        return x
+
+    env, count = ToolEnv([look, other]), 3 * min(32, (os.cpu_count() or 1) + 4)
+    together, runner = threading.Event(), EpisodeRunner(64)
+    asked = [runner.step(env.reset(task()), call("look", x=i)) for i in range(count)]
+    plain = runner.step(env.reset(task()), call("other", x=1))
+    assert plain.result(60).text == "1"
+    together.set()
+    assert [each.result(60).text for each in asked] == [str(i) for i in range(count)]
 
 
 def test_what_a_wrapper_hides_that_it_is_a_coroutine_is_awaited() -> None:

@@ -76,6 +76,8 @@ def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout
         ("36 m²", "36"),
         ("2^10 = 1024", "1024"),
         (r"3 \times 10^{6}", "3000000"),
+        (r"1.5 \cdot 10^6", "1500000"),
+        ("about 10^6 of them", "1000000"),
         ("3/4", "0.75"),
         ("1,000/8", "125"),
         ("-3/4", "-0.75"),
@@ -96,7 +98,8 @@ def test_where_there_is_no_number_none_is_read() -> None:
     texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}", "2^10", "5²", "s^-2"]
     assert [last_number(text) for text in texts] == [None] * 10
     strict = ["36 pens", "it is 36", "36 36", "12*3", "36..", "", f"1e{10**30}"]
-    assert [only_number(text) for text in strict] == [None] * 7
+    strict += ["12/25/2024", "5/0", "1/2/3"]
+    assert [only_number(text) for text in strict] == [None] * 10
     assert last_number("1e3") == 1000
 
 

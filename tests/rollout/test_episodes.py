@@ -455,7 +455,7 @@ def test_a_network_that_fails_is_the_machines_fault_however_the_environment_is_m
     assert world.closed == (0 if where == "reset" else 2)
 
 
-@pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous", "a coroutine in a wrapper"])
 def test_a_step_that_never_returns_is_left_to_itself(kind: str) -> None:
     """Its rollout is played again, on the one thread too; who has its episode closes it."""
     back, closed = threading.Event(), threading.Event()
@@ -480,8 +480,14 @@ def test_a_step_that_never_returns_is_left_to_itself(kind: str) -> None:
                 await asyncio.Event().wait()
             return SAID
 
+    def reset(task: Task) -> Any:
+        episode: Any = HangsAsync(world) if kind[0] == "a" else world
+        if "wrapper" in kind:
+            episode.step = wrapped(episode.step)
+        return episode
+
     world = Hangs()
-    world.reset = lambda task: HangsAsync(world) if kind[0] == "a" else world  # type: ignore
+    world.reset = reset  # type: ignore[method-assign]
     engine = says("x\n", "x\n", "!done")
     config: dict[str, Any] = {"max_retries": 1, "call_timeout_s": 5.0}
     groups, stats = sampled(engine, EchoAgent(), world, [TASK], threads=1, **config)

@@ -18,6 +18,7 @@ from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.guest.wire import encode
 from agentgrpo.sandbox.host_tools import HostFailed
 from agentgrpo.sandbox.outcome import Ending, RawStep
+from tests.playing import wrapped
 from tests.sandbox.hosted import LATE, later, release, seen, told, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
@@ -163,8 +164,9 @@ def test_calls_that_do_not_come_back_fail_the_machine_not_the_policy(
     assert host.begin().answer("add", b"[[1],{}]", *rest)[0].told == (b"2",)
 
 
+@pytest.mark.parametrize("how", ["plain", "in a wrapper"])
 def test_the_event_loop_outlives_what_runs_on_it_and_a_blocked_one_is_the_machines_fault(
-    monkeypatch: pytest.MonkeyPatch,
+    how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def exits() -> str:
         """A task of it ends by sys.exit()."""
@@ -186,7 +188,7 @@ def test_the_event_loop_outlives_what_runs_on_it_and_a_blocked_one_is_the_machin
     assert host.begin().answer("exits", b"[[],{}]", *rest)[0].told == (b'"went on"',)
     assert host.begin().answer("later", b"[[0.0],{}]", *rest)[0].told == (b'"late"',)
     monkeypatch.setattr("agentgrpo.sandbox.host_tools.LOOP_S", 0.05)
-    quick = tools(later, blocks, call_s=0.05)
+    quick = tools(later, blocks if how == "plain" else wrapped(blocks), call_s=0.05)
     for name, data in (("blocks", b"[[],{}]"), ("later", b"[[0.0],{}]")):
         with pytest.raises(HostFailed, match=f"{name}.*event loop .* is blocked"):
             quick.begin().answer(name, data, *rest)

@@ -34,7 +34,7 @@ NAMES = {
 SUM = re.compile(r"(?:[0-9\s+()-]|(?<!\*)\*(?!\*)|(?<!/)/(?!/))*")
 """Made of the numbers that it shows; whatever else spells one (1e0, 0x18, log(E), a comment) would
 be a number more, or hide one."""
-COMPLEX = re.compile(r"[0-9\s.eE+*()ij-]*")
+COMPLEX = re.compile(r"[0-9\s.eE+*()ijIJ-]*")
 """Without nan."""
 evaluate = sympy_parser.eval_expr
 
@@ -84,17 +84,19 @@ def judge(dataset: str, options: dict[str, Any], index: int, answer: str) -> flo
 
 def _is_answer(dataset: str, answer: str, entry: Any) -> bool:
     """What has to hold besides, for a verifier that pays others in full too. May raise."""
+    said = answer.strip().removesuffix(".")
     if dataset == "countdown":
-        return SUM.fullmatch(answer) is not None
+        return SUM.fullmatch(said) is not None
     if dataset == "puzzle24":  # it takes any four numbers, and 24.9
-        used = sorted(map(int, re.findall("[0-9]+", answer)))
-        given = SUM.fullmatch(answer) and used == sorted(entry["metadata"]["numbers"])
-        return bool(given and sympy_parser.parse_expr(answer) == 24)
+        used = sorted(map(int, re.findall("[0-9]+", said)))
+        given = SUM.fullmatch(said) and used == sorted(entry["metadata"]["numbers"])
+        return bool(given and sympy_parser.parse_expr(said) == 24)
     if dataset == "complex_arithmetic":  # min(1.0, nan) is 1.0
         return COMPLEX.fullmatch(answer) is not None
     if dataset == "coin_flip":  # it takes the beginning of a number: 0 for 0.125
-        said, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
-        return abs(said - right) <= 1e-4
+        given, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
+        near = min(Fraction(1, 10**4), right / 100, (1 - right) / 100 or 1)
+        return abs(given - right) <= near
     if dataset == "game_of_life_halting":  # bool("False") is True
-        return answer.strip().lower() == str(entry["answer"]).lower()
+        return said.lower() == str(entry["answer"]).lower()
     return True
