@@ -741,3 +741,100 @@ def test_a_program_that_is_no_server_is_refused(mcp: McpEnv) -> None:
         McpEnv(sys.executable, ["-c", "print('hello')"], call_timeout_s=20)
     with pytest.raises(ValueError, match="only: the server has no tool 'x'"):
         McpEnv(mcp.parameters.command, mcp.parameters.args, only=["x"])
+
+
+RAW_SERVER = """
+import json, os, sys, time
+
+NAMES = ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
+BLOCKS = {
+    "text": [{"type": "resource", "resource": {"uri": "file:///a", "text": "the file"}}],
+    "link": [{"type": "resource_link", "uri": "file:///a.txt", "name": "a.txt"}],
+    "both": [{"type": "text", "text": "see"}, {"type": "image", "data": "aGk=", "mimeType": "i/p"}],
+    "image": [{"type": "image", "data": "aGk=", "mimeType": "i/p"}],
+    "null": None,
+}
+if sys.argv[1] == "hangs" and os.path.exists(sys.argv[2]):
+    open(sys.argv[2], "w").write(str(os.getpid()))
+    time.sleep(3600)
+if sys.argv[1] == "hangs":
+    open(sys.argv[2], "w").close()
+
+def listed(cursor):
+    start = int(cursor or 0)
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES[start : start + 4]]
+    for tool in tools:
+        if tool["name"] == "wrong":
+            tool["outputSchema"] = {"type": "object", "required": ["n"]}
+    end = {} if start + 4 >= len(NAMES) else {"nextCursor": str(start + 4)}
+    return {"tools": tools, **({"nextCursor": "4"} if sys.argv[1] == "endless" else end)}
+
+def called(name):
+    if name in ("internal", "params"):
+        return {"error": {"code": {"internal": -32603, "params": -32602}[name], "message": "no"}}
+    data = {"data": {"n": 1}, "wrong": {}}
+    told = {"structuredContent": data[name]} if name in data else {}
+    return {"result": {"content": BLOCKS.get(name, []), **told}}
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    given, method = asked.get("params", {}), asked["method"]
+    told = {"error": {"code": -32601, "message": "no such method"}}
+    if method == "initialize":
+        server = {"capabilities": {"tools": {}}, "serverInfo": {"name": "raw", "version": "1"}}
+        told = {"result": {"protocolVersion": given["protocolVersion"], **server}}
+    elif method == "tools/list":
+        told = {"result": listed(given.get("cursor"))}
+    elif method == "tools/call":
+        told = called(given["name"])
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **told}), flush=True)
+"""
+
+
+def raw(how: str = "", *more: str, **options: Any) -> McpEnv:
+    pytest.importorskip("mcp")
+    return McpEnv(sys.executable, ["-c", RAW_SERVER, how, *more], **options)
+
+
+def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
+    env = raw()
+    names = [schema["function"]["name"] for schema in env.tools(task())]
+    assert names == ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
+    runner, episode = EpisodeRunner(1), env.reset(task())
+    told = runner.step(episode, CallTools(tuple(ToolCall(n, {}) for n in names))).result(60)
+    runner.close(episode).result(60)
+    shown = dict(zip(names, told.outputs, strict=True))
+    assert shown["text"] == "the file"
+    assert shown["link"] == "a.txt: file:///a.txt"
+    assert shown["both"] == "see\n(image: not shown)"
+    assert shown["image"] == "(image: not shown)"
+    assert shown["data"] == '{"n": 1}'
+    assert shown["wrong"].startswith("wrong: the server's answer is not valid: Invalid structured")
+    assert shown["null"].startswith("null: the server's answer is not valid: ")
+    assert shown["internal"].startswith("MCPError: ")
+    assert shown["params"].startswith("BadArguments: ")
+    assert told.counts == {"tool_exception": 3.0, "bad_arguments": 1.0}
+
+
+def test_a_list_of_tools_that_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="its list of tools has no end: 8 of them"):
+        raw("endless")
+
+
+@pytest.mark.parametrize("limit_s", [1.0, None])
+def test_a_server_that_hangs_as_it_starts_is_ended(tmp_path: Path, limit_s: float | None) -> None:
+    """By the limit of the run, or by its own."""
+    env = raw("hangs", str(tmp_path / "pid"), call_timeout_s=30.0)
+    env.timeout_s = 30.0 if limit_s else 1.0
+    runner, episode = EpisodeRunner(1, limit_s), env.reset(task())
+    with pytest.raises(InfrastructureError):
+        runner.step(episode, call("text")).result(60)
+    if limit_s is None:  # else the runner closes it
+        runner.close(episode).result(60)
+    pid, patience = (tmp_path / "pid").read_text(), time.monotonic() + 60.0
+    assert pid
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < patience
+        time.sleep(0.05)
