@@ -26,6 +26,7 @@ from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv, read_corpus
 from agentgrpo.sandbox import SandboxPool, Session
 from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.types import Task
 from tests.playing import task, wrapped
 
 
@@ -117,6 +118,50 @@ def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) ->
 def test_seeds_beside_the_held_out_ones_are_taken() -> None:
     for seed in (999_936, 1_000_064):
         assert lake(seed=seed)
+
+
+def own_world(space: Any) -> GymnasiumEnv:
+    """One that answers with the action that it was given, and breaks on any other."""
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Own(gymnasium.Env):  # type: ignore[misc, name-defined]
+        action_space, observation_space = space, gymnasium.spaces.Text(9)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return "go", {}
+
+        def step(self, action: Any) -> Any:
+            assert space.contains(action)
+            return f"took {action}", 0.0, False, False, {}
+
+    gymnasium.register("Own-v0", Own)
+    try:
+        env = GymnasiumEnv("Own-v0")
+        env.make = lambda: Own()  # type: ignore[method-assign]
+        return env
+    finally:
+        del gymnasium.registry["Own-v0"]
+
+
+def test_an_action_is_the_one_that_its_name_says_wherever_a_space_starts() -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    env = own_world(spaces.Discrete(3, start=-1))
+    assert env.actions == ["-1", "0", "1"]
+    episode = env.reset(Task(id="t", messages=(), spec={"seed": 0}))
+    assert [episode.step(call("act", action=a)).text for a in env.actions] == [
+        "took -1", "took 0", "took 1",
+    ]  # fmt: skip
+
+
+def test_a_text_outside_a_space_is_told_and_reaches_no_world() -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    env = own_world(spaces.Text(3, charset="ab"))
+    episode = env.reset(Task(id="t", messages=(), spec={"seed": 0}))
+    assert episode.step(Say("ab")).text == "took ab"
+    for wrong in ("abba", "x", ""):
+        told = episode.step(Say(wrong))
+        assert (told.failed, told.done) == (True, False)
+        assert told.text.startswith(f"Error: {wrong!r} is not of Text(")
 
 
 # reasoning-gym
@@ -631,6 +676,29 @@ def test_a_factory_is_reset_before_it_judges_a_rollout_without_a_step() -> None:
     env = FactoryEnv(Counter)
     made, *_ = env.tasks("train")
     assert env.reset(made).finish(None) == {"environment": 0.0}
+
+
+class Submits:
+    done, answer = False, None
+
+    @property
+    def last(self) -> str:
+        raise RuntimeError("not reset")
+
+    def submit(self, x: str) -> str:
+        self.done, self.answer = True, x  # type: ignore[assignment]
+        return "ok"
+
+
+def test_a_factorys_first_submission_ends_the_turn() -> None:
+    twice = CallTools(tuple(ToolCall("submit", {"x": x}) for x in ("wrong", "right")))
+    told: Any = FactoryEnv(Submits).reset(task()).step(twice)
+    assert (told.done, told.answer, told.outputs) == (True, "wrong", ("ok",))
+
+
+def test_a_factorys_property_is_no_tool_and_not_read_before_reset() -> None:
+    (schema,) = FactoryEnv(Submits).tools(task())
+    assert schema["function"]["name"] == "submit"
 
 
 def test_what_a_factory_may_not_do_is_said() -> None:
