@@ -187,7 +187,7 @@ def test_a_submission_that_fails_buys_no_further_line(pool: SandboxPool) -> None
 @pytest.mark.parametrize("keep", ["head", "ends", "tail"])
 def test_what_is_cut_ends_with_a_prompt_on_a_line_of_its_own(pool: SandboxPool, keep: str) -> None:
     lines = [" print('y' * 300)\n", f"{SUBMIT}\n"]
-    cut = {"max_observation_tokens": 60, "keep_observation": keep}
+    cut: dict[str, Any] = {"max_observation_tokens": 60, "keep_observation": keep}
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, **cut)
     (shown_,) = [text for sampled, text in given_and_sampled(typed)[2:] if not sampled]
     assert "tokens cut" in shown_
