@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ class RunCode:
 
     code: str
     language: str = "python"
+    submits: bool = field(default=False, repr=False)
+    """It hands in the answer: carried out also where no call is left, and then counted as refused,
+    so that one that fails does not buy another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,27 @@ def answer_in(text: str, prefix: str) -> str | None:
     if prefix.startswith("<") and prefix.endswith(">"):
         answer = answer.partition(f"</{prefix[1:]}")[0]
     return answer.strip() if found else None
+
+
+SUBMIT = "submit_final_answer"
+"""What code calls to hand in its answer, at a console."""
+
+
+def is_submission(statement: str) -> bool:
+    """Whether a complete statement is a call of submit_final_answer with arguments, no more."""
+    try:
+        tree = ast.parse(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
+        return False
+    call = tree.body[0].value
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == SUBMIT
+        and len(call.args) + len(call.keywords) > 0
+    )
 
 
 DEEPEST = 100

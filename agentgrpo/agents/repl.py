@@ -20,7 +20,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentgrpo.actions import Action, Finish, Malformed, Message, Observation, RunCode, Say
+from agentgrpo.actions import (
+    Action,
+    Finish,
+    Malformed,
+    Message,
+    Observation,
+    RunCode,
+    Say,
+    is_submission,
+)
 from agentgrpo.agents.code import with_functions
 from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
@@ -79,15 +88,22 @@ class ReplAgent(TextAgent):
         if self.talks and line.startswith(f"{ASK}("):
             asked = _asked(line)
             return Malformed(NOT_ASKED) if asked is None else Say(asked)
-        return RunCode(line) if newline or line.strip() else Finish(None)
+        if not newline and not line.strip():
+            return Finish(None)
+        return RunCode(line, submits=is_submission(line))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """What the terminal shows until it waits for the next line, but for the prompt's space."""
+        """What the terminal shows until it waits for the next line, but for the prompt's space.
+
+        A text that does not end with a prompt (it was cut, or the line was not typed) gets one.
+        """
         if isinstance(action, Say):
             prompt = {"role": "assistant", "content": PROMPTS[0].rstrip()}
             return [{"role": "user", "content": observation.text}, prompt]
         text = observation.text
-        return text[:-1] if text.endswith(PROMPTS) else text
+        if text.endswith(PROMPTS[0]) or text == PROMPTS[1]:  # the mark of a cut ends so too
+            return text[:-1]
+        return text + "\n" * bool(text and not text.endswith("\n")) + PROMPTS[0].rstrip()
 
 
 def _asked(line: str) -> str | None:

@@ -115,6 +115,12 @@ class ToolAgent(FormAgent):
         if not isinstance(action, CallTools):
             return [{"role": role, "content": observation.text}]
         texts = observation.outputs or (observation.text,)
+        if len(texts) != len(action.calls):
+            name, expected = type(self.env).__name__, len(action.calls)
+            raise ValueError(
+                f"{name}: an observation's outputs: expected {expected}, one per call, "
+                f"got {len(observation.outputs)}"
+            )
         made = list(zip(action.calls, texts, strict=True))
         return [
             {"role": role, "content": text, "name": call.name}

@@ -13,7 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
+from agentgrpo.actions import (
+    SUBMIT,
+    Action,
+    InfrastructureError,
+    Observation,
+    RunCode,
+    is_submission,
+)
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.python import RESTARTED, Used, the_machines_fault
 from agentgrpo.sandbox import Console as Terminal
@@ -21,7 +28,6 @@ from agentgrpo.sandbox import HostTools, SandboxPool, Session, StepResult, StepS
 from agentgrpo.types import Task
 
 OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
-SUBMIT = "submit_final_answer"
 _DEFINE = f"""def {SUBMIT}(value, *values, **named):
     values = (value, *values, *named.values())
     {SUBMIT}.answer = ", ".join(map(str, values))
@@ -146,20 +152,3 @@ def outcome_of(step: StepResult) -> str:
         name = step.error.name if step.error else ""
         return "syntax" if name in ("SyntaxError", "IndentationError", "TabError") else "error"
     return "died" if step.state_lost else "error"
-
-
-def is_submission(statement: str) -> bool:
-    """Whether a complete statement is a call of submit_final_answer with arguments, no more."""
-    try:
-        tree = ast.parse(statement)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
-        return False
-    call = tree.body[0].value
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == SUBMIT
-        and len(call.args) + len(call.keywords) > 0
-    )

@@ -13,12 +13,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.runner import LOOP, settled
-from agentgrpo.envs.tools import AsyncToolEpisode, Tool, ToolEpisode, Toolset
+from agentgrpo.envs.tools import AsyncToolEpisode, Tool, ToolEpisode, Toolset, calls_of, observed
 from agentgrpo.types import Task, as_number
 from agentgrpo.usercode import waited
 
@@ -33,7 +34,9 @@ class FactoryEnv:
         factory: the class, or `module:Class`; called without arguments for every rollout. Public
             methods but reset, get_reward, close and tasks are tools; they may be coroutines. An
             attribute `done` that becomes true ends the episode, an attribute `answer` is then what
-            was answered. A static or class method `tasks(split)` may give the tasks, as rows.
+            was answered, and no further call of the turn is made; where any method is a coroutine
+            the calls of a turn run at once, so that each runs whatever another ends. A static or
+            class method `tasks(split)` may give the tasks, as rows.
 
     Raises:
         ValueError: the class has no public methods, or one has a parameter without annotation.
@@ -88,10 +91,14 @@ class FactoryEnv:
 
 
 def _tools(world: Any) -> list[Tool]:
-    methods = inspect.getmembers(world, inspect.isroutine)
-    return [
-        Tool(m, name) for name, m in methods if not name.startswith("_") and name not in NOT_TOOLS
-    ]
+    names = [name for name in dir(world) if not name.startswith("_") and name not in NOT_TOOLS]
+    found = {name: getattr(world, name) for name in names if not _is_property(world, name)}
+    return [Tool(value, name) for name, value in found.items() if inspect.isroutine(value)]
+
+
+def _is_property(world: Any, name: str) -> bool:
+    """Whether to read an attribute runs the user's code, which may need reset() first."""
+    return isinstance(inspect.getattr_static(world, name, None), property | cached_property)
 
 
 def _reset(world: Any, row: Mapping[str, Any]) -> str | None:
@@ -116,8 +123,11 @@ class _World:
             self._begun = True
             _reset(self.environment, self._spec)
 
+    def _is_done(self) -> bool:
+        return bool(getattr(self.environment, "done", False))
+
     def _after(self, observation: Observation) -> Observation:
-        if not getattr(self.environment, "done", False):
+        if not self._is_done():
             return observation
         answer = getattr(self.environment, "answer", None)
         return replace(observation, done=True, answer=None if answer is None else str(answer))
@@ -140,9 +150,14 @@ class FactoryEpisode(_World, ToolEpisode):
     """An instance whose tools block."""
 
     def step(self, action: Action) -> Observation:
-        """Call the methods of a turn in their order."""
+        """Call the methods of a turn in their order, until one ends the episode."""
         self._begin()
-        return self._after(super().step(action))
+        answers = []
+        for call in calls_of(action):
+            answers.append(self.toolset.call(call))
+            if self._is_done():
+                break
+        return self._after(observed(answers))
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """What get_reward says: a number (part `environment`) or named parts."""

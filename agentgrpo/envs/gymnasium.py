@@ -25,7 +25,7 @@ class GymnasiumEnv:
         id: its name in Gymnasium's registry, such as FrozenLake-v1; "module:Name-v0" imports first.
         kwargs: arguments of gymnasium.make.
         actions: names of a Discrete space's actions, in their order; None: their numbers. A Text
-            space takes any text.
+            space takes a text of its length and characters.
         rules: what the question says before the first observation.
         act_by: "tool" or "reply".
         num_tasks: seeds of a split: 0, 1, ... (train), from 1,000,000 on (heldout).
@@ -139,7 +139,10 @@ class GymnasiumEpisode(Episode):
                 return Observation(
                     f"Error: no action {choice[:80]!r}; there are: {', '.join(names)}", failed=True
                 )
-            choice = names.index(choice.lower())
+            choice = int(self._world.action_space.start) + names.index(choice.lower())
+        elif not self._world.action_space.contains(choice):
+            space = self._world.action_space
+            return Observation(f"Error: {choice[:80]!r} is not of {space}", failed=True)
         observation, reward, terminated, truncated, _ = self._world.step(choice)
         rewards = {"environment": float(reward)} if reward else {}
         text = shown(self._world, observation)
@@ -172,4 +175,4 @@ def _action_names(space: Any, names: Sequence[str] | None) -> list[str] | None:
         raise ValueError(f"id: expected discrete or text actions, got {space}")
     if names is not None and len(names) != space.n:
         raise ValueError(f"actions: expected {space.n} names, got {list(names)}")
-    return list(names) if names is not None else [str(i) for i in range(int(space.n))]
+    return list(names) if names is not None else [str(space.start + i) for i in range(space.n)]

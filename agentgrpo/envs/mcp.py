@@ -7,15 +7,17 @@ share nothing. The package mcp is needed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, Schema, ToolCall
 from agentgrpo.envs.base import AsyncEpisode
-from agentgrpo.envs.tools import Answer, calls_of, observed, tool_schema, unknown_tool
+from agentgrpo.envs.tools import Answer, calls_of, observed, show, tool_schema, unknown_tool
 from agentgrpo.extras import needed
 from agentgrpo.types import Task
+
+MAX_TOOLS = 10_000
+"""A server that lists more is taken for one whose list has no end."""
 
 
 class McpEnv:
@@ -26,7 +28,8 @@ class McpEnv:
         args: its arguments.
         env: further environment variables.
         only: names of the tools to show; None: all.
-        call_timeout_s: of one call; an answer that takes longer is an error for the policy.
+        call_timeout_s: of one call, where an answer that takes longer is an error for the policy;
+            and of the server's start.
 
     Raises:
         ValueError: the server does not start or has no such tool, or the package is missing.
@@ -65,7 +68,17 @@ class McpEnv:
         from mcp import Client
 
         async with asyncio.timeout(self.timeout_s), Client(self.parameters) as client:
-            return list((await client.list_tools()).tools)
+            found: list[Any] = []
+            cursors: list[str | None] = [None]
+            while len(found) <= MAX_TOOLS:
+                page = await client.list_tools(cursor=cursors[-1])
+                found += page.tools
+                if not page.next_cursor:
+                    return found
+                if page.next_cursor in cursors:
+                    break
+                cursors.append(page.next_cursor)
+            raise ValueError(f"its list of tools has no end: {len(found)} of them")
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The server's tools."""
@@ -83,7 +96,6 @@ class McpEpisode(AsyncEpisode):
         self._env = env
         self._names = {schema["function"]["name"] for schema in env.schemas}
         self._client: asyncio.Future[Any] | None = None
-        self._leave = asyncio.Event()
         self._server: asyncio.Task[None] | None = None
 
     async def step(self, action: Action) -> Observation:
@@ -105,9 +117,13 @@ class McpEpisode(AsyncEpisode):
         from mcp import Client
 
         try:
-            async with Client(self._env.parameters) as client:
+            async with (
+                asyncio.timeout(self._env.timeout_s) as start,
+                Client(self._env.parameters) as client,
+            ):
+                start.reschedule(None)
                 ready.set_result(client)
-                await self._leave.wait()
+                await asyncio.Event().wait()  # until close() cancels it
         except Exception as error:  # handed to who waits for the client, if it had not begun
             if not ready.done():
                 ready.set_exception(error)
@@ -116,7 +132,7 @@ class McpEpisode(AsyncEpisode):
         if call.name not in self._names:
             return Answer(unknown_tool(call, sorted(self._names)), "unknown_tool")
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
 
         try:
             async with asyncio.timeout(self._env.timeout_s):
@@ -126,13 +142,30 @@ class McpEpisode(AsyncEpisode):
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise InfrastructureError(f"the MCP server ended in {call.name}") from error
-            return Answer(f"BadArguments: {error}", "bad_arguments")
-        text = "\n".join(block.text for block in result.content if block.type == "text")
-        return Answer(text, "tool_exception" if result.is_error else "")
+            if error.code == INVALID_PARAMS:
+                return Answer(f"BadArguments: {error}", "bad_arguments")
+            return Answer(f"MCPError: {error}", "tool_exception")
+        except (RuntimeError, ValueError) as error:  # as its client tells of what breaks a schema
+            said = f"{call.name}: the server's answer is not valid: {error}"
+            return Answer(said, "tool_exception")
+        return Answer(_text_of(result), "tool_exception" if result.is_error else "")
 
     async def close(self) -> None:
-        """End the server, if it was started."""
-        self._leave.set()
+        """End the server, if it was started or is about to."""
         if self._server is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._server
+            self._server.cancel()  # its client then ends the process, whatever that does
+            await asyncio.wait([self._server])
+
+
+def _text_of(result: Any) -> str:
+    """An answer's blocks, line by line; without any, what it holds as JSON."""
+    if not result.content and result.structured_content is not None:
+        return show(result.structured_content)
+    return "\n".join(map(_shown, result.content))
+
+
+def _shown(block: Any) -> str:
+    if block.type == "resource_link":
+        return f"{block.name}: {block.uri}"
+    text = getattr(getattr(block, "resource", block), "text", None)
+    return f"({block.type}: not shown)" if text is None else str(text)

@@ -104,23 +104,32 @@ class Spent:
         return seconds is not None and time.monotonic() - self.started >= seconds
 
     def refuse(self, action: Action) -> str | None:
-        """Count an action's calls, or say why it may not make them: then none is made."""
+        """Count an action's calls, or say why it may not make them: then none is made.
+
+        Code that hands in the answer is made after the last call too, and counts as refused.
+        """
         names = called(action)
+        refusal = self._refusal(names)
+        if refusal is not None:
+            self.refusals += 1
+            if not (isinstance(action, RunCode) and action.submits):
+                return refusal
+        self.calls += Counter(names)
+        return None
+
+    def _refusal(self, names: tuple[str, ...]) -> str | None:
         wanted = Counter(names)
         for name, count in wanted.items():
             left = self.config.max_calls_of.get(name, count + self.calls[name]) - self.calls[name]
             if count > left:
-                self.refusals += 1
                 return _no_more(left, f"{name} ", count)
         total = self.config.max_tool_calls
-        if total is not None and names and len(names) > total - self.calls.total():
-            self.refusals += 1
-            return _no_more(total - self.calls.total(), "", len(names))
-        self.calls += wanted
-        return None
+        left = total - self.calls.total() if total is not None else len(names)
+        return _no_more(left, "", len(names)) if len(names) > left else None
 
 
 def _no_more(left: int, which: str, asked: int) -> str:
+    left = max(0, left)  # where a submission was one more
     return (
         f"Error: not run. {left} {which}call{'' if left == 1 else 's'} left, {asked} asked for. "
         "Answer with what you have."

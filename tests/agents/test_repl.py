@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import InfrastructureError, RunCode
+from agentgrpo.actions import InfrastructureError, RunCode, is_submission
 from agentgrpo.agents.repl import ReplAgent, python_banner
-from agentgrpo.envs.console import ConsoleEnv, is_submission
+from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import SpanReward, Status, Task
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
@@ -160,6 +160,40 @@ def test_S1_3_only_a_call_that_worked_submits(pool: SandboxPool) -> None:
     assert redefined.answer == "7", "as it is shown"
     assert not is_submission("submit_final_answer(1); submit_final_answer(2)")
     assert not is_submission("submit_final_answer()")
+
+
+NOT_RUN = "Error: not run. 0 {}calls left, 1 asked for. Answer with what you have.\n>>>"
+
+
+@pytest.mark.parametrize(
+    ("limit", "which"), [({"max_tool_calls": 1}, ""), ({"max_calls_of": {"python": 1}}, "python ")]
+)
+def test_who_has_no_line_left_is_shown_a_prompt_and_can_submit(
+    pool: SandboxPool, limit: Any, which: str
+) -> None:
+    lines = [" x = 6\n", " x = 7\n", " submit_final_answer(x)\n"]
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, **limit)
+    assert (typed.status, typed.answer) == (Status.COMPLETED, "6")
+    assert (False, NOT_RUN.format(which)) in given_and_sampled(typed)
+
+
+def test_a_submission_that_fails_buys_no_further_line(pool: SandboxPool) -> None:
+    lines = [" x = 6\n", " submit_final_answer(y)\n", " submit_final_answer(x + y)\n", " never\n"]
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, max_tool_calls=1)
+    assert (typed.status, typed.stats["turns"]) == (Status.TRUNCATED_CALLS, 3)
+    assert typed.answer is None
+
+
+@pytest.mark.parametrize("keep", ["head", "ends", "tail"])
+def test_what_is_cut_ends_with_a_prompt_on_a_line_of_its_own(pool: SandboxPool, keep: str) -> None:
+    lines = [" print('y' * 300)\n", f"{SUBMIT}\n"]
+    cut: dict[str, Any] = {"max_observation_tokens": 60, "keep_observation": keep}
+    typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, **cut)
+    (shown_,) = [text for sampled, text in given_and_sampled(typed)[2:] if not sampled]
+    assert "tokens cut" in shown_
+    assert shown_.endswith("\n>>>")
+    assert shown_.count(">>>") == 1
+    assert typed.answer == "1"
 
 
 def test_S1_4_each_line_has_its_outcome_and_reward_on_its_own_tokens(patient: SandboxPool) -> None:

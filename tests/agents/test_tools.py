@@ -19,6 +19,7 @@ from agentgrpo.actions import (
     Finish,
     InfrastructureError,
     Malformed,
+    Observation,
     ReadCalls,
     Reading,
     Say,
@@ -229,6 +230,14 @@ def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) 
     second = "6" if parallel else "Error: one call per turn; this one was not carried out"
     assert f"<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n{second}{EOT}\n" in shown(played)
     assert played.stats["tool_calls"] == 1 + parallel
+
+
+def test_an_environment_that_answers_too_few_calls_is_named(hermes: ReadCalls) -> None:
+    played = agent(hermes, parallel_calls=True)
+    calls = played.parse(f"{call('add', a=1)}{call('add', a=5)}", TASK)
+    expected = "an observation's outputs: expected 2, one per call, got 0"
+    with pytest.raises(ValueError, match=expected):
+        played.observe(calls, Observation("both"))
 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:

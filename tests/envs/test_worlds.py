@@ -29,6 +29,7 @@ from agentgrpo.envs.search import SearchEnv, read_corpus
 from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.sandbox import SandboxPool, Session
 from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.types import Task
 from tests.playing import task, wrapped
 
 
@@ -120,6 +121,50 @@ def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) ->
 def test_seeds_beside_the_held_out_ones_are_taken() -> None:
     for seed in (999_936, 1_000_064):
         assert lake(seed=seed)
+
+
+def own_world(space: Any) -> GymnasiumEnv:
+    """One that answers with the action that it was given, and breaks on any other."""
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Own(gymnasium.Env):  # type: ignore[misc, name-defined]
+        action_space, observation_space = space, gymnasium.spaces.Text(9)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return "go", {}
+
+        def step(self, action: Any) -> Any:
+            assert space.contains(action)
+            return f"took {action}", 0.0, False, False, {}
+
+    gymnasium.register("Own-v0", Own)
+    try:
+        env = GymnasiumEnv("Own-v0")
+        env.make = lambda: Own()  # type: ignore[method-assign]
+        return env
+    finally:
+        del gymnasium.registry["Own-v0"]
+
+
+def test_an_action_is_the_one_that_its_name_says_wherever_a_space_starts() -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    env = own_world(spaces.Discrete(3, start=-1))
+    assert env.actions == ["-1", "0", "1"]
+    episode = env.reset(Task(id="t", messages=(), spec={"seed": 0}))
+    assert [episode.step(call("act", action=a)).text for a in env.actions] == [
+        "took -1", "took 0", "took 1",
+    ]  # fmt: skip
+
+
+def test_a_text_outside_a_space_is_told_and_reaches_no_world() -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    env = own_world(spaces.Text(3, charset="ab"))
+    episode = env.reset(Task(id="t", messages=(), spec={"seed": 0}))
+    assert episode.step(Say("ab")).text == "took ab"
+    for wrong in ("abba", "x", ""):
+        told = episode.step(Say(wrong))
+        assert (told.failed, told.done) == (True, False)
+        assert told.text.startswith(f"Error: {wrong!r} is not of Text(")
 
 
 # reasoning-gym
@@ -679,6 +724,29 @@ def test_a_factory_is_reset_before_it_judges_a_rollout_without_a_step() -> None:
     assert env.reset(made).finish(None) == {"environment": 0.0}
 
 
+class Submits:
+    done, answer = False, None
+
+    @property
+    def last(self) -> str:
+        raise RuntimeError("not reset")
+
+    def submit(self, x: str) -> str:
+        self.done, self.answer = True, x
+        return "ok"
+
+
+def test_a_factorys_first_submission_ends_the_turn() -> None:
+    twice = CallTools(tuple(ToolCall("submit", {"x": x}) for x in ("wrong", "right")))
+    told: Any = FactoryEnv(Submits).reset(task()).step(twice)
+    assert (told.done, told.answer, told.outputs) == (True, "wrong", ("ok",))
+
+
+def test_a_factorys_property_is_no_tool_and_not_read_before_reset() -> None:
+    (schema,) = FactoryEnv(Submits).tools(task())
+    assert schema["function"]["name"] == "submit"
+
+
 def test_what_a_factory_may_not_do_is_said() -> None:
     expected = r"Mute.get_reward: expected a number or named parts, got None"
     with pytest.raises(TypeError, match=expected):
@@ -787,3 +855,100 @@ def test_a_program_that_is_no_server_is_refused(mcp: McpEnv) -> None:
         McpEnv(sys.executable, ["-c", "print('hello')"], call_timeout_s=20)
     with pytest.raises(ValueError, match="only: the server has no tool 'x'"):
         McpEnv(mcp.parameters.command, mcp.parameters.args, only=["x"])
+
+
+RAW_SERVER = """
+import json, os, sys, time
+
+NAMES = ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
+BLOCKS = {
+    "text": [{"type": "resource", "resource": {"uri": "file:///a", "text": "the file"}}],
+    "link": [{"type": "resource_link", "uri": "file:///a.txt", "name": "a.txt"}],
+    "both": [{"type": "text", "text": "see"}, {"type": "image", "data": "aGk=", "mimeType": "i/p"}],
+    "image": [{"type": "image", "data": "aGk=", "mimeType": "i/p"}],
+    "null": None,
+}
+if sys.argv[1] == "hangs" and os.path.exists(sys.argv[2]):
+    open(sys.argv[2], "w").write(str(os.getpid()))
+    time.sleep(3600)
+if sys.argv[1] == "hangs":
+    open(sys.argv[2], "w").close()
+
+def listed(cursor):
+    start = int(cursor or 0)
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES[start : start + 4]]
+    for tool in tools:
+        if tool["name"] == "wrong":
+            tool["outputSchema"] = {"type": "object", "required": ["n"]}
+    end = {} if start + 4 >= len(NAMES) else {"nextCursor": str(start + 4)}
+    return {"tools": tools, **({"nextCursor": "4"} if sys.argv[1] == "endless" else end)}
+
+def called(name):
+    if name in ("internal", "params"):
+        return {"error": {"code": {"internal": -32603, "params": -32602}[name], "message": "no"}}
+    data = {"data": {"n": 1}, "wrong": {}}
+    told = {"structuredContent": data[name]} if name in data else {}
+    return {"result": {"content": BLOCKS.get(name, []), **told}}
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    given, method = asked.get("params", {}), asked["method"]
+    told = {"error": {"code": -32601, "message": "no such method"}}
+    if method == "initialize":
+        server = {"capabilities": {"tools": {}}, "serverInfo": {"name": "raw", "version": "1"}}
+        told = {"result": {"protocolVersion": given["protocolVersion"], **server}}
+    elif method == "tools/list":
+        told = {"result": listed(given.get("cursor"))}
+    elif method == "tools/call":
+        told = called(given["name"])
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **told}), flush=True)
+"""
+
+
+def raw(how: str = "", *more: str, **options: Any) -> McpEnv:
+    pytest.importorskip("mcp")
+    return McpEnv(sys.executable, ["-c", RAW_SERVER, how, *more], **options)
+
+
+def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
+    env = raw()
+    names = [schema["function"]["name"] for schema in env.tools(task())]
+    assert names == ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
+    runner, episode = EpisodeRunner(1), env.reset(task())
+    told = runner.step(episode, CallTools(tuple(ToolCall(n, {}) for n in names))).result(60)
+    runner.close(episode).result(60)
+    shown = dict(zip(names, told.outputs, strict=True))
+    assert shown["text"] == "the file"
+    assert shown["link"] == "a.txt: file:///a.txt"
+    assert shown["both"] == "see\n(image: not shown)"
+    assert shown["image"] == "(image: not shown)"
+    assert shown["data"] == '{"n": 1}'
+    assert shown["wrong"].startswith("wrong: the server's answer is not valid: Invalid structured")
+    assert shown["null"].startswith("null: the server's answer is not valid: ")
+    assert shown["internal"].startswith("MCPError: ")
+    assert shown["params"].startswith("BadArguments: ")
+    assert told.counts == {"tool_exception": 3.0, "bad_arguments": 1.0}
+
+
+def test_a_list_of_tools_that_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="its list of tools has no end: 8 of them"):
+        raw("endless")
+
+
+@pytest.mark.parametrize("limit_s", [1.0, None])
+def test_a_server_that_hangs_as_it_starts_is_ended(tmp_path: Path, limit_s: float | None) -> None:
+    """By the limit of the run, or by its own."""
+    env = raw("hangs", str(tmp_path / "pid"), call_timeout_s=30.0)
+    env.timeout_s = 30.0 if limit_s else 1.0
+    runner, episode = EpisodeRunner(1, limit_s), env.reset(task())
+    with pytest.raises(InfrastructureError):
+        runner.step(episode, call("text")).result(60)
+    if limit_s is None:  # else the runner closes it
+        runner.close(episode).result(60)
+    pid, patience = (tmp_path / "pid").read_text(), time.monotonic() + 60.0
+    assert pid
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < patience
+        time.sleep(0.05)
