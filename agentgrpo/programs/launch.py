@@ -121,7 +121,7 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
     places = [program]  # or, where it is a path, one of its files
     if "/" in program:
         first = Path(program).parts[0]
-        places += [path.parent / program for path in agent.files if path.name == first]
+        places += [f"{path.parent}/{program}" for path in agent.files if path.name == first]
     own = program in PYTHON or any(map(shutil.which, places))
     if agent.sandbox == "none" and not own:
         raise ValueError(f"agent.options.command: there is no program {program!r}")

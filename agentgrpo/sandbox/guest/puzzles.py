@@ -94,9 +94,9 @@ def _is_answer(dataset: str, answer: str, entry: Any) -> bool:
     if dataset == "complex_arithmetic":  # min(1.0, nan) is 1.0
         return COMPLEX.fullmatch(answer) is not None
     if dataset == "coin_flip":  # it takes the beginning of a number: 0 for 0.125
-        given, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
+        number, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
         near = min(Fraction(1, 10**4), right / 100, (1 - right) / 100 or 1)
-        return abs(given - right) <= near
+        return bool(abs(number - right) <= near)
     if dataset == "game_of_life_halting":  # bool("False") is True
         return said.lower() == str(entry["answer"]).lower()
     return True
