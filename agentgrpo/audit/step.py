@@ -265,7 +265,7 @@ def _apart(rows: Sequence[Row], own: Scores) -> list[Row]:
     sizes = [0, 0]
     for row, gaps_C in zip(rows, own.by_row, strict=True):
         gaps_N = sampled([gaps_C]).abs()
-        apart = int(float(gaps_N.max()) > EXACT)
+        apart = int(bool((gaps_N > EXACT).any()))
         parts[apart].append(row)
         sizes[apart] += len(gaps_N)
     return parts[1] if min(sizes) >= ENOUGH else []

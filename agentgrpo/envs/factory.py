@@ -92,7 +92,7 @@ class FactoryEnv:
 
 def _tools(world: Any) -> list[Tool]:
     names = [name for name in dir(world) if not name.startswith("_") and name not in NOT_TOOLS]
-    found = {name: getattr(world, name) for name in names if not _is_property(world, name)}
+    found = {name: getattr(world, name, None) for name in names if not _is_property(world, name)}
     return [Tool(value, name) for name, value in found.items() if inspect.isroutine(value)]
 
 

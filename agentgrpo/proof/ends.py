@@ -6,6 +6,7 @@ was over, how long a tool took) is not in a record, so some ends cannot be told 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from agentgrpo.config import TrainConfig
@@ -147,7 +148,9 @@ def _wrong_ends(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
             yield "neither its last turn was cut, nor is its row full"
         if not told and acted < len(rollout.turns):
             yield "its last turn was whole and asked for nothing"
-    if status is Status.TRUNCATED_CALLS and stats["refused_calls"] < 2:
+    most = [m for m in (limits.max_tool_calls, limits.max_calls_of.get("python")) if m is not None]
+    over = max(0.0, stats["tool_calls"] - min(most, default=math.inf))  # a console's submissions
+    if status is Status.TRUNCATED_CALLS and stats["refused_calls"] + over < 2:
         yield f"{stats['refused_calls']:g} calls were refused"
     unlimited = limits.max_tool_calls is None and not limits.max_calls_of
     if status is Status.TRUNCATED_CALLS and unlimited:

@@ -12,8 +12,10 @@ import pytest
 from agentgrpo.actions import InfrastructureError, RunCode, is_submission
 from agentgrpo.agents.repl import ReplAgent, python_banner
 from agentgrpo.envs.console import ConsoleEnv
+from agentgrpo.proof.ends import end_faults
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import SpanReward, Status, Task
+from tests.given import a_config
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import Turn
 from tests.terminal import typed_into_python
@@ -182,6 +184,10 @@ def test_a_submission_that_fails_buys_no_further_line(pool: SandboxPool) -> None
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, max_tool_calls=1)
     assert (typed.status, typed.stats["turns"]) == (Status.TRUNCATED_CALLS, 3)
     assert typed.answer is None
+    config = a_config("agent.kind=repl", "env.kind=console", "rollout.max_tool_calls=1")
+    assert list(end_faults(typed, config)) == []
+    typed.stats["tool_calls"] -= 1
+    assert list(end_faults(typed, config)) != []
 
 
 @pytest.mark.parametrize("keep", ["head", "ends", "tail"])

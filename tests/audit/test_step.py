@@ -120,6 +120,8 @@ def test_one_sampler_of_two_is_told_from_rounding(model: Any, engine: str, cause
     sampled = both[0][0] + both[1][0], both[0][1] + both[1][1]
     found = audit(trained, sampled, weights={"the start": snapshot(model)})
     assert found.cause == cause, str(found)
+    mask = [[1] * 12] * 5 + [[0] * 12]  # the world spoke all of a row
+    assert audit(trained, sampled, env_mask=mask).num_tokens == 60
     if engine == "late":
         assert "of 6 sequences 3 agree; of the others: stale weights: what" in str(found)
 

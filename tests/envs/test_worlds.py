@@ -725,14 +725,17 @@ def test_a_factory_is_reset_before_it_judges_a_rollout_without_a_step() -> None:
 
 
 class Submits:
-    done, answer = False, None
+    __slots__ = ("answer", "done", "set_later")
+
+    def __init__(self) -> None:
+        self.done, self.answer = False, None
 
     @property
     def last(self) -> str:
         raise RuntimeError("not reset")
 
     def submit(self, x: str) -> str:
-        self.done, self.answer = True, x
+        self.done, self.answer = True, x  # type: ignore[assignment]
         return "ok"
 
 
