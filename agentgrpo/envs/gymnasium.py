@@ -25,7 +25,7 @@ class GymnasiumEnv:
         id: its name in Gymnasium's registry, such as FrozenLake-v1; "module:Name-v0" imports first.
         kwargs: arguments of gymnasium.make.
         actions: names of a Discrete space's actions, in their order; None: their numbers. A Text
-            space takes a text of its length and characters.
+            space takes any text; one outside it that the world raises at is told so.
         rules: what the question says before the first observation.
         act_by: "tool" or "reply".
         num_tasks: seeds of a split: 0, 1, ... (train), from 1,000,000 on (heldout).
@@ -140,10 +140,13 @@ class GymnasiumEpisode(Episode):
                     f"Error: no action {choice[:80]!r}; there are: {', '.join(names)}", failed=True
                 )
             choice = int(self._world.action_space.start) + names.index(choice.lower())
-        elif not self._world.action_space.contains(choice):
+        try:
+            observation, reward, terminated, truncated, _ = self._world.step(choice)
+        except Exception:
             space = self._world.action_space
+            if space.contains(choice):
+                raise
             return Observation(f"Error: {choice[:80]!r} is not of {space}", failed=True)
-        observation, reward, terminated, truncated, _ = self._world.step(choice)
         rewards = {"environment": float(reward)} if reward else {}
         text = shown(self._world, observation)
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)

@@ -156,7 +156,7 @@ def test_an_action_is_the_one_that_its_name_says_wherever_a_space_starts() -> No
     ]  # fmt: skip
 
 
-def test_a_text_outside_a_space_is_told_and_reaches_no_world() -> None:
+def test_a_text_outside_a_space_ends_no_run_where_the_world_raises_at_it() -> None:
     spaces = pytest.importorskip("gymnasium").spaces
     env = own_world(spaces.Text(3, charset="ab"))
     episode = env.reset(Task(id="t", messages=(), spec={"seed": 0}))
