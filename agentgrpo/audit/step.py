@@ -242,9 +242,12 @@ def audit_step(
         noise = cache(lambda: max(EXACT, 3 * _rounding(model, rows, claimed, own, dtype)))
         findings, closest = _causes(own, others, claimed, [*hints, *_written_down(model)], noise)
         if not findings and (some := _apart(rows, own)):
-            others = _by_other_weights(model, some, claimed, weights or {})
-            hinted = [*hints, *_written_down(model)]
-            found, closer = _causes(score(model, some, claimed), others, claimed, hinted, noise)
+            part, hinted = score(model, some, claimed), [*hints, *_written_down(model)]
+            # chosen by their gap: of rounding alone other weights leave a smaller one too
+            most = 0.1 * float(part.wide.mean())
+            scored = _by_other_weights(model, some, claimed, weights or {})
+            fitting = {n: each for n, each in scored.items() if float(each.wide.mean()) < most}
+            found, closer = _causes(part, fitting, claimed, hinted, noise)
             told = f"of {len(rows)} sequences {len(rows) - len(some)} agree; of the others: "
             findings = [replace(each, says=told + each.says) for each in found]
             closest = closest or closer

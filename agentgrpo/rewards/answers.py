@@ -43,7 +43,7 @@ SPELLINGS = (
     (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
     (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
     (re.compile(r" ?(?:\\times|\\cdot|[\xd7*\xb7\u22c5]) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
-    (re.compile(r"(?<![\w.)}])10\^\{?(-?\d{1,4})\}?(?!\d)"), r"1e\1"),
+    (re.compile(r"(?<![\w.)}])10\^\{?(-?\d{1,4})\}?+(?!\w)"), r"1e\1"),
     (re.compile(r"\^\{?-?\d+\}?"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
 )
 """How LaTeX writes what NUMBER reads."""

@@ -96,7 +96,8 @@ def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> N
 
 def test_where_there_is_no_number_none_is_read() -> None:
     texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}", "2^10", "5²", "s^-2"]
-    assert [last_number(text) for text in texts] == [None] * 10
+    texts += ["10^4m"]
+    assert [last_number(text) for text in texts] == [None] * 11
     strict = ["36 pens", "it is 36", "36 36", "12*3", "36..", "", f"1e{10**30}"]
     strict += ["12/25/2024", "5/0", "1/2/3"]
     assert [only_number(text) for text in strict] == [None] * 10

@@ -95,7 +95,7 @@ def _is_answer(dataset: str, answer: str, entry: Any) -> bool:
         return COMPLEX.fullmatch(answer) is not None
     if dataset == "coin_flip":  # it takes the beginning of a number: 0 for 0.125
         number, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
-        near = min(Fraction(1, 10**4), right / 100, (1 - right) / 100 or 1)
+        near = min(Fraction(1, 10**4), right / 10, (1 - right) / 10 or 1)
         return bool(abs(number - right) <= near)
     if dataset == "game_of_life_halting":  # bool("False") is True
         return said.lower() == str(entry["answer"]).lower()
