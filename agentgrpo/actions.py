@@ -157,9 +157,10 @@ def as_json(value: Any) -> Any:
     """
     try:
         text = json.dumps(value, ensure_ascii=False)  # refuses circles, which shallow() goes round
-        return shallow(json.loads(text.encode("utf-8", "replace")))
+        told = json.loads(text.encode("utf-8", "replace"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
+    return shallow(told)
 
 
 Model = Literal["policy", "reference"] | Callable[["Ask"], str]

@@ -38,7 +38,7 @@ class ExampleMessage(TypedDict):
 
 Shots = Sequence[Sequence[ExampleMessage]]
 """Worked examples, each a list of messages."""
-THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\"`)\]])", re.DOTALL)
+THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\")\]]|`(?!``))", re.DOTALL)
 """What a turn begins with and says to nobody; its beginning may be the template's. A program that
 has the tag in a text of its own is none."""
 """Ends what a model says to nobody."""
