@@ -41,7 +41,6 @@ Shots = Sequence[Sequence[ExampleMessage]]
 THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\")\]]|`(?!``))", re.DOTALL)
 """What a turn begins with and says to nobody; its beginning may be the template's. A program that
 has the tag in a text of its own is none."""
-"""Ends what a model says to nobody."""
 
 
 @dataclass(kw_only=True, eq=False)
