@@ -253,7 +253,7 @@ class Policy:
             self.trained = [p for p in model.parameters() if p.requires_grad]
 
     def checkpoint_layers(self) -> None:
-        """See checkpoint_layers() below."""
+        """Compute what is between the layers' inputs again in the backward pass."""
         self.checkpointed = True
         checkpoint_layers(self.model)
 
