@@ -15,7 +15,7 @@ from typing import Any
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.base import require_apart
-from agentgrpo.envs.graded import Graders, worth
+from agentgrpo.envs.graded import GradingPool, partial_credit
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
 from agentgrpo.extras import needed
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
@@ -86,7 +86,7 @@ class ReasoningGymEnv(PythonEnv):
             preload=("reasoning_gym",),
             setup=JUDGE,
         )
-        self.graders = Graders(pool, template=template, memory_mib=MEMORY_MIB)
+        self.graders = GradingPool(pool, template=template, memory_mib=MEMORY_MIB)
 
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split; only the verifier knows what is right.
@@ -152,4 +152,4 @@ class ReasoningGymEpisode(PythonEpisode):
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved` for a full score, `partial` for less."""
-        return worth(self._env.score(self._task, answer))
+        return partial_credit(self._env.score(self._task, answer))
