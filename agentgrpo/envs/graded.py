@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of, require_printable
 from agentgrpo.sandbox.template import Template
@@ -158,7 +158,7 @@ class UnitTestEpisode(PythonEpisode):
 
     def _grade(self, code: str) -> list[Verdict]:
         pool, limit, spec = self._env.graders.pool(), self._env.test_timeout_s, self._spec
-        with the_machines_fault():
+        with as_infra_error():
             if spec.get("tests") is not None:
                 names = spec.get("names")
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]

@@ -16,7 +16,7 @@ from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.base import require_apart
 from agentgrpo.envs.graded import GradingPool, partial_credit
-from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.extras import needed
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
 from agentgrpo.sandbox.guest.exchange import read, spell
@@ -133,7 +133,7 @@ class ReasoningGymEnv(PythonEnv):
             return 0.0
         options, index = self._options[task.spec["split"]], task.spec["index"]
         asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
-        with the_machines_fault(), self.graders.places, self.graders.pool().acquire() as session:
+        with as_infra_error(), self.graders.places, self.graders.pool().acquire() as session:
             told = session.step(asked, self._timeout_s)
         failed = told.error is not None and told.error.name != "CodeTooLong"
         if told.status is StepStatus.INFRA_ERROR or (failed and told.status is StepStatus.ERROR):

@@ -142,33 +142,6 @@ def test_a_branch_that_makes_fewer_calls_shows_something_else(pool: SandboxPool,
         one.close()
 
 
-@pytest.mark.nsjail
-def test_a_second_try_of_a_repeated_step_is_told_everything_again(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = PythonEnv(pool, 5.0, host_tools=tools(calls=3))
-    parent, branch = env.reset(TASK), env.reset(TASK)
-    told = parent.step(RunCode("ticket() + ticket()"))
-    run, tries = PythonEpisode._run, iter([RunCode("ticket()"), RunCode("ticket() + ticket()")])
-
-    def fails_once(self: PythonEpisode, _: RunCode) -> StepResult:
-        code = next(tries)
-        result = run(self, code)
-        if code.code == "ticket()":
-            result.status = StepStatus.INFRA_ERROR
-        return result
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PythonEpisode, "_run", fails_once)
-        branch.recall(told.memory)
-        assert branch.step(RunCode("ticket() + ticket()")).text == told.text == "203"
-    assert len(seen) == 2, "no function ran"
-    assert branch.step(RunCode("ticket()")).text == "103", "and they are counted once"
-    assert "used up" in branch.step(RunCode("ticket()")).text
-    for one in (parent, branch):
-        one.close()
-
-
 @pytest.mark.slow
 @pytest.mark.nsjail
 def test_what_code_used_is_counted_its_children_too(pool: SandboxPool) -> None:

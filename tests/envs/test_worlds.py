@@ -735,10 +735,7 @@ def test_what_a_factory_may_not_do_is_said() -> None:
     with pytest.raises(TypeError, match=expected):
         FactoryEnv(Mute).reset(task()).finish(None)
     with pytest.raises(ValueError, match=r"Slow.*: reset runs before the loop does: no coroutine"):
-        FactoryEnv(Slow)
-    hidden = type("Hidden", (Slow,), {"reset": wrapped(Slow.reset)})
-    with pytest.raises(ValueError, match="Hidden: reset runs before the loop does: no coroutine"):
-        FactoryEnv(hidden).tasks("train")
+        FactoryEnv(Slow).tasks("train")
 
 
 def test_trl_environments_run_as_they_are() -> None:
@@ -864,7 +861,7 @@ def listed(cursor):
         if tool["name"] == "wrong":
             tool["outputSchema"] = {"type": "object", "required": ["n"]}
     end = {} if start + 4 >= len(NAMES) else {"nextCursor": str(start + 4)}
-    return {"tools": tools, **({"nextCursor": "4"} if sys.argv[1] == "endless" else end)}
+    return {"tools": tools, **end}
 
 def called(name):
     if name in ("internal", "params"):
@@ -913,11 +910,6 @@ def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
     assert shown["internal"].startswith("MCPError: ")
     assert shown["params"].startswith("BadArguments: ")
     assert told.counts == {"tool_exception": 3.0, "bad_arguments": 1.0}
-
-
-def test_a_list_of_tools_that_never_ends_is_refused() -> None:
-    with pytest.raises(ValueError, match="its list of tools has no end: 8 of them"):
-        raw("endless")
 
 
 @pytest.mark.parametrize("limit_s", [1.0, None])
