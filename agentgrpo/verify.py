@@ -20,9 +20,6 @@ prompt it used and of the ids it sampled. From these and the tokens alone it is 
 The proof repeats no step of the code that it checks: packed batches are read back by their
 definition (learn.batch.PackedBatch), all else is computed from definitions of its own (proof/).
 What it does not prove stands in docs/rollouts.md.
-
-Of rollouts that TRL, verifiers, prime-rl or Harbor recorded it says which claims hold, and which
-are not recorded: docs/audit.md.
 """
 
 from __future__ import annotations
@@ -45,15 +42,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.audit.claims import CLAIMS, Tokens, judge
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import checked
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
-from agentgrpo.foreign.read import is_ours, left_out, read, require_foreign
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import reads_whole_rollouts
+from agentgrpo.learn.updates import plan_updates
 from agentgrpo.proof import sums
 from agentgrpo.proof.chain import Chain
 from agentgrpo.proof.credit import (
@@ -67,6 +63,7 @@ from agentgrpo.proof.credit import (
 from agentgrpo.proof.ends import end_faults, treatment_faults
 from agentgrpo.proof.form import form_faults
 from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.registry import judges, make_reward
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.run.checkpoint import SAVED
 from agentgrpo.run.records import read_rollout
@@ -212,11 +209,6 @@ def _config_of(table: Mapping[str, Any], path: Path) -> TrainConfig:
 
 
 def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
-    from agentgrpo.registry import (
-        judges,
-        make_reward,
-    )  # with our extension; foreign files do without
-
     told, reward = judges(config), config.reward
     if chosen is not None:  # what `auto` came to, where it was known
         reward = reward.model_copy(update={name: chosen[name] for name in ("kind", "format")})
@@ -445,8 +437,6 @@ def step_faults(
         limit: largest difference in nats between the sampler and the learner before an update.
         outliers: share of the tokens that may be further apart.
     """
-    from agentgrpo.learn.updates import plan_updates  # with our extension
-
     faults: list[str] = []
     terms = 0
     parts = samples_of(groups, config, step)
@@ -629,42 +619,13 @@ def _count(report: Report, rollout: Rollout) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Verify the run that the arguments name; returns the exit status."""
     parser = parser_of("verify", __doc__)
-    parser.add_argument(
-        "run",
-        type=Path,
-        help="a run's folder (out_dir), or another program's rollouts: file or folder",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="of another program's rollouts: a model's folder, no hub name",
-    )
+    parser.add_argument("run", type=Path, help="a run's folder (out_dir)")
     args = parser.parse_args(arguments)
     try:
-        if args.tokenizer:
-            require_foreign([args.run])
-        if is_ours(args.run):
-            return _print_report(verify_run(args.run))
-        return _print_judgement(args.run, args.tokenizer)
+        return _print_report(verify_run(args.run))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-
-
-def _print_judgement(path: Path, tokenizer: Path | None) -> int:
-    """What another program's rollouts claim, and which of it holds."""
-    program, trajectories = read(path)
-    judged = judge(trajectories, None if tokenizer is None else Tokens(tokenizer))
-    for line in (*judged.faults, *judged.notes, *left_out(path)):
-        print(line)  # noqa: T201
-    for claim, tally in judged.tallies.items():
-        print(f"{claim:10} {tally}\n{'':10} ({CLAIMS[claim]})")  # noqa: T201
-    print(  # noqa: T201
-        f"{len(judged.faults)} faults in {judged.num_rollouts} rollouts, {judged.num_sampled} "
-        f"sampled tokens; written by: {program}"
-    )
-    return judged.status
 
 
 def _print_report(report: Report) -> int:
