@@ -160,8 +160,11 @@ def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Rec
             "x['token_ids'][0] ^= 1",
             r"step {step} {split} group {group} rollout \d+: turn .* are not those that the engine",
         ),
-        ("x['logprobs'][0] = 'no'", r"rollouts\.jsonl:\d+: .*logprobs: holds what is not a number"),
-        ("del t[0]['replaced']", r"rollouts\.jsonl:\d+: .*turns\[0\]: lacks 'replaced'"),
+        (
+            "x['logprobs'][0] = 'no'",
+            r"rollouts\.jsonl:\d+: segments\S+logprobs\.0: .* valid number",
+        ),
+        ("del t[0]['replaced']", r"rollouts\.jsonl:\d+: .*turns\.0\.replaced: Field required"),
     ],
 )
 def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
@@ -396,10 +399,9 @@ def test_settings_of_another_version_are_told_by_their_keys(
     described["config"] |= {"steps": "many", "gone": 1}
     path.write_text(json.dumps(described))
     assert verify.main([str(tmp_path)]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"error: {path}: config key steps: Input should be a valid integer")
-    assert second.startswith(f"{path}: unknown config key gone")
-    assert second.endswith("; the run may be of another version of agentgrpo")
+    said = capsys.readouterr().err
+    assert "config key steps: Input should be a valid integer" in said
+    assert "unknown config key gone" in said
 
 
 @pytest.mark.parametrize(
