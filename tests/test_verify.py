@@ -268,7 +268,7 @@ def test_a_rollout_left_out_of_all_batches_is_found(
 ) -> None:
     write_run(tmp_path)
     monkeypatch.setattr(
-        "agentgrpo.learn.updates.plan_updates",
+        "agentgrpo.verify.plan_updates",
         lambda groups, config, step: [Update(batches=[], num_samples=0)],
     )
     faults = verify.verify_run(tmp_path).faults
@@ -387,7 +387,9 @@ def test_the_folder_of_something_else_is_told(
     (tmp_path / "run.json").write_text(json.dumps(described))
     assert verify.main([str(tmp_path)]) == 2
     assert "error: " in (said := capsys.readouterr().err)
-    assert re.search(r"run\.json: (not that of|expected a JSON object|config key model is )", said)
+    assert re.search(
+        r"(run\.json: not that of|expected a JSON object|config key model is required)", said
+    )
 
 
 def test_settings_of_another_version_are_told_by_their_keys(

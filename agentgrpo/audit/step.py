@@ -339,8 +339,8 @@ class _Scores:
         best = 0.0
         for width in (4.0, 0.25, 0.025, 0.0025):  # in octaves
             tried = [best + width * k / 16 for k in range(-16, 17)]
-            best = min(tried, key=lambda octave: float(self.gaps_at(2**octave).mean()))
-        return 2.0**best
+            best = min(tried, key=lambda octave: float(self.gaps_at(math.exp2(octave)).mean()))
+        return math.exp2(best)
 
 
 def _sampled(gaps: Sequence[Tensor]) -> Tensor:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.proof.advantages import num_sampled, reward_of
-from agentgrpo.types import Float32, Group, Rollout, Status
+from agentgrpo.types import Group, Rollout, Status
 
 FLOAT32 = 1e-4
 """Relative; for what a device summed in float32."""
@@ -116,9 +117,10 @@ def learner_faults(
         yield f"engine: the probes are {mean!r:.20}, {most!r:.20} apart, promised {limit:.3g}"
 
 
-def _seen(groups: Sequence[Group]) -> tuple[Float32, Float32]:
+def _seen(groups: Sequence[Group]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Of each term: the learner's log-probability less the sampler's, and its entropy."""
-    gaps, entropies = [np.zeros(0)], [np.zeros(0)]
+    gaps: list[NDArray[Any]] = [np.zeros(0)]
+    entropies: list[NDArray[Any]] = [np.zeros(0)]
     for rollout in (r for group in groups for r in group.rollouts):
         for segment, logp in zip(
             rollout.all_segments, rollout.learner_logprobs or (), strict=False

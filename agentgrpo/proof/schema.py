@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -38,7 +38,8 @@ def _line() -> type[BaseModel]:
 def _as_json(kind: Any, more: Mapping[str, Any] | None = None) -> Any:
     """The type of the JSON value that a value of this type is recorded as."""
     origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
+    listed: Any = list
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         names = [f.name for f in fields(kind) if f.metadata.get("recorded", True)]
         made = {name: _as_json(hints[name]) for name in names} | dict(more or {})
@@ -46,11 +47,11 @@ def _as_json(kind: Any, more: Mapping[str, Any] | None = None) -> Any:
         return create_model(kind.__name__, __config__=STRICT, **required)
     if origin is np.ndarray:
         (dtype,) = get_args(inner[1])
-        return list[int if dtype is np.int32 else float]
-    if origin in (Union, UnionType):
-        return Union[tuple(map(_as_json, inner))]  # noqa: UP007
+        return listed[int if dtype is np.int32 else float]
+    if origin is UnionType:
+        return _as_json(inner[0]) | None
     if origin in (list, tuple):
-        return list[_as_json(inner[0])]
+        return listed[_as_json(inner[0])]
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return str
     return kind

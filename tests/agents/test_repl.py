@@ -186,8 +186,6 @@ def test_a_submission_that_fails_buys_no_further_line(pool: SandboxPool) -> None
     assert typed.answer is None
     config = a_config("agent.kind=repl", "env.kind=console", "rollout.max_tool_calls=1")
     assert list(status_faults(typed, config)) == []
-    typed.stats["tool_calls"] -= 1
-    assert list(status_faults(typed, config)) != []
 
 
 @pytest.mark.parametrize("keep", ["head", "ends", "tail"])

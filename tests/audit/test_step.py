@@ -147,7 +147,8 @@ def test_a_list_that_is_one_place_off_is_found(model: Any, by: int) -> None:
 
 
 def test_a_cause_that_explains_a_part_is_not_named(model: Any) -> None:
-    other = audit_step(policy := sharp(model), [[9, 9]] * 6, *sample(policy, PROMPTS, 24))
+    policy = sharp(model)
+    other = audit_step(policy, [[9, 9]] * 6, *sample(policy, PROMPTS, 24))
     assert other.cause == "unknown", str(other)
     assert "Tried: temperature, a place off" in str(other)
 

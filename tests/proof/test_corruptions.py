@@ -51,7 +51,6 @@ NOTES: dict[str, dict[str, str]] = {
         "_s$": TIMES,
         r"/(engine_steps|cached_tokens|retries|diverged_forks|infra_failures)$": "what the engine "
         "did besides what is recorded has no second account",
-        r"/dead_": "why the groups that are not live are not",
     },
     "metrics time": {"": TIMES},
 }
