@@ -29,7 +29,6 @@ from agentgrpo.sandbox.execution import (
 from agentgrpo.sandbox.history import Recorded, ReplayDiverged
 from agentgrpo.sandbox.host_tools import HostBudget, HostCall, HostTools
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
@@ -68,7 +67,6 @@ __all__ = [
     "SandboxUnavailable",
     "Session",
     "StepError",
-    "StepLoop",
     "StepResult",
     "StepStatus",
     "Template",

@@ -101,6 +101,7 @@ class SandboxPool(Held):
         allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
             so in every result.
         nsjail: path of the nsjail binary; None looks for it.
+        all_cpus: processors that all sessions together may keep busy; None: half of the machine.
 
     Raises:
         SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
@@ -117,6 +118,7 @@ class SandboxPool(Held):
         rungs: Sequence[Rung] = LADDER,
         allow_degraded: bool = False,
         nsjail: str | None = None,
+        all_cpus: float | None = None,
     ) -> None:
         _require(rungs, max_live, min_idle, zygotes)
         self.template = template or Template()
@@ -128,6 +130,7 @@ class SandboxPool(Held):
             zygotes=zygotes,
             rungs=(*rungs, Rung.BARE) if allow_degraded else rungs,
             nsjail=nsjail,
+            all_cpus=all_cpus,
         )
         self.degraded = self._spawner.rung is Rung.BARE
         if self.degraded:

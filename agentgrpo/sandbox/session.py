@@ -1,10 +1,8 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
-import contextlib
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -20,7 +18,6 @@ from agentgrpo.sandbox.history import HISTORY_BYTES, Recorded, ReplayDiverged, d
 from agentgrpo.sandbox.host_tools import HostCall, HostCalls, within_a_call_of
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import Ending, RawStep, how_it_ended, show_answer, show_output
-from agentgrpo.sandbox.program import Orders
 from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
 from agentgrpo.sandbox.template import check_environment
 
@@ -212,14 +209,6 @@ class Session(Held):
         """Whether somebody has begun to close it."""
         return self._closed
 
-    def request_of(
-        self, code: str, timeout_s: float | None, env: Mapping[str, str] | None = None
-    ) -> tuple[list[bytes], float] | StepResult:
-        """For loop.py: what step() would run, or its result if nothing has to be run."""
-        fields = [b"run", *_pairs(code, env)]
-        timeout = self._check(timeout_s)
-        return self._over() or self._refuse(fields) or (fields, timeout)
-
     def _check(self, timeout_s: float | None) -> float:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
@@ -341,13 +330,13 @@ class Session(Held):
         timeout: float,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> tuple[Any, ...] | None:
-        """For whoever runs steps (this class, loop.py): the arguments of ``_C.sandbox_run_step``.
+        """The arguments of ``_C.sandbox_run_step``.
 
         The session is busy until conclude() is called, by the same thread; None if it is over.
 
         Raises:
-            ValueError: this thread runs a step of it already (in a loop, or that has called a
-                listener or a signal's handler).
+            ValueError: this thread runs a step of it already (that has called a listener
+                or a signal's handler).
         """
         if self.host is not None and within_a_call_of(self):
             raise InvalidArgumentException("the session waits for the function that would step it")
@@ -492,27 +481,6 @@ class Session(Held):
         """For the watchdog: kill it for what its processes use; the next result says so."""
         self._over_memory = detail, kib
         self._channels.signal()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """For the watchdog: none of the session's processes runs or forks meanwhile.
-
-        Yields whether that is so: not if the session is over or has no process namespace.
-
-        Raises:
-            OSError: no descriptors; then nothing was stopped.
-        """
-        if self.degraded or not self._channels.borrow():
-            yield False
-            return
-        try:
-            with contextlib.closing(Orders(self._channels)) as orders:
-                try:
-                    yield orders.signal(signal.SIGSTOP) and orders.signalled()
-                finally:
-                    orders.signal(signal.SIGCONT)
-        finally:
-            self._channels.give_back()
 
     def expire(self) -> None:
         """For the pool: its time is over. A step that runs ends by itself, as it has no more."""

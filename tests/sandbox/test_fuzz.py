@@ -23,7 +23,6 @@ from agentgrpo.sandbox import (
     SandboxException,
     SandboxPool,
     Session,
-    StepLoop,
     Template,
     build_template,
     find_template,
@@ -99,7 +98,6 @@ class Fuzz:
         self.pool, self.rng, self.played = pool, random.Random(seed), Counter[str]()
         self.sandbox = Sandbox.create(pool=pool)
         self.session = pool.acquire(host=HOST.begin())
-        self.loop = StepLoop()
         self.console = Console(self.session)
         self.handles: list[Any] = []
 
@@ -151,7 +149,7 @@ class Fuzz:
     def moves(self) -> list[tuple[int, Any, Callable[[], Any]]]:
         """How often a function is called, it, and a call of it."""
         a, files, commands = self.any, self.sandbox.files, self.sandbox.commands
-        sandbox, session, pool, loop = self.sandbox, self.session, self.pool, self.loop
+        sandbox, session, pool = self.sandbox, self.session, self.pool
         path, code = partial(a, *TEXTS), partial(a, *CODES)
         timeout, env = partial(a, 0.02, 0.1, 1), partial(a, {"A": "b"}, {})
         handle = self.rng.choice(self.handles) if self.handles else None
@@ -219,9 +217,6 @@ class Fuzz:
             (1, SandboxPool.fork, lambda: pool.fork(session, timeout()).close()),
             (9, SandboxPool.metrics, pool.metrics),
             (9, SandboxPool.describe, pool.describe),
-            (9, StepLoop.submit, lambda: loop.submit(session, code(), a(0.05), env=env())),
-            (9, StepLoop.wait, lambda: loop.wait(a(0.05))),
-            (2, StepLoop.close, loop.close),
             (20, Console.type, lambda: self.console.type(code(), timeout())),
             (2, check_output, lambda: check_output(pool, code(), a("x"), stdin=a("x"),
                 timeout_s=1)),
@@ -253,7 +248,6 @@ class Fuzz:
 
     def close(self) -> None:
         """End what lives."""
-        self.loop.close()
         self.session.close()
         self.sandbox.kill()
 
@@ -267,16 +261,16 @@ def fuzz() -> Iterator[Fuzz]:
         playing.close()
 
 
-INTERNAL = {"request_of", "prepare", "conclude", "abandon", "begin", "expire", "end_for_memory",
-            "held", "healthy", "seconds_left", "conversation", "cpu_seconds"}  # fmt: skip
-"""Of Session, for the pool, the loop and the watchdog."""
+INTERNAL = {"prepare", "conclude", "abandon", "begin", "expire", "end_for_memory",
+            "healthy", "seconds_left", "conversation", "cpu_seconds"}  # fmt: skip
+"""Of Session, for the pool and the watchdog."""
 
 
 def test_whatever_is_passed(fuzz: Fuzz, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTGRPO_TEMPLATES", str(tmp_path))
     fuzz.play(COUNT)
     named = {function.__qualname__ for _, function, _ in fuzz.moves()}
-    for owner in (Sandbox, Files, Commands, CommandHandle, Session, StepLoop, Console):
+    for owner in (Sandbox, Files, Commands, CommandHandle, Session, Console):
         for name, member in vars(owner).items():
             if isinstance(member, (FunctionType, classmethod)) and not name.startswith("_"):
                 assert f"{owner.__name__}.{name}" in named or name in INTERNAL, name

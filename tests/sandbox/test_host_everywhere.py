@@ -14,15 +14,11 @@ from agentgrpo.sandbox import (
     Console,
     Limits,
     Sandbox,
-    SandboxException,
     SandboxPool,
     Session,
-    StepLoop,
-    StepResult,
 )
 from agentgrpo.sandbox.calls import joined
-from agentgrpo.sandbox.host_tools import HostCalls
-from tests.sandbox.hosted import add, later, told, tools
+from tests.sandbox.hosted import add, later, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
@@ -59,54 +55,6 @@ def test_in_a_console(pool: SandboxPool) -> None:
         console = Console(session)
         assert console.type("add(1)").shown == "2\n"
         assert console.type("fail('value')").shown.endswith("ValueError: a bad value\n")
-
-
-@pytest.mark.slow
-def test_in_a_loop_that_steps_many_sessions(pool: SandboxPool) -> None:
-    host = tools(call_s=1.0)
-    sessions = [pool.acquire(host=host.begin()) for _ in range(4)]
-    plain = pool.acquire()
-    try:
-        loop = StepLoop()
-        codes = ["later(0.2)", "add(1) + add(2)", "fail('value')", "hang()"]
-        tags = [loop.submit(s, code) for s, code in zip(sessions, codes, strict=True)]
-        tags.append(loop.submit(plain, "7"))
-        ended: list[tuple[int, StepResult]] = []
-        while len(loop):
-            ended += loop.wait()
-        results = dict(ended)
-        assert [results[tag].value for tag in tags] == ["'late'", "5", None, None, "7"]
-        assert [len(results[tag].host_calls) for tag in tags] == [1, 2, 1, 1, 0]
-        assert told(results[tags[3]])[0] == "TimeoutError"
-        assert loop.submit(sessions[0], "add(1)") > 0
-        assert loop.wait()[0][1].value == "2"
-        slow = loop.submit(plain, "import time; time.sleep(4)")
-        quick = loop.submit(sessions[0], "later(0.01)")
-        assert [tag for tag, _ in loop.wait()] == [quick], "it waits for no other's step"
-        assert [tag for tag, _ in loop.wait()] == [slow]
-    finally:
-        loop.close()
-        for session in (*sessions, plain):
-            session.close()
-
-
-def test_what_fails_in_an_answer_is_raised_by_wait(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError
-
-    with pool.acquire(host=tools().begin()) as session, pool.acquire() as plain:
-        loop = StepLoop()
-        with monkeypatch.context() as patched:
-            patched.setattr(HostCalls, "answer", broken)
-            loop.submit(session, "add(1)")
-            with pytest.raises(SandboxException, match="ZeroDivisionError"):
-                loop.wait()
-        assert (len(loop), session.alive) == (0, False)
-        tag = loop.submit(plain, "7")
-        assert [(tag, "7")] == [(one, result.value) for one, result in loop.wait()]
-        loop.close()
 
 
 def test_a_timeout_of_the_functions_own_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
