@@ -42,7 +42,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
 from agentgrpo.plan import planned, said
 from agentgrpo.recipe.parts import command, require_same_work
-from agentgrpo.room import learner_here, room_checks
+from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
@@ -242,20 +242,23 @@ def make_learner(
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.loading import load_frozen
     from agentgrpo.learn.policy import Policy
+    from agentgrpo.learn.preflight import require_fit
     from agentgrpo.learn.publish import Unpublished
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
-    chosen = learner_here(config, model)
-    return Learner(
-        Policy(loaded, chosen, weights="own", adapter=adapter.folder if adapter else None),
+    learner = Learner(
+        Policy(loaded, config.learner, weights="own", adapter=adapter.folder if adapter else None),
         Unpublished(),
-        chosen,
+        config.learner,
         config.loss,
         total_steps=total_steps,
         temperature=1.0,
         dlogp_limit=math.inf,
     )
+    if device == "cuda":
+        require_fit(learner, config.learner.max_tokens)
+    return learner
 
 
 def settings_of(recipe: RecipeConfig) -> TrainConfig:

@@ -26,7 +26,6 @@ from agentgrpo.sandbox.execution import (
     OutputMessage,
     Result,
 )
-from agentgrpo.sandbox.history import Recorded, ReplayDiverged
 from agentgrpo.sandbox.host_tools import HostBudget, HostCall, HostTools
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
@@ -55,8 +54,6 @@ __all__ = [
     "NotSupportedException",
     "OutputMessage",
     "RateLimitException",
-    "Recorded",
-    "ReplayDiverged",
     "Result",
     "Sandbox",
     "SandboxBusy",

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from agentgrpo.sandbox.boundary import as_bytes, theirs
+from agentgrpo.sandbox.boundary import as_bytes
 from agentgrpo.sandbox.channels import (
     Channels,
     Ends,
@@ -304,7 +304,7 @@ def text_decoder() -> Decoder:
 
 def _tell(listener: Listener | None, text: str) -> None:
     if listener is not None and text:
-        theirs(listener, text)
+        listener(text)
 
 
 def _inner_pid(pid: int) -> int:

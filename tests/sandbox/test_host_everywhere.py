@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import urlopen
@@ -18,6 +17,7 @@ from agentgrpo.sandbox import (
     Session,
 )
 from agentgrpo.sandbox.calls import joined
+from agentgrpo.sandbox.outcome import Stream
 from tests.sandbox.hosted import add, later, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
@@ -26,13 +26,10 @@ pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
 
 @pytest.mark.slow
-def test_in_a_sandbox_alone_its_contexts_and_its_forks(pool: SandboxPool) -> None:
+def test_in_a_sandbox_alone_and_its_contexts(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool, host_tools=[add]) as sandbox:
         sandbox.run_code("x = add(40, 2)")
         assert sandbox.run_code("x").text == "42"
-        (fork,) = sandbox.fork()
-        with fork:
-            assert fork.run_code("x, add(1)").text == "(42, 2)"
         context = sandbox.create_code_context(language="python")
         assert sandbox.run_code("add(5)", context=context).text == "6"
         heard: list[str] = []
@@ -55,25 +52,6 @@ def test_in_a_console(pool: SandboxPool) -> None:
         console = Console(session)
         assert console.type("add(1)").shown == "2\n"
         assert console.type("fail('value')").shown.endswith("ValueError: a bad value\n")
-
-
-def test_a_timeout_of_the_functions_own_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it comes in the moment between a wait that was in vain and a look."""
-
-    class Racing(Future[Any]):
-        first = True
-
-        def result(self, timeout: float | None = None) -> Any:
-            if not self.first:
-                return super().result(timeout)
-            self.first = False
-            super().exception(60)
-            raise TimeoutError
-
-    monkeypatch.setattr("agentgrpo.sandbox.host_tools.Future", Racing)
-    assert tools().begin().answer("add", b"[[1],{}]", 0, 9.0, None, lambda: False)[0].told == (
-        b"2",
-    )
 
 
 @pytest.mark.slow
@@ -102,9 +80,9 @@ def test_what_is_printed_during_a_call_is_of_the_step(pool: SandboxPool) -> None
 @pytest.mark.parametrize("then", ["", "12", "12345678", "1234567890123456"])
 @pytest.mark.parametrize("keep", [1, 3, 7, 30])
 def test_joined_output_is_cut_like_one(first: str, then: str, keep: int) -> None:
-    def cut(text: str) -> tuple[bytes, bytes, int]:
+    def cut(text: str) -> Stream:
         data = text.encode()
-        return data[:keep], data[keep:][-keep:], len(data)
+        return Stream(data[:keep], data[keep:][-keep:], len(data))
 
     assert joined(cut(first), cut(then), keep) == cut(first + then)
 
@@ -141,7 +119,7 @@ def test_a_search_of_the_web(pool: SandboxPool) -> None:
 def test_a_session_without_functions_is_stepped_as_before(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "conversation", None)
+    monkeypatch.setattr(Session, "_run_in_parts", None)
     assert session.step("1").value == "1"
     assert session.step("'add' in globals()").value == "False"
 

@@ -41,7 +41,6 @@ from agentgrpo.sandbox.channels import children_of
 from agentgrpo.sandbox.errors import TemplateUnavailable
 from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
-from agentgrpo.sandbox.pool import Clock
 from agentgrpo.sandbox.spawner import Spawned, Spawner
 from agentgrpo.sandbox.zygote import Rung, remove_stale_scratch
 
@@ -219,6 +218,16 @@ def test_environment_of_a_session_is_not_seen_by_the_next() -> None:
             assert session.step("import os; 'SECRET' in os.environ").value == "False"
         with pytest.raises(ValueError, match="A=B"):
             pool.acquire(env={"A=B": "1"})
+
+
+def test_stateless_runs_share_nothing(pool: SandboxPool) -> None:
+    live = pool.metrics()["live"]
+    assert pool.run("import os; x = 1; open('f', 'w').write('1')").value == "1"
+    assert pool.run("import os; 'x' in dir(), os.listdir('.')").value == "(False, [])"
+    assert pool.run("import os; os.environ['A']", env={"A": "b"}).value == "'b'"
+    assert pool.run("while True: pass", 0.1).status.startswith(StepStatus.TIMEOUT)
+    assert pool.run("import os; os._exit(0)").state_lost
+    assert pool.metrics()["live"] == live
 
 
 def test_session_time_and_steps_are_bounded() -> None:
@@ -429,25 +438,6 @@ def test_a_trainer_that_ignores_the_ends_of_its_children() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["42", "signal", "infra_error", "ok"], done
-
-
-def test_sessions_that_are_over_are_no_burden_to_the_clock() -> None:
-    clock = Clock()
-    left = [FakeSession(alive=number % 100 == 0) for number in range(2000)]
-    for session in left:
-        clock.watch(session)  # type: ignore[arg-type]
-    assert len(clock._deadlines) < 200
-    watched = {ref() for _, _, ref in clock._deadlines}
-    assert {session for session in left if session.alive} <= watched
-    clock.close()
-
-
-class FakeSession:
-    def __init__(self, *, alive: bool) -> None:
-        self.alive = alive
-
-    def seconds_left(self) -> float:
-        return 1e4
 
 
 def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:
