@@ -11,7 +11,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.config.read import load_config
 from agentgrpo.envs.console import ConsoleEnv
-from agentgrpo.envs.python import PythonEnv, PythonEpisode
+from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
@@ -23,8 +23,6 @@ from agentgrpo.sandbox import (
     HostTools,
     Limits,
     SandboxPool,
-    StepResult,
-    StepStatus,
 )
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
