@@ -197,11 +197,12 @@ def test_messages_of_many_turns_are_rendered_whole(pool: SandboxPool) -> None:
     assert (played.answer, played.stats["prompts_clean"], played.closed_rows) == ("1", 2, [])
 
 
-def test_the_prompt_says_that_there_is_a_user() -> None:
+@pytest.mark.nsjail
+def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
     for kind in ("inline", "code", "tags", "repl"):
         agent, env, _ = KINDS[kind]
-        with_them, _ = parts(agent, env)
-        alone, _ = parts(agent, env, mode="nobody")
+        with_them, _ = parts(agent, env, pool)
+        alone, _ = parts(agent, env, pool, mode="nobody")
         told, plain = (str(a.messages(TASK)[0]["content"]) for a in (with_them, alone))
         assert ("user" in told, "user" in plain) == (True, False), kind
 
@@ -375,7 +376,7 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     tiny_model: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    write_lines(rows, [{"question": f"Q{i}", "user": given} for i, given in enumerate((3, "a"))])
+    write_lines(rows, [{"question": f"Q{u}", "answer": "", "user": u} for u in (3, "a")])
     inline = {"kind": "inline", "options": {"system_prompt": "S"}}
     made = settings(inline, KINDS["tools of a class"][1], {"train": str(rows), "num_heldout": 1})
     engine = EngineConfig(max_model_len=1000)
