@@ -42,7 +42,6 @@ from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.plan import planned, said, to_be_trained_on
-from agentgrpo.recipe.difficulty import DifficultyTasks
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
@@ -216,7 +215,7 @@ def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> Tasks:
     Raises:
         ValueError: a task of the stream is not the one that was played.
     """
-    c, folder = recipe.curriculum, folder_of(recipe, stage)
+    folder = folder_of(recipe, stage)
     pool = folder / "pool.jsonl"
     played = {r.task.id: r.task for _, r in read_rollouts(pool)}
     for task in stream.rows if isinstance(stream, RowTasks) else ():
@@ -227,13 +226,7 @@ def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> Tasks:
             played[task.id] = task
     rows = [played[name] for name in read_table(folder / "select.json")["selected"]]
     source, seed = f"stage {stage}, {digest_of(rows)}", recipe.seed + stage
-    tasks: Tasks
-    if c.sampling == "shuffle":
-        tasks = RowTasks(rows, source=source, seed=seed)
-    else:
-        tasks = DifficultyTasks(
-            rows, source=source, easy_share=c.easy_share, hard_share=c.hard_share, seed=seed
-        )
+    tasks = RowTasks(rows, source=source, seed=seed)
     earlier = [folder_of(recipe, number) / "stage.json" for number in range(stage)]
     tasks.steps_before = sum(read_table(path)["steps"] for path in earlier)
     return tasks

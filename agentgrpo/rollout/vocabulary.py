@@ -1,4 +1,4 @@
-"""The bytes of every token: what _C.TagScanner needs to find tags in a stream of ids."""
+"""The bytes of every token, to find texts in a stream of ids."""
 
 from __future__ import annotations
 

@@ -370,11 +370,9 @@ def test_a_stage_is_finished_when_its_training_is(
     assert (folder / "stage.json").exists() == (status == 0)
 
 
-@pytest.mark.parametrize("sampling", ["shuffle", "difficulty"])
-def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: str) -> None:
+def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
     """Whatever their rows were called: a `question` of their own, which is not what was asked."""
-    more: dict[str, Any] = {} if sampling == "shuffle" else {"easy_share": 0.5}
-    recipe = make_recipe(tmp_path, sampling=sampling, selection="random", select=10, **more)
+    recipe = make_recipe(tmp_path, selection="random", select=10)
     spec = {"board": ((1, 2),), "sums": np.arange(3)}  # an environment's own: JSON has lists
     asked = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "And?"})
     made = [
@@ -387,8 +385,6 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: 
     assert sorted(chosen) == [task.id for task in made]
     assert all(task.spec is made[int(task.id[2:])].spec for task in tasks.rows)
     assert {task.id for task in tasks.next(len(chosen))} == {*chosen}
-    if sampling == "difficulty":
-        assert tasks._shares == (0.5, 0.2)
     state = tasks.state_dict()
     selected_tasks(recipe, 0, stream).load_state_dict(state)
     selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)  # as they were recorded
@@ -476,10 +472,6 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (
-            {"sampling": "difficulty", "easy_share": 0.6, "hard_share": 0.6},
-            "must be at most 1, got 0.6 . 0.6",
-        ),
         ({"group_size": 1}, "group_size"),
         ({"steps": []}, "steps"),
         ({"epochs": 2}, r"curriculum\.steps \[5, 7\] and curriculum\.epochs 2 exclude each other"),
