@@ -8,11 +8,6 @@ data.split=NAME say which part). Some of its rows are held out, to see whether t
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("init")
-
 import functools
 import sys
 import tempfile

@@ -27,11 +27,6 @@ are not recorded: docs/audit.md.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("verify")
-
 import math
 import sys
 from collections import Counter
